@@ -1,0 +1,36 @@
+# make demo | test | check | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
+# constraints.txt has changed.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+DATA ?= digits
+OUT ?= demo-output
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+ifndef LAPWING_DATA
+LAPWING_DATA := $(abspath $(wildcard ../shared/data))
+endif
+ifneq ($(LAPWING_DATA),)
+export LAPWING_DATA
+endif
+
+.PHONY: demo test check clean
+
+demo: $(STAMP)
+	$(BIN)/python -m lapwing demo --data $(DATA) --out $(OUT)
+
+test: check
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_exports.py
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build $(OUT) src/lapwing.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

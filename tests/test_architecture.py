@@ -1,0 +1,112 @@
+"""Imports go one way: a room imports only from itself and from earlier rooms, and never inside a function."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lapwing
+
+ROOMS = (
+    "errors",
+    "linalg",
+    "model",
+    "likelihoods",
+    "curvature",
+    "posterior",
+    "predictive",
+    "evidence",
+    "evaluation",
+    "interfaces",
+)
+CORE = {"torch", "numpy", "safetensors", "tqdm"}
+PACKAGE = Path(lapwing.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def room(path: Path) -> str:
+    """The room a file is in; '' for the front door (`__init__.py`, `__main__.py`), which may import every room."""
+    parts = path.relative_to(PACKAGE).parts
+    return "" if parts[0].startswith("__") else parts[0].removesuffix(".py")
+
+
+def imported(node: ast.AST, path: Path) -> list[str]:
+    """Absolute dotted names of the modules that an import statement reads."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    if node.level:
+        folder = path.relative_to(PACKAGE.parent).parts[: -node.level]
+        base = ".".join((*folder, *([node.module] if node.module else [])))
+    else:
+        base = node.module or ""
+    return [f"{base}.{alias.name}" for alias in node.names] if base == "lapwing" else [base]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """(line, module, whether inside a function) of every import; those under TYPE_CHECKING count too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    deferred = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        for module in imported(node, path):
+            yield node.lineno, module, id(node) in deferred
+
+
+def test_every_folder_is_a_known_room() -> None:
+    assert {room(path) for path in FILES} - {""} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_imports_go_one_way(path: Path) -> None:
+    if not room(path):
+        return
+    here = ROOMS.index(room(path))
+    wrong = [
+        f"{name(path)}:{line} imports {module}"
+        for line, module, _ in imports(path)
+        if module.split(".")[0] == "lapwing"
+        and (module.count(".") == 0 or module.split(".")[1] not in ROOMS[: here + 1])
+    ]
+    assert not wrong, f"a room imports only from {ROOMS[: here + 1]}: {wrong}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_deferred_imports_are_optional_extras(path: Path) -> None:
+    wrong = [
+        f"{name(path)}:{line} imports {module} inside a function"
+        for line, module, deferred in imports(path)
+        if deferred and module.split(".")[0] in CORE | {"lapwing"}
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_extras_are_imported_only_where_used(path: Path) -> None:
+    import sys
+
+    known = CORE | {"lapwing"} | set(sys.stdlib_module_names)
+    wrong = [
+        f"{name(path)}:{line} imports {module} at module level"
+        for line, module, deferred in imports(path)
+        if not deferred and module.split(".")[0] not in known
+    ]
+    assert not wrong, f"an extra is imported inside the function that uses it: {wrong}"
+
+
+def test_the_parser_sees_relative_and_deferred_imports(tmp_path: Path) -> None:
+    source = "def f():\n    from ..evidence import x\nimport torch\nfrom lapwing import metrics\n"
+    tree = ast.parse(source)
+    path = PACKAGE / "linalg" / "made_up.py"
+    found = [module for node in ast.walk(tree) for module in imported(node, path)]
+    assert sorted(found) == ["lapwing.evidence", "lapwing.metrics", "torch"]

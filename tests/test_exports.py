@@ -1,0 +1,65 @@
+"""What `import lapwing` offers: sorted, documented, complete, and light."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lapwing
+
+ROOT = Path(__file__).parent.parent
+
+# Every public name of the API contract. A name joins `lapwing.__all__` when it is built; a name that is built
+# (its module attribute exists) and not exported fails here.
+CONTRACT = {
+    "fit", "load", "evaluate", "compare", "train", "log_evidence", "subnetwork", "metrics", "plots",
+    "Laplace", "Prediction", "Posterior", "Prior", "Tempered", "Mixture", "Likelihood", "Report", "TemperatureScaled",
+    "Categorical", "Gaussian", "Bernoulli", "Poisson", "HeteroscedasticGaussian", "BradleyTerry",
+    "Diag", "BlockDiag", "Kron", "EKFAC", "Full", "LowRank", "Functional", "Nystrom", "MatrixFree",
+    "GGN", "MCFisher", "EmpiricalFisher", "Hessian", "KFRA",
+    "LapwingError", "UnsupportedModel", "UnsupportedOperation", "BadData", "NotPositiveDefinite", "IncompatiblePrior",
+    "NotReiterable", "TooLarge", "CorruptFile", "VersionMismatch", "NotConverged",
+}  # fmt: skip
+
+
+def built() -> set[str]:
+    """Contract names that some room of the package defines."""
+    names: set[str] = set()
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("lapwing."):
+            names |= CONTRACT & {name for name, value in vars(module).items() if getattr(value, "__doc__", None)}
+    return names
+
+
+def test_exported_names_are_sorted_and_unique() -> None:
+    assert list(lapwing.__all__) == sorted(set(lapwing.__all__))
+
+
+@pytest.mark.parametrize("name", lapwing.__all__)
+def test_exported_name_exists_and_is_documented(name: str) -> None:
+    value = getattr(lapwing, name)
+    assert (value.__doc__ or "").strip(), f"lapwing.{name} has no docstring"
+
+
+def test_built_contract_names_are_exported() -> None:
+    assert built() <= set(lapwing.__all__), f"built but not exported: {sorted(built() - set(lapwing.__all__))}"
+
+
+def test_version_matches_the_project_file() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert lapwing.__version__ == project["version"]
+
+
+def test_import_is_light() -> None:
+    """`import lapwing` reads no optional extra: only what torch itself and the core dependencies read."""
+    code = (
+        "import sys, torch, safetensors.torch, tqdm; before = set(sys.modules); import lapwing\n"
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}\n"
+        "extras = {'matplotlib', 'jinja2', 'sklearn', 'scipy', 'transformers', 'peft', 'PIL', 'typer', 'rich',"
+        " 'botorch', 'lightning', 'pandas'}\n"
+        "print(sorted(new & extras))"
+    )
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
