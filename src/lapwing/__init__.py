@@ -16,6 +16,7 @@ from lapwing.errors import (
     UnsupportedOperation,
     VersionMismatch,
 )
+from lapwing.evaluation import metrics
 
 __version__ = "0.1.0.dev0"
 
@@ -31,4 +32,5 @@ __all__ = [
     "UnsupportedModel",
     "UnsupportedOperation",
     "VersionMismatch",
+    "metrics",
 ]

@@ -1,0 +1,1 @@
+"""How good are the predictions: metrics, plots and the report."""

@@ -1,0 +1,198 @@
+"""Scores of predictions: pure functions on tensors.
+
+Probabilities are (*batch, K) with classes last; targets are class indices (*batch) or soft labels (*batch, K).
+Scores are averages over the batch as 0-d float64 tensors; `entropy` is per item. Nothing is clamped: a probability
+of zero for what happened is an infinite NLL.
+
+Example:
+    >>> probs, y = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 1])
+    >>> float(metrics.accuracy(probs, y))
+    1.0
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import BadData
+
+__all__ = [
+    "accuracy",
+    "auroc",
+    "brier",
+    "coverage",
+    "crps",
+    "crps_samples",
+    "ece",
+    "entropy",
+    "fpr95",
+    "gaussian_nll",
+    "nll",
+    "reliability",
+    "rmse",
+]
+
+
+def nll(probs: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log probability of the targets, −Σ_k q_k log p_k, in nats."""
+    probs, targets = _classes(probs, targets)
+    return -(torch.special.xlogy(targets, probs)).sum(-1).mean()
+
+
+def gaussian_nll(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
+    """Mean of ½ log 2πσ² + (y − μ)² / 2σ² over all items and outputs."""
+    mean, stddev, targets = _values(mean, stddev, targets)
+    return (0.5 * math.log(2 * math.pi) + stddev.log() + 0.5 * ((targets - mean) / stddev) ** 2).mean()
+
+
+def accuracy(probs: Tensor, targets: Tensor) -> Tensor:
+    """Share of items whose most probable class is the target (for soft labels: its most probable class)."""
+    probs, targets = _classes(probs, targets)
+    return (probs.argmax(-1) == targets.argmax(-1)).double().mean()
+
+
+def brier(probs: Tensor, targets: Tensor) -> Tensor:
+    """Mean of Σ_k (p_k − q_k)² (Brier 1950: the sum over all classes, so 2(p − y)² for two)."""
+    probs, targets = _classes(probs, targets)
+    return (probs - targets).square().sum(-1).mean()
+
+
+def ece(probs: Tensor, targets: Tensor, bins: int = 15) -> Tensor:
+    """Expected calibration error of the top class: Σ_b n_b/N · |accuracy_b − confidence_b|.
+
+    `bins` equal-width bins ((b−1)/bins, b/bins] (Guo et al. 2017, Eq. 3, who use 15).
+    """
+    confidence, correct, count = reliability(probs, targets, bins)
+    return (count * (correct - confidence).abs()).sum() / count.sum()
+
+
+def reliability(probs: Tensor, targets: Tensor, bins: int = 15) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean confidence, accuracy and number of items in each of `bins` equal-width bins of confidence; each (bins,).
+
+    Empty bins have confidence and accuracy 0 and count 0.
+    """
+    probs, targets = _classes(probs, targets)
+    if bins < 1:
+        raise BadData(f"bins must be at least 1, got {bins}")
+    confidence, label = probs.reshape(-1, probs.shape[-1]).max(-1)
+    correct = (label == targets.reshape(-1, probs.shape[-1]).argmax(-1)).double()
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=probs.device)
+    which = torch.bucketize(confidence, edges[1:-1])
+    count = torch.zeros(bins, dtype=torch.float64, device=probs.device).index_add(0, which, torch.ones_like(correct))
+    total = torch.zeros((2, bins), dtype=torch.float64, device=probs.device)
+    mean = total.index_add(1, which, torch.stack([confidence, correct])) / count.clamp(min=1)
+    return mean[0], mean[1], count
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """−Σ_k p_k log p_k per item, in nats: (*batch, K) to (*batch)."""
+    return torch.special.entr(probs).sum(-1)
+
+
+def rmse(mean: Tensor, targets: Tensor) -> Tensor:
+    """Root of the mean squared error over all items and outputs, in the targets' units."""
+    mean, targets = _values(mean, targets)
+    return (mean - targets).square().mean().sqrt()
+
+
+def crps(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
+    """Mean continuous ranked probability score of Gaussian predictions, in the targets' units.
+
+    σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π] with z = (y − μ)/σ (Gneiting and Raftery 2007, Eq. 21 with
+    the sign reversed: less is better).
+    """
+    mean, stddev, targets = _values(mean, stddev, targets)
+    z = (targets - mean) / stddev
+    density = torch.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+    return (stddev * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean()
+
+
+def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
+    """The same score from draws: E|X − y| − ½ E|X − X′| with samples (n, *batch), n ≥ 2.
+
+    The second term averages over pairs of different draws (divided by n(n − 1)), which makes it unbiased.
+    """
+    n = samples.shape[0]
+    if n < 2:
+        raise BadData(f"the score needs at least 2 samples, got {n}")
+    samples, targets = samples.double(), targets.double()
+    _same(samples[0], targets)
+    error = (samples - targets).abs().mean(0)
+    # Σ_{i<j} (x_(j) − x_(i)) = Σ_i (2i − n − 1) x_(i) over sorted draws, i from 1
+    rank = 2 * torch.arange(1, n + 1, dtype=torch.float64, device=samples.device) - n - 1
+    spread = torch.einsum("n,n...->...", rank, samples.sort(0).values) / (n * (n - 1))
+    return (error - spread).mean()
+
+
+def coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> Tensor:
+    """Share of targets with lower ≤ y ≤ upper; compare with the level of the interval."""
+    lower, upper, targets = _values(lower, upper, targets)
+    return ((lower <= targets) & (targets <= upper)).double().mean()
+
+
+def auroc(inside: Tensor, outside: Tensor) -> Tensor:
+    """Probability that an outside item scores higher than an inside one, ties counting half.
+
+    Scores are any shape and grow with strangeness (entropy, novelty). 1 separates perfectly, ½ is chance.
+    """
+    inside, outside = _scores(inside, outside)
+    ordered = inside.sort().values
+    below = torch.searchsorted(ordered, outside, right=False)
+    up_to = torch.searchsorted(ordered, outside, right=True)
+    return (below + up_to).double().mean() / (2 * len(inside))
+
+
+def fpr95(inside: Tensor, outside: Tensor, rate: float = 0.95) -> Tensor:
+    """Share of outside items that pass for inside at the threshold that keeps `rate` of the inside items.
+
+    Inside is the positive class (Liang et al. 2018): the threshold is the smallest score t with at least `rate` of the
+    inside scores ≤ t; an outside item passes if its score is ≤ t. Less is better.
+    """
+    inside, outside = _scores(inside, outside)
+    kept = math.ceil(rate * len(inside) - 1e-9)
+    threshold = inside.sort().values[max(kept, 1) - 1]
+    return (outside <= threshold).double().mean()
+
+
+def _classes(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Float64 probabilities (*b, K) and targets as soft labels of the same shape."""
+    if probs.ndim < 2 or not probs.numel():
+        raise BadData(f"expected probabilities of shape (*batch, classes) that are not empty, got {tuple(probs.shape)}")
+    if not probs.isfinite().all():
+        raise BadData("a probability is NaN or infinite: find the prediction that is not finite first")
+    probs, k = probs.double(), probs.shape[-1]
+    if targets.shape == probs.shape and targets.is_floating_point():
+        return probs, targets.to(probs)
+    _same(probs[..., 0], targets)
+    if targets.is_floating_point():
+        raise BadData(f"class targets of shape {tuple(targets.shape)} must be integers, got {targets.dtype}")
+    labels = targets.to(probs.device).long()
+    if labels.min() < 0 or labels.max() >= k:
+        worst = labels.min() if labels.min() < 0 else labels.max()
+        raise BadData(f"class target {int(worst)} is outside 0..{k - 1}: leave ignored items out before scoring")
+    return probs, torch.nn.functional.one_hot(labels, k).to(probs)
+
+
+def _values(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Float64 tensors of one shape; a wrong broadcast, (n, 1) against (n,), is the classic silent error."""
+    predicted, targets = torch.broadcast_tensors(*(t.double() for t in tensors[:-1])), tensors[-1].double()
+    _same(predicted[0], targets)
+    if not targets.numel():
+        raise BadData("there is nothing to score: the targets are empty")
+    return (*predicted, targets)
+
+
+def _same(predicted: Tensor, targets: Tensor) -> None:
+    if predicted.shape != targets.shape:
+        shapes = f"predictions of shape {tuple(predicted.shape)} need targets of that shape, got {tuple(targets.shape)}"
+        raise BadData(shapes)
+
+
+def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    inside, outside = inside.double().flatten(), outside.double().flatten()
+    if not len(inside) or not len(outside):
+        raise BadData(f"both sides need at least one score, got {len(inside)} inside and {len(outside)} outside")
+    if inside.isnan().any() or outside.isnan().any():
+        raise BadData("a score is NaN: find the prediction that is not finite first")
+    return inside, outside

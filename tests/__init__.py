@@ -1,0 +1,1 @@
+"""Tests mirror the package; shared pieces are imported as `tests.<folder>.<module>`."""
