@@ -1,0 +1,1 @@
+"""The front door: fitting and loading, storage, data sets, the command line."""
