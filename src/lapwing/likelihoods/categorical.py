@@ -1,0 +1,144 @@
+"""Classification: y is one of C classes, p = softmax(f)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalLaw
+
+from lapwing.errors import BadData
+from lapwing.likelihoods.likelihood import Likelihood, as_target, masked, promote, require, require_finite
+
+
+@dataclass(frozen=True, eq=False)
+class Categorical(Likelihood):
+    """p(y = c | f) = softmax(f)_c over the classes on `class_dim` of what the network returns.
+
+    Targets: class indices (B, *event), of which `ignore_index` does not count; or one-hot or soft labels q laid out
+    as the network's output, for which log p(q | f) = Σ_c q_c log p_c. Λ = diag(p) − p pᵀ does not depend on y.
+
+    Example: `Categorical(class_dim=1)` for a segmentation network with outputs (B, C, H, W) and targets (B, H, W).
+    """
+
+    class_dim: int = -1
+    ignore_index: int = -100
+
+    def conditional(self, f: Tensor) -> CategoricalLaw:
+        return CategoricalLaw(logits=f, validate_args=False)
+
+    def outputs(self, raw: Tensor) -> Tensor:
+        if raw.ndim < 2 or raw.shape[self._dim(raw.ndim)] == 1:
+            raise BadData(
+                f"outputs of shape {tuple(raw.shape)} have a single logit, and a softmax over one class is always 1. "
+                'Use likelihood="binary" (Bernoulli) for one logit, or let the network return one logit a class.'
+            )
+        return promote(raw.movedim(self._dim(raw.ndim), -1))
+
+    def _dim(self, ndim: int) -> int:
+        if not -ndim < self.class_dim < ndim or self.class_dim == 0:
+            raise BadData(f"class_dim={self.class_dim} does not exist or is the batch in outputs of {ndim} dimensions.")
+        return self.class_dim
+
+    def targets(self, f: Tensor, y: Any) -> Tensor:
+        """Indices (B, *event) as int64, or probabilities (B, *event, C) in the dtype of f."""
+        y = as_target(f, y)
+        if y.ndim == f.ndim and f.ndim > 1:
+            y = y.movedim(self._dim(f.ndim), -1)
+        return class_targets(f, y, self.ignore_index)
+
+    def mask(self, f: Tensor, y: Tensor) -> Tensor | None:
+        return None if y.ndim == f.ndim else y != self.ignore_index
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return class_log_prob(f, y, self.mask(f, y))
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return class_score(f, y, self.mask(f, y))
+
+    def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """K−1 columns in order of decreasing class probability: the last ones may be dropped. See `softmax_root`."""
+        return masked(softmax_root(promote(f)), None if y is None else self.mask(f, y))
+
+    def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return sample_classes(f, generator)
+
+    def spec(self) -> dict[str, Any]:
+        return {"family": "Categorical", "class_dim": self.class_dim, "ignore_index": self.ignore_index}
+
+    def same_curvature(self, other: Likelihood) -> bool:
+        return isinstance(other, Categorical) and self.spec() == other.spec()
+
+
+def softmax_root(f: Tensor) -> Tensor:
+    """S (..., C, C−1) with S Sᵀ = diag(p) − p pᵀ, p = softmax(f): its Cholesky factor with the classes by decreasing p.
+
+    With tail sums q_j = Σ_{i>j} p_i, column j is √(p_j q_j / q_{j−1}) · (e_j − t_j), where t_j = p_{>j} / q_j is the
+    distribution over the remaining classes. Nothing is subtracted, so confident float32 logits lose no accuracy.
+    """
+    order = f.argsort(-1, descending=True)
+    p = f.gather(-1, order).softmax(-1)
+    tail = p.flip(-1).cumsum(-1).flip(-1)  # (..., C): Σ_{i>=j} p_i
+    q, before = tail[..., 1:], tail[..., :-1]  # q_j and q_{j−1}, (..., C−1)
+    zero = q == 0  # everything after class j has underflowed
+    size = (p[..., :-1] * (q / before.masked_fill(before == 0, 1.0))).sqrt()
+    rest = p[..., :, None] / q.masked_fill(zero, 1.0)[..., None, :]  # (..., C, C−1)
+    classes = f.shape[-1]
+    eye = torch.eye(classes, classes - 1, dtype=f.dtype, device=f.device)
+    below = torch.ones(classes, classes - 1, dtype=f.dtype, device=f.device).tril(-1)
+    root = (eye - below * rest) * size[..., None, :]
+    return root.gather(-2, order.argsort(-1)[..., None].expand(root.shape))
+
+
+def class_targets(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
+    """Class indices as int64 (B, *event), or checked probabilities (B, *event, C)."""
+    classes = f.shape[-1]
+    if y.shape == f.shape:
+        y = y.to(promote(f).dtype)
+        require_finite(f, y)
+        total = y.sum(-1)
+        require((y >= 0).all(-1) & ((total - 1).abs() < 1e-2), y, "the probabilities: soft labels are ≥ 0 and sum to 1")
+        return y
+    if y.shape != f.shape[:-1]:
+        raise BadData(
+            f"targets have shape {tuple(y.shape)}, but outputs (B, *event, C) = {tuple(f.shape)} need class indices of "
+            f"shape {tuple(f.shape[:-1])}, or one-hot or soft labels laid out as the outputs."
+        )
+    require_finite(f, y)
+    if y.is_floating_point() or y.is_complex():
+        raise BadData(
+            f"class indices must be integers, got {y.dtype} (first value {y.flatten()[:1].tolist()}): use y.long()."
+        )
+    y = y.long()
+    inside = (y >= 0) & (y < classes)
+    allowed = f"the {classes} classes 0…{classes - 1}"
+    if ignore_index is not None:
+        inside, allowed = inside | (y == ignore_index), f"{allowed} (or ignore_index={ignore_index})"
+    require(inside, y, allowed)
+    return y
+
+
+def class_log_prob(f: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
+    """log p(y|f), Σ q log p for soft labels, (B, *event)."""
+    log_p = promote(f).log_softmax(-1)
+    if y.ndim == f.ndim:
+        return (y * log_p).sum(-1)
+    index = y if mask is None else y.masked_fill(~mask, 0)
+    return masked(log_p.gather(-1, index[..., None])[..., 0], mask)
+
+
+def class_score(f: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
+    """e_y − p (q − p for soft labels); the entry 1 − p_y as the sum of the others, which does not cancel."""
+    p = promote(f).softmax(-1)
+    if y.ndim == f.ndim:
+        return y - p
+    index = (y if mask is None else y.masked_fill(~mask, 0))[..., None]
+    others = p.scatter(-1, index, 0.0)
+    return masked((-others).scatter(-1, index, others.sum(-1, keepdim=True)), mask)
+
+
+def sample_classes(f: Tensor, generator: torch.Generator | None) -> Tensor:
+    p = promote(f).detach().softmax(-1)
+    return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).reshape(p.shape[:-1])

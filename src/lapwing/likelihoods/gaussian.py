@@ -1,0 +1,113 @@
+"""Regression with a known noise level."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Independent, Normal
+
+from lapwing.errors import BadData
+from lapwing.likelihoods.likelihood import (
+    Likelihood,
+    as_target,
+    match_shape,
+    promote,
+    require_finite,
+    weighted_sum,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian(Likelihood):
+    """y_k ~ N(f_k, σ_k²). `noise` is the standard deviation σ: a number, or one an output.
+
+    The dispersion is the geometric mean of σ², φ = exp(mean_k log σ_k²), and the factor holds the ratios:
+    S Sᵀ = φ·Λ = diag(φ / σ_k²), the identity for one common noise. So a common factor of the noise may change after a
+    fit (`dataclasses.replace(likelihood, noise=...)`), the ratios may not: see `same_curvature`.
+
+    Targets: the shape of f; (B, *event) too where there is one output.
+    """
+
+    noise: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.noise, float | Tensor):
+            object.__setattr__(self, "noise", torch.as_tensor(self.noise, dtype=torch.float64))
+        noise = self._noise
+        if noise.ndim > 1 or noise.numel() == 0 or not bool((noise > 0).all() & noise.isfinite().all()):
+            raise BadData(
+                f"noise={noise.tolist()}: it is a standard deviation, one positive number or one an output (K,)."
+            )
+
+    @property
+    def _noise(self) -> Tensor:
+        """σ as a tensor, () or (K,)."""
+        return self.noise if isinstance(self.noise, Tensor) else torch.tensor(self.noise, dtype=torch.float64)
+
+    def sigma(self, f: Tensor) -> Tensor:
+        """σ, () or (K,), in the dtype and on the device of f."""
+        noise = self._noise
+        if noise.ndim == 1 and noise.shape[0] not in (1, f.shape[-1]):
+            raise BadData(
+                f"noise has {noise.shape[0]} entries, but the network has {f.shape[-1]} outputs: "
+                "give one number, or one an output."
+            )
+        return noise.to(promote(f))
+
+    def conditional(self, f: Tensor) -> Independent:
+        return Independent(Normal(f, self.sigma(f).expand(f.shape), validate_args=False), 1, validate_args=False)
+
+    def targets(self, f: Tensor, y: Any) -> Tensor:
+        y = match_shape(as_target(f, y), f.shape, f.shape[-1:], "Gaussian").to(promote(f).dtype)
+        self.sigma(f)
+        require_finite(f, y)
+        return y
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        sigma = self.sigma(f)
+        return -(((y - f) / sigma).square() / 2 + sigma.log() + math.log(2 * math.pi) / 2).sum(-1)
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return (y - f) / self.sigma(f).square()
+
+    def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        self.sigma(f)
+        return torch.diag_embed(self._ratios().to(promote(f)).expand(f.shape))
+
+    def _ratios(self) -> Tensor:
+        """√φ / σ_k, () or (K,): 1 on geometric average."""
+        log_sigma = self._noise.detach().double().log()
+        return (log_sigma.mean() - log_sigma).exp()
+
+    def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        f = promote(f).detach()
+        return f + self.sigma(f).detach() * torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+
+    @property
+    def dispersion(self) -> Tensor:
+        return (2 * self._noise.log().mean()).exp()
+
+    def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """(1 + C,): the number of items, then Σ (y − f)² for each output."""
+        square = (y - f).double().square()
+        return weighted_sum(torch.cat([torch.ones_like(square[..., :1]), square], -1), weights)
+
+    def log_likelihood(self, statistics: Tensor) -> Tensor:
+        count, square = statistics[0], statistics[1:]
+        variance = self._noise.to(statistics).square().expand(square.shape)
+        return -(square / variance + count * (2 * math.pi * variance).log()).sum() / 2
+
+    def same_curvature(self, other: Likelihood) -> bool:
+        """The same ratios between the noise of the outputs."""
+        if not isinstance(other, Gaussian):
+            return False
+        mine, theirs = self._ratios(), other._ratios()
+        sizes = {r.shape[0] for r in (mine, theirs) if r.numel() > 1}
+        return len(sizes) < 2 and bool(((mine / theirs.to(mine)) - 1).abs().max() < 1e-6)
+
+    def spec(self) -> dict[str, Any]:
+        return {"family": "Gaussian", "noise": self._noise.detach().double().tolist()}

@@ -1,0 +1,106 @@
+"""Regression whose noise depends on the input."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributions import Independent, Normal
+from torch.nn.functional import logsigmoid, softplus
+
+from lapwing.errors import BadData
+from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require_finite
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticGaussian(Likelihood):
+    """y_k ~ N(μ_k, σ_k²), both from the network, whose last dimension 2K holds K entries of each kind.
+
+    "natural": f = (η₁, ρ) with η₂ = −½ softplus(ρ), so σ² = −1/(2η₂) = 1/softplus(ρ) and μ = −η₁/(2η₂) = η₁σ². Every
+    f is valid, so a linear model in (η₁, ρ) is too. With s₁ = (σ, −μσ·sigmoid ρ) and s₂ = (0, sigmoid ρ·σ²/√2) in
+    these coordinates, Λ = s₁s₁ᵀ + s₂s₂ᵀ (MATH, the roots in (η₁, η₂) times ∂η₂/∂ρ = −½ sigmoid ρ).
+
+    "mean": f = (μ, log σ²), Λ = diag(1/σ², ½).
+
+    Λ is the Fisher information and does not depend on y. Targets: (B, *event, K), without the K where it is 1.
+    """
+
+    parametrization: Literal["natural", "mean"] = "natural"
+
+    def __post_init__(self) -> None:
+        if self.parametrization not in ("natural", "mean"):
+            raise BadData(f'parametrization="{self.parametrization}": use "natural" (η₁, ρ) or "mean" (μ, log σ²).')
+
+    def split(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """The K first and the K second parameters, each (B, *event, K)."""
+        first, second = promote(f).chunk(2, -1)
+        return first, second
+
+    def moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """μ and σ², (B, *event, K)."""
+        first, second = self.split(f)
+        if self.parametrization == "mean":
+            return first, second.exp()
+        variance = 1 / precision(second)
+        return first * variance, variance
+
+    def conditional(self, f: Tensor) -> Independent:
+        mean, variance = self.moments(f)
+        return Independent(Normal(mean, variance.sqrt(), validate_args=False), 1, validate_args=False)
+
+    def outputs(self, raw: Tensor) -> Tensor:
+        if raw.ndim < 2 or raw.shape[-1] % 2:
+            raise BadData(
+                f"outputs of shape {tuple(raw.shape)}: HeteroscedasticGaussian needs an even last dimension 2K, "
+                "two parameters a target (K of the first kind, then K of the second)."
+            )
+        return promote(raw)
+
+    def targets(self, f: Tensor, y: Any) -> Tensor:
+        shape = torch.Size((*f.shape[:-1], f.shape[-1] // 2))
+        y = match_shape(as_target(f, y), shape, shape[-1:], "HeteroscedasticGaussian").to(promote(f).dtype)
+        require_finite(f, y)
+        return y
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, variance = self.moments(f)
+        return -((y - mean).square() / variance + (2 * math.pi * variance).log()).sum(-1) / 2
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, variance = self.moments(f)
+        error = y - mean
+        if self.parametrization == "mean":
+            return torch.cat([error / variance, (error.square() / variance - 1) / 2], -1)
+        _, rho = self.split(f)
+        slope = rho.sigmoid() / 2  # −∂η₂/∂ρ
+        return torch.cat([error, -slope * (error * (error + 2 * mean) - variance)], -1)
+
+    def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """S (B, *event, 2K, 2K): first the K columns s₁, then the K columns s₂."""
+        _, second = self.split(f)
+        if self.parametrization == "mean":
+            return torch.diag_embed(torch.cat([(-second / 2).exp(), torch.full_like(second, math.sqrt(0.5))], -1))
+        mean, variance = self.moments(f)
+        sigma = variance.sqrt()
+        upper = torch.cat([torch.diag_embed(sigma), torch.diag_embed(torch.zeros_like(sigma))], -1)
+        size = (logsigmoid(second) + variance.log()).exp()  # sigmoid ρ / softplus ρ
+        lower = torch.cat(
+            [torch.diag_embed(-mean * sigma * second.sigmoid()), torch.diag_embed(size * math.sqrt(0.5))], -1
+        )
+        return torch.cat([upper, lower], -2)
+
+    def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        mean, variance = self.moments(f.detach())
+        noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+        return mean + variance.sqrt() * noise
+
+    def spec(self) -> dict[str, Any]:
+        return {"family": "HeteroscedasticGaussian", "parametrization": self.parametrization}
+
+
+def precision(rho: Tensor) -> Tensor:
+    """softplus(ρ) = 1/σ², kept above the smallest normal number."""
+    return softplus(rho).clamp(min=torch.finfo(rho.dtype).tiny)

@@ -1,0 +1,261 @@
+"""The interface: what the outputs f of a network mean for the targets y."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent, kl_divergence
+
+from lapwing.errors import BadData, UnsupportedOperation
+
+
+class Likelihood(ABC):
+    """p(y | f): the distribution of a target given the outputs of the network.
+
+    Inside Lapwing outputs are always f (B, *event, C). Only :meth:`conditional` is required; everything else has a
+    default in terms of it, which the families replace by closed forms. With φ the :attr:`dispersion`,
+
+        Λ = E_y[−∇²_f log p(y|f)] = E_y[∇ log p ∇ log pᵀ],      S Sᵀ = φ·Λ.
+
+    Targets in canonical form have the shape batch_shape + event_shape of the conditional.
+
+    Example: a Gamma regression with unit rate and log-linear concentration, good for `lapwing.fit`:
+
+        @dataclass(frozen=True, eq=False)
+        class PositiveTarget(Likelihood):
+            shape: float = 2.0
+
+            def conditional(self, f):
+                return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
+    """
+
+    @abstractmethod
+    def conditional(self, f: Tensor) -> Distribution:
+        """p(y | f) with batch_shape (B, *event) and event_shape () or (K,). One of batch_shape f.shape counts as
+        independent over the last dimension."""
+
+    def law(self, f: Tensor) -> Distribution:
+        """The conditional at (B, *event): a distribution given per output is made independent over the outputs."""
+        conditional = self.conditional(promote(f))
+        surplus = len(conditional.batch_shape) - (f.ndim - 1)
+        if surplus > 0:
+            conditional = Independent(conditional, surplus)
+        if conditional.batch_shape != f.shape[:-1]:
+            raise UnsupportedOperation(
+                f"{type(self).__name__}.conditional returned batch_shape {tuple(conditional.batch_shape)} for outputs "
+                f"of shape {tuple(f.shape)}; it must be {tuple(f.shape[:-1])} (one law an item) or {tuple(f.shape)}."
+            )
+        return conditional
+
+    # --- what the network and the data look like -------------------------------------------------------------------
+
+    def outputs(self, raw: Tensor) -> Tensor:
+        """f (B, *event, C) from what the network returned; (B,) becomes (B, 1), half precision becomes float32."""
+        if raw.ndim == 0:
+            raise BadData(
+                "the network returned one number for the whole batch; it must return one row a sample, (B, C)."
+            )
+        return promote(raw[:, None] if raw.ndim == 1 else raw)
+
+    def targets(self, f: Tensor, y: Any) -> Tensor:
+        """y in canonical form, checked once: shape, finite, in the support of the conditional."""
+        y = as_target(f, y)
+        require_finite(f, y)
+        law = self.law(f)
+        shape = law.batch_shape + law.event_shape
+        y = match_shape(y, shape, law.event_shape, type(self).__name__)
+        support = law.support
+        if y.is_floating_point() or support is None or not support.is_discrete:
+            y = y.to(promote(f).dtype)
+        if support is not None:
+            require(support.check(y), y, f"the support of {type(self).__name__} ({support})")
+        return y
+
+    def mask(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """(B, *event), True where the target counts; None where all do."""
+        return None
+
+    def count(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> float:
+        """Number of data: samples (not tokens), or the sum of their weights."""
+        return float(f.shape[0]) if weights is None else float(weights.double().sum())
+
+    # --- derivatives of log p(y | f) -------------------------------------------------------------------------------
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """log p(y | f), (B, *event), 0 where the target is ignored."""
+        return masked(self.law(f).log_prob(y), self.mask(f, y))
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        """∇_f log p(y | f), shape of f, 0 where the target is ignored."""
+        with torch.enable_grad():
+            f = promote(f).detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.log_prob(f, y).sum(), f)
+        return gradient
+
+    def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """S (B, *event, C, R) with S Sᵀ = φ·Λ; zero where the target is ignored.
+
+        Default: Λ is the Hessian of KL(p_f₀ ‖ p_f) at f₀ where torch knows that divergence; else the sum over an
+        enumerable support; else the observed Hessian of −log p(y | f), negative eigenvalues set to zero (this one
+        needs y).
+        """
+        f = promote(f).detach()
+        law = self.law(f)
+        try:
+            kl_divergence(law, law)
+        except NotImplementedError:
+            root = self._enumerated_root(f, law) if enumerable(law) else self._observed_root(f, y)
+        else:
+            root = psd_root(hessian(lambda g: kl_divergence(law, self.law(g)), f))
+        root = root * self.dispersion.detach().to(root).sqrt()
+        return masked(root, None if y is None else self.mask(f, y))
+
+    def _enumerated_root(self, f: Tensor, law: Distribution) -> Tensor:
+        """Columns √p(y)·∇log p(y|f), one for each y of the support."""
+        columns = []
+        for y in law.enumerate_support(expand=True):
+            columns.append(law.log_prob(y).exp().sqrt()[..., None] * Likelihood.score(self, f, y))
+        return torch.stack(columns, -1)
+
+    def _observed_root(self, f: Tensor, y: Tensor | None) -> Tensor:
+        if y is None:
+            raise UnsupportedOperation(
+                f"the Fisher information of {type(self).__name__} has no known form (no KL divergence in torch, no "
+                "enumerable support), and the observed Hessian needs targets. Pass y, or define `factor`."
+            )
+        return psd_root(hessian(lambda g: -self.log_prob(g, y), f))
+
+    # --- draws -----------------------------------------------------------------------------------------------------
+
+    def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One y ~ p(y | f) for each item."""
+        return draw(self.law(f.detach()), (), generator)
+
+    def sample_factor(self, f: Tensor, y: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """√φ·∇_f log p(ỹ | f) at a drawn target ỹ: s with E[s sᵀ] = φ·Λ. y says only which targets are ignored."""
+        score = self.score(f, self.sample_target(f, generator))
+        score = score * self.dispersion.detach().to(score).sqrt()
+        return masked(score, None if y is None else self.mask(f, y))
+
+    # --- sums over data --------------------------------------------------------------------------------------------
+
+    @property
+    def dispersion(self) -> Tensor:
+        """φ, 0-d: the common factor by which Λ⁻¹ scales (σ² for a Gaussian, 1 otherwise). Gradients flow."""
+        return torch.ones((), dtype=torch.float64)
+
+    def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """(k,) float64, additive over data, from which `log_likelihood` finds Σ log p exactly. weights: (B,)."""
+        return weighted_sum(self.log_prob(f, y)[..., None], weights)
+
+    def log_likelihood(self, statistics: Tensor) -> Tensor:
+        """Σ_n log p(y_n | f_n) from `statistics`, 0-d and differentiable in the parameters of the likelihood."""
+        return statistics[0]
+
+    # --- identity --------------------------------------------------------------------------------------------------
+
+    def same_curvature(self, other: Likelihood) -> bool:
+        """Whether φ·Λ is the same function of f, so that the other may replace this one without a new fit."""
+        return type(self) is type(other) and self.spec() == other.spec()
+
+    def spec(self) -> dict[str, Any]:
+        """What a file stores. A user's own likelihood stores its name, and loading asks the caller for the object."""
+        return {"family": type(self).__qualname__, "own": True}
+
+
+def promote(f: Tensor) -> Tensor:
+    """Half precision to float32; float32 and float64 as they are."""
+    return f.float() if f.dtype in (torch.float16, torch.bfloat16) else f
+
+
+def masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """values (B, *event, ...) with zeros where mask (B, *event) is False, also over NaN."""
+    if mask is None:
+        return values
+    mask = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:
+    """(B, *event, k) -> (k,) float64: Σ_b w_b Σ_event values."""
+    rows = values.double().reshape(values.shape[0], -1, values.shape[-1]).sum(1)
+    if weights is None:
+        return rows.sum(0)
+    if weights.shape != rows.shape[:1]:
+        raise BadData(f"weights of shape {tuple(weights.shape)} for {rows.shape[0]} samples: pass one a sample.")
+    return weights.to(rows) @ rows
+
+
+def hessian(function: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
+    """(B, *event, C, C) Hessians of an items-wise function f (B, *event, C) -> (B, *event)."""
+    with torch.enable_grad():
+        f = f.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(f).sum(), f, create_graph=True)
+        rows = [
+            torch.autograd.grad(gradient[..., c].sum(), f, retain_graph=True, materialize_grads=True)[0]
+            for c in range(f.shape[-1])
+        ]
+    return torch.stack(rows, -2).detach()
+
+
+def psd_root(matrix: Tensor) -> Tensor:
+    """S with S Sᵀ = the nearest positive semi-definite matrix, columns by decreasing norm. For small C only."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT).double() / 2)
+    root = vectors * values.clamp(min=0).sqrt()[..., None, :]
+    return root.flip(-1).to(matrix.dtype)
+
+
+def enumerable(law: Distribution) -> bool:
+    if isinstance(law, Independent):
+        return law.base_dist.has_enumerate_support and law.event_shape.numel() == 1
+    return law.has_enumerate_support
+
+
+def draw(law: Distribution, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """Samples (*shape, ...) of a torch distribution, which knows only the global state: it is set and put back."""
+    if generator is None:
+        return law.sample(shape)
+    device = generator.device
+    seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        return law.sample(shape)
+
+
+def as_target(f: Tensor, y: Any) -> Tensor:
+    """y as a tensor on the device of f."""
+    return torch.as_tensor(y).to(f.device)
+
+
+def match_shape(y: Tensor, shape: torch.Size, event_shape: torch.Size, name: str) -> Tensor:
+    """y of exactly this shape; the last dimension may be missing where it is 1. Nothing is broadcast."""
+    if event_shape == (1,) and y.shape == shape[:-1]:
+        return y[..., None]
+    if y.shape != shape:
+        allowed = f"{tuple(shape)} or {tuple(shape[:-1])}" if event_shape == (1,) else f"{tuple(shape)}"
+        raise BadData(f"targets have shape {tuple(y.shape)}, but {name} with these outputs needs {allowed}.")
+    return y
+
+
+def require_finite(f: Tensor, y: Tensor) -> None:
+    for what, values in (("network outputs", f), ("targets", y)):
+        bad = ~torch.isfinite(values)
+        if bad.any():
+            where = tuple(bad.nonzero()[0].tolist())
+            raise BadData(
+                f"{what} are not finite: {values[where].item()} at index {where} "
+                f"({int(bad.sum())} of {values.numel()} values). Clean the data or the network first."
+            )
+
+
+def require(inside: Tensor, y: Tensor, allowed: str) -> None:
+    """BadData with the first offending value where `inside` (a leading part of the shape of y) is False."""
+    if not inside.all():
+        where = tuple((~inside).nonzero()[0].tolist())
+        value = y[where]
+        shown = value.item() if value.numel() == 1 else value.tolist()
+        raise BadData(f"target {shown} at index {where} is outside {allowed}.")
