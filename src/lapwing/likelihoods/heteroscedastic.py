@@ -80,16 +80,14 @@ class HeteroscedasticGaussian(Likelihood):
 
     def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """S (B, *event, 2K, 2K): first the K columns s₁, then the K columns s₂."""
-        _, second = self.split(f)
+        first, second = self.split(f)
         if self.parametrization == "mean":
             return torch.diag_embed(torch.cat([(-second / 2).exp(), torch.full_like(second, math.sqrt(0.5))], -1))
-        mean, variance = self.moments(f)
+        variance = 1 / precision(second)
         sigma = variance.sqrt()
+        slope = (logsigmoid(second) + variance.log()).exp()  # sigmoid ρ·σ², between 0 and 1
         upper = torch.cat([torch.diag_embed(sigma), torch.diag_embed(torch.zeros_like(sigma))], -1)
-        size = (logsigmoid(second) + variance.log()).exp()  # sigmoid ρ / softplus ρ
-        lower = torch.cat(
-            [torch.diag_embed(-mean * sigma * second.sigmoid()), torch.diag_embed(size * math.sqrt(0.5))], -1
-        )
+        lower = torch.cat([torch.diag_embed(-first * slope * sigma), torch.diag_embed(slope * math.sqrt(0.5))], -1)
         return torch.cat([upper, lower], -2)
 
     def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:

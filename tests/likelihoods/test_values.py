@@ -1,0 +1,162 @@
+"""Gaussian, Poisson, Bernoulli and heteroscedastic targets: what is particular to each."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, gaussian_nll_loss, poisson_nll_loss, softplus
+
+from lapwing.errors import BadData
+from lapwing.likelihoods import Bernoulli, Gaussian, HeteroscedasticGaussian, Poisson
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_one_output_may_drop_its_dimension():
+    """(B,) from the network is (B, 1) inside; targets are (B,) or (B, 1); nothing is broadcast to (B, B)."""
+    for likelihood in (Gaussian(), Poisson(), Bernoulli()):
+        raw = data(5)
+        f = likelihood.outputs(raw)
+        assert f.shape == (5, 1)
+        for y in (torch.ones(5), torch.ones(5, 1), [1, 1, 1, 1, 1]):
+            target = likelihood.targets(f, y)
+            assert target.shape == (5, 1)
+            assert likelihood.log_prob(f, target).shape == (5,)
+    with pytest.raises(BadData, match=r"\(1, 5\).*\(5, 1\) or \(5,\)"):
+        Gaussian().targets(f, torch.ones(1, 5))
+    with pytest.raises(BadData, match=r"\(5,\).*\(5, 2\)\."):
+        Gaussian().targets(data(5, 2), torch.ones(5))
+    with pytest.raises(BadData, match="one number for the whole batch"):
+        Gaussian().outputs(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("old", [1.0, torch.tensor([0.5, 2.0])], ids=["one", "each"])
+@pytest.mark.parametrize("new", [0.3, torch.tensor([0.1, 4.0])], ids=["one", "each"])
+def test_noise_may_change_after_the_sums(old, new):
+    """Statistics do not depend on the noise: log-likelihoods at another noise are exact."""
+    f, y = data(7, 3, 2), data(7, 3, 2, seed=1)
+    statistics = Gaussian(old).statistics(f, y)
+    changed = dataclasses.replace(Gaussian(old), noise=new)
+    want = -gaussian_nll_loss(f, y, torch.as_tensor(new).double().square().expand(f.shape), full=True, reduction="sum")
+    torch.testing.assert_close(changed.log_likelihood(statistics), want, rtol=1e-6, atol=0)
+
+
+def test_gradients_flow_into_the_noise():
+    f, y = data(7, 2), data(7, 2, seed=1)
+    noise = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    likelihood = Gaussian(noise)
+    value = likelihood.log_likelihood(likelihood.statistics(f, y).detach())
+    (gradient,) = torch.autograd.grad(value, noise)
+    square = (y - f).square().sum()
+    torch.testing.assert_close(gradient, square / noise.detach() ** 3 - 14 / noise.detach())
+    (slope,) = torch.autograd.grad(likelihood.dispersion, noise)
+    torch.testing.assert_close(slope, 2 * noise.detach())
+    assert likelihood.dispersion.ndim == 0
+    assert not likelihood.factor(f).requires_grad
+
+
+def test_the_factor_holds_only_the_ratios():
+    f = data(4, 3)
+    sigma = torch.tensor([0.3, 0.6, 2.0], dtype=torch.float64)
+    S = Gaussian(sigma).factor(f)
+    torch.testing.assert_close(Gaussian(5 * sigma).factor(f), S)
+    torch.testing.assert_close(Gaussian(sigma).dispersion, sigma.square().prod() ** (1 / 3))
+    torch.testing.assert_close(S[0] @ S[0].T / Gaussian(sigma).dispersion, torch.diag(1 / sigma.square()))
+    torch.testing.assert_close(Gaussian(0.1).factor(f), torch.eye(3, dtype=torch.float64).expand(4, 3, 3))
+
+
+def test_only_a_common_factor_keeps_the_curvature():
+    base = Gaussian([1.0, 2.0])
+    assert base.same_curvature(Gaussian([3.0, 6.0]))
+    assert not base.same_curvature(Gaussian([1.0, 2.1]))
+    assert not base.same_curvature(Gaussian(1.0))
+    assert Gaussian(1.0).same_curvature(Gaussian(7.0))
+    assert Gaussian(1.0).same_curvature(Gaussian([2.0, 2.0]))
+    assert not base.same_curvature(Gaussian([1.0, 2.0, 2.0]))
+    assert not base.same_curvature(Poisson())
+    assert not HeteroscedasticGaussian().same_curvature(HeteroscedasticGaussian("mean"))
+
+
+@pytest.mark.parametrize("noise", [0.0, -1.0, math.nan, [1.0, 0.0], [[1.0]], []])
+def test_noise_is_positive(noise):
+    with pytest.raises(BadData, match="standard deviation"):
+        Gaussian(noise)
+
+
+def test_noise_fits_the_outputs():
+    with pytest.raises(BadData, match="noise has 3 entries, but the network has 2 outputs"):
+        Gaussian([1.0, 1.0, 1.0]).targets(data(4, 2), data(4, 2))
+
+
+def test_bernoulli_is_binary_cross_entropy():
+    likelihood, f = Bernoulli(), 3 * data(6, 4)
+    y = (data(6, 4, seed=1) > 0).long()
+    want = -binary_cross_entropy_with_logits(f, y.double(), reduction="none").sum(-1)
+    torch.testing.assert_close(likelihood.log_prob(f, likelihood.targets(f, y)), want)
+    soft = torch.rand(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    want = -binary_cross_entropy_with_logits(f, soft, reduction="none").sum(-1)
+    torch.testing.assert_close(likelihood.log_prob(f, likelihood.targets(f, soft)), want)
+    S = likelihood.factor(torch.tensor([[50.0, -50.0]]))
+    torch.testing.assert_close(S[0].diagonal(), torch.full((2,), -25.0).exp(), rtol=1e-5, atol=0)
+    with pytest.raises(BadData, match=r"target 2\.0 at index \(1, 0\).*Categorical"):
+        likelihood.targets(data(2, 1), torch.tensor([0, 2]))
+
+
+def test_poisson_is_torchs_loss():
+    likelihood, f = Poisson(), data(6, 2)
+    y = torch.tensor([[0, 3], [1, 0], [7, 2], [0, 0], [4, 4], [1, 1]])
+    want = -poisson_nll_loss(f, y.double(), reduction="none") - torch.lgamma(y.double() + 1)
+    torch.testing.assert_close(likelihood.log_prob(f, likelihood.targets(f, y)), want.sum(-1))
+    for bad in (-1, 2.5):
+        with pytest.raises(BadData, match=rf"target {float(bad)} at index \(0, 0\)"):
+            likelihood.targets(data(2, 1), torch.tensor([bad, 1]))
+
+
+def test_natural_parameters_are_those_of_the_paper():
+    """log p = η₁y + η₂y² + η₁²/(4η₂) + ½log(−2η₂) − ½log 2π with η₂ = −½ softplus(ρ)."""
+    likelihood, f, y = HeteroscedasticGaussian(), data(5, 6), data(5, 3, seed=1)
+    first, rho = f[:, :3], f[:, 3:]
+    second = -softplus(rho) / 2
+    want = first * y + second * y**2 + first**2 / (4 * second) + (-2 * second).log() / 2 - math.log(2 * math.pi) / 2
+    torch.testing.assert_close(likelihood.log_prob(f, y), want.sum(-1))
+
+
+def test_natural_information_is_the_chain_rule():
+    """Λ in (η₁, ρ) = Dᵀ (s₁s₁ᵀ + s₂s₂ᵀ) D with the roots in (η₁, η₂) and D = diag(1, ∂η₂/∂ρ)."""
+    f = data(5, 2)
+    first, rho = f[:, 0], f[:, 1]
+    second = -softplus(rho) / 2
+    one = torch.stack([torch.ones_like(first), -first / second], -1) / (-2 * second).sqrt()[:, None]
+    two = torch.stack([torch.zeros_like(first), 1 / (math.sqrt(2) * second)], -1)
+    slope = torch.stack([torch.ones_like(rho), -rho.sigmoid() / 2], -1)
+    roots = torch.stack([one * slope, two * slope], -1)
+    S = HeteroscedasticGaussian().factor(f)
+    torch.testing.assert_close(S @ S.mT, roots @ roots.mT)
+
+
+def test_mean_parametrization_is_torchs_loss():
+    likelihood, f, y = HeteroscedasticGaussian("mean"), data(5, 4), data(5, 2, seed=1)
+    want = -gaussian_nll_loss(f[:, :2], y, f[:, 2:].exp(), full=True, reduction="none").sum(-1)
+    torch.testing.assert_close(likelihood.log_prob(f, likelihood.targets(f, y)), want)
+
+
+def test_extreme_precisions_stay_finite():
+    f = torch.tensor([[1.0, -80.0], [1.0, 80.0], [0.0, -200.0]])
+    for parametrization in ("natural", "mean"):
+        likelihood = HeteroscedasticGaussian(parametrization)
+        for value in (likelihood.factor(f[:2]), likelihood.log_prob(f[:2], torch.ones(2, 1))):
+            assert value.isfinite().all()
+    assert HeteroscedasticGaussian().factor(f[2:]).isfinite().all()
+
+
+def test_heteroscedastic_shapes():
+    likelihood = HeteroscedasticGaussian()
+    with pytest.raises(BadData, match="even last dimension"):
+        likelihood.outputs(data(5, 3))
+    with pytest.raises(BadData, match=r"\(5, 2\).*\(5, 1\) or \(5,\)"):
+        likelihood.targets(data(5, 2), data(5, 2))
+    with pytest.raises(BadData, match='"natural"'):
+        HeteroscedasticGaussian("variance")
