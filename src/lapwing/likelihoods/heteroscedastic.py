@@ -67,7 +67,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         mean, variance = self.moments(f)
-        return -((y - mean).square() / variance + (2 * math.pi * variance).log()).sum(-1) / 2
+        return -(((y - mean) / variance.sqrt()).square() + (2 * math.pi * variance).log()).sum(-1) / 2
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         mean, variance = self.moments(f)
