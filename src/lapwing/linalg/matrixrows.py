@@ -1,0 +1,210 @@
+"""Rows of a weight matrix as sums of outer products, J[n, r] = Σ_terms Σ_t left ⊗ right, kept factored."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.linalg.rows import Rows, chunks
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One use of a weight matrix: for each sample, direction and position t a pair of vectors.
+
+    left (n, r|1, t, q, o), usually the back-propagated gradient; right (n, r|1, t, q, i), usually the input with a
+    last column of ones when the bias is folded in. q counts groups. A direction axis of 1 holds for all r; in tied
+    weights (embedding and head) it may be the left one.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def __post_init__(self) -> None:
+        a, b = self.left.shape, self.right.shape
+        fits = len(a) == len(b) == 5 and a[0] == b[0] and a[2:4] == b[2:4] and (a[1] == b[1] or 1 in (a[1], b[1]))
+        if not fits:
+            raise ValueError(
+                f"expected left (n, r or 1, t, q, o) and right (n, r or 1, t, q, i), got {tuple(a)} and {tuple(b)}"
+            )
+
+    @property
+    def width(self) -> int:
+        """Vectors a sample on the side with fewer directions."""
+        return self.left.shape[2] * min(self.left.shape[1], self.right.shape[1])
+
+    def matrix(self) -> Tensor:
+        """Σ_t left ⊗ right, (n, r|1, q, o, i)."""
+        return torch.einsum("nrtqo,nrtqi->nrqoi", self.left, self.right)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """v (b, q, o, i) → (b, n, r|1), through the side that does not depend on the direction."""
+        if self.right.shape[1] <= self.left.shape[1]:
+            half = torch.einsum("bqoi,nrtqi->bnrtqo", v, self.right)
+            return torch.einsum("bnrtqo,nrtqo->bnr", half, self.left)
+        half = torch.einsum("bqoi,nrtqo->bnrtqi", v, self.left)
+        return torch.einsum("bnrtqi,nrtqi->bnr", half, self.right)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixRows(Rows):
+    """Rows J[n, r] = Σ_terms Σ_t left ⊗ right of a weight (q, o, i), flattened row-major."""
+
+    terms: tuple[Term, ...]
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("rows of a weight matrix need at least one term")
+        kinds = {(t.left.shape[0], *t.left.shape[3:], t.right.shape[4]) for t in self.terms}
+        directions = {side.shape[1] for t in self.terms for side in (t.left, t.right)} - {1}
+        if len(kinds) > 1 or len(directions) > 1:
+            raise ValueError(
+                f"all terms need the same (n, q, o, i) and directions, got {sorted(kinds)} and {sorted(directions)}"
+            )
+
+    @property
+    def n(self) -> int:
+        return self.terms[0].left.shape[0]
+
+    @property
+    def r(self) -> int:
+        return max(side.shape[1] for term in self.terms for side in (term.left, term.right))
+
+    @property
+    def q(self) -> int:
+        return self.terms[0].left.shape[3]
+
+    @property
+    def o(self) -> int:
+        return self.terms[0].left.shape[4]
+
+    @property
+    def i(self) -> int:
+        return self.terms[0].right.shape[4]
+
+    @property
+    def size(self) -> int:
+        return self.q * self.o * self.i
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.terms[0].left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.terms[0].left.device
+
+    @property
+    def _outer(self) -> bool:
+        """A single outer product a row with the directions on one side: squares then factor."""
+        if len(self.terms) > 1 or self.terms[0].left.shape[2] != 1:
+            return False
+        return 1 in (self.terms[0].left.shape[1], self.terms[0].right.shape[1])
+
+    @property
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        """left (n, r|1, q, o) and right (n, r|1, q, i) of the only term at its only position."""
+        return self.terms[0].left[:, :, 0], self.terms[0].right[:, :, 0]
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.r * self.size * self.dtype.itemsize
+
+    def matrix(self) -> Tensor:
+        """J as (n, r, q, o, i)."""
+        total = self.terms[0].matrix()
+        for term in self.terms[1:]:
+            total = total + term.matrix()
+        return total.expand(-1, self.r, -1, -1, -1)
+
+    def dense(self) -> Tensor:
+        return self.matrix().reshape(self.n, self.r, self.size)
+
+    def narrow(self, start: int, length: int) -> MatrixRows:
+        return MatrixRows(
+            tuple(Term(t.left.narrow(0, start, length), t.right.narrow(0, start, length)) for t in self.terms)
+        )
+
+    def to(self, dtype: torch.dtype) -> MatrixRows:
+        return MatrixRows(tuple(Term(t.left.to(dtype), t.right.to(dtype)) for t in self.terms))
+
+    def rotate(self, left: Tensor, right: Tensor) -> MatrixRows:
+        """J (left ⊗ right) for left (q, o, o′), right (q, i, i′): every term's two sides times the two matrices."""
+        return MatrixRows(
+            tuple(
+                Term(torch.einsum("nrtqo,qop->nrtqp", t.left, left), torch.einsum("nrtqi,qij->nrtqj", t.right, right))
+                for t in self.terms
+            )
+        )
+
+    def matvec(self, v: Tensor) -> Tensor:
+        v = self._check(v)
+        batch = v.shape[:-1]
+        v = v.reshape(math.prod(batch), self.q, self.o, self.i)
+        positions = sum(term.left.shape[2] for term in self.terms)
+        if self.r * (positions + len(v)) < len(v) * positions:  # many vectors: forming each block once is cheaper
+            pieces = [self._through_blocks(v, a, k) for a, k in chunks(self.n, self._block_bytes)]
+        else:
+            width = len(v) * self.q * max(self.o, self.i) * sum(term.width for term in self.terms)
+            pieces = [self._through_terms(v, a, k) for a, k in chunks(self.n, width * self.dtype.itemsize)]
+        result = torch.cat(pieces, 1) if pieces else v.new_zeros(len(v), self.n, self.r)
+        return result.reshape(*batch, self.n, self.r)
+
+    def _through_blocks(self, v: Tensor, start: int, length: int) -> Tensor:
+        return torch.einsum("bp,nrp->bnr", v.flatten(1), self.narrow(start, length).dense())
+
+    def _through_terms(self, v: Tensor, start: int, length: int) -> Tensor:
+        part = self.narrow(start, length)
+        total = part.terms[0].matvec(v)
+        for term in part.terms[1:]:
+            total = total + term.matvec(v)
+        return total.expand(-1, -1, self.r)
+
+    def square_sum(self) -> Tensor:
+        if self._outer:
+            left, right = self._sides
+            return torch.einsum("nrqo,nrqi->qoi", left.square(), right.square()).reshape(-1)
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        for start, length in chunks(self.n, self._block_bytes):
+            total = total + self.narrow(start, length).dense().square().sum((0, 1))
+        return total
+
+    def weighted_gram(self, w: Tensor) -> Tensor:
+        w = self._check(w)
+        if self._outer:
+            left, right = self._sides
+            grid = w.reshape(self.q, self.o, self.i)
+            if right.shape[1] == 1:
+                shared = torch.einsum("qoi,nqi->nqo", grid, right[:, 0].square())
+                return torch.einsum("nrqo,nsqo->nrs", left * shared[:, None], left)
+            shared = torch.einsum("qoi,nqo->nqi", grid, left[:, 0].square())
+            return torch.einsum("nrqi,nsqi->nrs", right * shared[:, None], right)
+        pieces = []
+        for start, length in chunks(self.n, 2 * self._block_bytes):
+            block = self.narrow(start, length).dense()
+            pieces.append((block * w) @ block.mT)
+        return torch.cat(pieces) if pieces else w.new_zeros(0, self.r, self.r)
+
+    def joint_gram(self, w: Tensor) -> Tensor:
+        grid = self._check(w).reshape(self.q, self.o, self.i)
+        total = torch.zeros(self.n * self.r, self.n * self.r, dtype=self.dtype, device=self.device)
+        for start, length in chunks(self.o, 2 * self.n * self._block_bytes // max(1, self.o)):
+            terms = tuple(Term(t.left.narrow(-1, start, length), t.right) for t in self.terms)
+            block = MatrixRows(terms).matrix().expand(-1, self.r, -1, -1, -1).reshape(self.n * self.r, -1)
+            total = total + (block * grid.narrow(1, start, length).reshape(-1)) @ block.T
+        return total.reshape(self.n, self.r, self.n, self.r)
+
+    def gram(self) -> Tensor:
+        if not self._outer or self.r == 1:
+            return super().gram()
+        left, right = self._sides
+        total = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)
+        width = self.q**2 * (self.o**2 + self.i**2) * self.dtype.itemsize
+        for start, length in chunks(self.n, width):  # Σ_n (Σ_r l lᵀ) ⊗ (a aᵀ): r times cheaper than outer products
+            l, a = left.narrow(0, start, length), right.narrow(0, start, length)
+            ll, aa = torch.einsum("nrqo,nrup->nqoup", l, l), torch.einsum("nrqi,nruj->nqiuj", a, a)
+            total = total + torch.einsum("nqoup,nqiuj->qoiupj", ll, aa).reshape(self.size, self.size)
+        return total

@@ -1,0 +1,217 @@
+"""Rows of Jacobians: n samples × r output directions × size parameters, kept in the cheapest form that is exact.
+
+A layer with weight W (o × i) contributes J[n, r] = Σ_t g[n, r, t] ⊗ a[n, t]. `MatrixRows` keeps the pairs (g, a);
+the (n, r, o·i) array is formed only where weight sharing makes that unavoidable, and then for a few samples at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.linalg.layout import Layout
+
+CHUNK_BYTES = 64 * 2**20
+"""Temporaries that hold per-sample blocks stay below this size (or at one sample)."""
+
+
+def chunks(n: int, bytes_per_sample: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of pieces of range(n), each of at most `CHUNK_BYTES`, or one sample."""
+    length = max(1, CHUNK_BYTES // max(1, bytes_per_sample))
+    for start in range(0, n, length):
+        yield start, min(length, n - start)
+
+
+class Rows(ABC):
+    """A batch of Jacobian rows J: n samples × r directions × size parameters."""
+
+    @property
+    @abstractmethod
+    def n(self) -> int:
+        """Number of samples."""
+
+    @property
+    @abstractmethod
+    def r(self) -> int:
+        """Number of output directions a sample."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of parameters."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """J itself, (n, r, size)."""
+
+    @abstractmethod
+    def narrow(self, start: int, length: int) -> Rows:
+        """The rows of samples start … start + length − 1."""
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype) -> Rows:
+        """The same rows in another floating-point type."""
+
+    @abstractmethod
+    def matvec(self, v: Tensor) -> Tensor:
+        """J v: (*b, size) → (*b, n, r)."""
+
+    @abstractmethod
+    def square_sum(self) -> Tensor:
+        """Σ_{n,r} J², (size,)."""
+
+    @abstractmethod
+    def weighted_gram(self, w: Tensor) -> Tensor:
+        """J diag(w) Jᵀ of each sample: w (size,) → (n, r, r)."""
+
+    @abstractmethod
+    def joint_gram(self, w: Tensor) -> Tensor:
+        """J diag(w) Jᵀ across samples: w (size,) → (n, r, n, r)."""
+
+    def gram(self) -> Tensor:
+        """Σ_{n,r} of the outer products of rows, (size, size)."""
+        total = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)
+        for start, length in chunks(self.n, self.r * self.size * self.dtype.itemsize):
+            flat = self.narrow(start, length).dense().reshape(-1, self.size)
+            total = total + flat.T @ flat
+        return total
+
+    def _check(self, v: Tensor) -> Tensor:
+        if v.shape[-1:] != (self.size,):
+            raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
+        return v.to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRows(Rows):
+    """Rows written out: values (n, r, size)."""
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 3:
+            raise ValueError(f"expected values (samples, directions, parameters), got {tuple(self.values.shape)}")
+
+    @property
+    def n(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def r(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def size(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def dense(self) -> Tensor:
+        return self.values
+
+    def narrow(self, start: int, length: int) -> DenseRows:
+        return DenseRows(self.values.narrow(0, start, length))
+
+    def to(self, dtype: torch.dtype) -> DenseRows:
+        return DenseRows(self.values.to(dtype))
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return (self._check(v) @ self.values.reshape(-1, self.size).T).unflatten(-1, (self.n, self.r))
+
+    def square_sum(self) -> Tensor:
+        return self.values.square().sum((0, 1))
+
+    def weighted_gram(self, w: Tensor) -> Tensor:
+        return (self.values * self._check(w)) @ self.values.mT
+
+    def joint_gram(self, w: Tensor) -> Tensor:
+        flat = self.values.reshape(-1, self.size)
+        return ((flat * self._check(w)) @ flat.T).reshape(self.n, self.r, self.n, self.r)
+
+
+@dataclass(frozen=True, eq=False)
+class Jacobian(Rows):
+    """Rows with respect to all parameters: one `Rows` a block, placed in the flat vector by a layout."""
+
+    rows: tuple[Rows, ...]
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        sizes = tuple(len(index) for index in self.layout.index)
+        got = tuple(rows.size for rows in self.rows)
+        if got != sizes:
+            raise ValueError(f"rows of sizes {got} do not fit a layout of blocks of sizes {sizes}")
+        if len({(rows.n, rows.r) for rows in self.rows}) != 1:
+            raise ValueError(
+                "all blocks need the same samples and directions, got (n, r) = "
+                f"{sorted({(rows.n, rows.r) for rows in self.rows})}"
+            )
+
+    @property
+    def n(self) -> int:
+        return self.rows[0].n
+
+    @property
+    def r(self) -> int:
+        return self.rows[0].r
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows[0].device
+
+    def dense(self) -> Tensor:
+        return self.layout.scatter([rows.dense() for rows in self.rows])
+
+    def narrow(self, start: int, length: int) -> Jacobian:
+        return Jacobian(tuple(rows.narrow(start, length) for rows in self.rows), self.layout)
+
+    def to(self, dtype: torch.dtype) -> Jacobian:
+        return Jacobian(tuple(rows.to(dtype) for rows in self.rows), self.layout)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        parts = self.layout.gather(self._check(v))
+        return _total([rows.matvec(part) for rows, part in zip(self.rows, parts, strict=True)])
+
+    def square_sum(self) -> Tensor:
+        return self.layout.scatter([rows.square_sum() for rows in self.rows])
+
+    def weighted_gram(self, w: Tensor) -> Tensor:
+        parts = self.layout.gather(self._check(w))
+        return _total([rows.weighted_gram(part) for rows, part in zip(self.rows, parts, strict=True)])
+
+    def joint_gram(self, w: Tensor) -> Tensor:
+        parts = self.layout.gather(self._check(w))
+        return _total([rows.joint_gram(part) for rows, part in zip(self.rows, parts, strict=True)])
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
