@@ -1,0 +1,32 @@
+"""Matrices and rows of Jacobians. Knows no network and no data."""
+
+from lapwing.linalg.blockdiagonal import BlockDiagonal
+from lapwing.linalg.dense import Dense
+from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.eigenkronecker import EigenKronecker
+from lapwing.linalg.kronecker import Kronecker
+from lapwing.linalg.layout import Layout
+from lapwing.linalg.lowrank import LowRank
+from lapwing.linalg.matrixrows import MatrixRows, Term
+from lapwing.linalg.psd import PSD
+from lapwing.linalg.rows import DenseRows, Jacobian, Rows
+from lapwing.linalg.storage import move, pack, unpack
+
+__all__ = [
+    "PSD",
+    "BlockDiagonal",
+    "Dense",
+    "DenseRows",
+    "Diagonal",
+    "EigenKronecker",
+    "Jacobian",
+    "Kronecker",
+    "Layout",
+    "LowRank",
+    "MatrixRows",
+    "Rows",
+    "Term",
+    "move",
+    "pack",
+    "unpack",
+]

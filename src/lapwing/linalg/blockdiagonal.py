@@ -1,0 +1,153 @@
+"""Block-diagonal matrices: one structured block a layer, placed in the flat parameter vector by a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import LapwingError
+from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.layout import Layout
+from lapwing.linalg.psd import PSD, Scalar
+from lapwing.linalg.rows import DenseRows, Jacobian, Rows
+
+
+@dataclass(frozen=True, eq=False)
+class BlockDiagonal(PSD):
+    """Blocks A_k, each acting on its own entries of the flat vector; names are for messages."""
+
+    layout: Layout
+    blocks: tuple[PSD, ...]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = [len(index) for index in self.layout.index]
+        if [block.size for block in self.blocks] != sizes:
+            raise ValueError(
+                f"blocks of sizes {[block.size for block in self.blocks]} do not fit a layout of sizes {sizes}"
+            )
+        if not self.blocks:
+            raise ValueError("a block-diagonal matrix needs at least one block")
+        if self.names and len(self.names) != len(self.blocks):
+            raise ValueError(f"expected a name for each of {len(self.blocks)} blocks, got {len(self.names)}")
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.blocks[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks[0].device
+
+    @contextmanager
+    def _named(self, k: int) -> Iterator[None]:
+        """Errors of block k say so."""
+        try:
+            yield
+        except LapwingError as error:
+            label = f"block {k} ('{self.names[k]}')" if self.names else f"block {k}"
+            raise type(error)(f"{label}: {error}") from error
+
+    def matvec(self, v: Tensor) -> Tensor:
+        parts = self.layout.gather(self._vector(v))
+        return self.layout.scatter([block.matvec(part) for block, part in zip(self.blocks, parts, strict=True)])
+
+    def solve(self, v: Tensor) -> Tensor:
+        parts = self.layout.gather(self._vector(v))
+        solved = []
+        for k, block in enumerate(self.blocks):
+            with self._named(k):
+                solved.append(block.solve(parts[k]))
+        return self.layout.scatter(solved)
+
+    def logdet(self) -> Tensor:
+        terms = []
+        for k, block in enumerate(self.blocks):
+            with self._named(k):
+                terms.append(block.logdet())
+        return torch.stack(terms).sum()
+
+    def diagonal(self) -> Tensor:
+        return self.layout.scatter([block.diagonal() for block in self.blocks])
+
+    def inverse_diagonal(self) -> Tensor:
+        parts = []
+        for k, block in enumerate(self.blocks):
+            with self._named(k):
+                parts.append(block.inverse_diagonal())
+        return self.layout.scatter(parts)
+
+    def trace(self) -> Tensor:
+        return torch.stack([block.trace() for block in self.blocks]).sum()
+
+    def smallest_eigenvalue(self) -> Tensor:
+        return torch.stack([block.smallest_eigenvalue() for block in self.blocks]).min()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        parts = []
+        for k, block in enumerate(self.blocks):
+            with self._named(k):
+                parts.append(block.sample(n, generator))
+        return self.layout.scatter(parts)
+
+    def scale(self, c: Scalar) -> BlockDiagonal:
+        return BlockDiagonal(self.layout, tuple(block.scale(c) for block in self.blocks), self.names)
+
+    def __add__(self, other: PSD) -> BlockDiagonal:
+        self._matches(other)
+        total = []
+        for k, part in enumerate(self._split(other)):
+            with self._named(k):
+                total.append(self.blocks[k] + part)
+        return BlockDiagonal(self.layout, tuple(total), self.names)
+
+    def _split(self, other: PSD) -> tuple[PSD, ...]:
+        if isinstance(other, Diagonal):
+            return tuple(Diagonal(part) for part in self.layout.gather(other.values))
+        if isinstance(other, BlockDiagonal) and self.layout.same_as(other.layout):
+            return other.blocks
+        raise self._refuse(other)
+
+    def logdet_ratio(self, prior: PSD) -> Tensor:
+        self._matches(prior)
+        terms = []
+        for k, part in enumerate(self._split(prior)):
+            with self._named(k):
+                terms.append(self.blocks[k].logdet_ratio(part))
+        return torch.stack(terms).sum()
+
+    def _parts(self, rows: Rows) -> tuple[Rows, ...]:
+        """Each block's own rows, factored where they come so."""
+        rows = self._rows(rows)
+        if isinstance(rows, Jacobian) and self.layout.same_as(rows.layout):
+            return rows.rows
+        return tuple(DenseRows(part) for part in self.layout.gather(rows.dense()))
+
+    def whiten(self, rows: Rows) -> Tensor:
+        parts = []
+        for k, part in enumerate(self._parts(rows)):
+            with self._named(k):
+                parts.append(self.blocks[k].whiten(part))
+        return torch.cat(parts, -1)
+
+    def quadratic(self, rows: Rows) -> Tensor:
+        total = torch.zeros(rows.n, rows.r, rows.r, dtype=self.dtype, device=self.device)
+        for k, part in enumerate(self._parts(rows)):
+            with self._named(k):
+                total = total + self.blocks[k].quadratic(part)
+        return total
+
+    def joint(self, rows: Rows) -> Tensor:
+        total = torch.zeros(rows.n, rows.r, rows.n, rows.r, dtype=self.dtype, device=self.device)
+        for k, part in enumerate(self._parts(rows)):
+            with self._named(k):
+                total = total + self.blocks[k].joint(part)
+        return total

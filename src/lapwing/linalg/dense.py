@@ -1,0 +1,163 @@
+"""Dense matrices: one eigen-decomposition for every scale and constant prior, a Cholesky factor for other priors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import NotPositiveDefinite
+from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.psd import PSD, Scalar, nonnegative, not_positive, require_positive
+from lapwing.linalg.rows import Rows
+from lapwing.linalg.spectrum import Spectrum
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(PSD):
+    """A = factor · M + diag(shift): matrix M (P, P), shift a scalar or (P,).
+
+    `scale` and `+ Diagonal` change factor and shift and share M. With a scalar shift everything is closed-form in the
+    eigenvalues of M; with a vector (or where M itself carries gradients) a float64 Cholesky factor serves. M may be
+    indefinite (an exact Hessian): then A⁻¹ needs a shift large enough.
+    """
+
+    matrix: Tensor
+    factor: Scalar = 1.0
+    shift: Scalar = 0.0
+    spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
+            raise ValueError(f"expected a square matrix, got shape {tuple(self.matrix.shape)}")
+        if self.spectrum is None:
+            object.__setattr__(self, "spectrum", Spectrum(self.matrix, self.matrix.dtype))
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    @property
+    def _factor(self) -> Tensor:
+        return torch.as_tensor(self.factor, dtype=torch.float64, device=self.device)
+
+    @property
+    def _shift(self) -> Tensor:
+        return torch.as_tensor(self.shift, dtype=torch.float64, device=self.device)
+
+    @property
+    def _spectral(self) -> bool:
+        return self._shift.ndim == 0 and not self.matrix.requires_grad
+
+    @property
+    def _values(self) -> Tensor:
+        """Eigenvalues of A in the order of `spectrum`, positive."""
+        values = self.spectrum.values if bool(self._shift != 0) else self.spectrum.significant
+        return require_positive(self._factor * values + self._shift)
+
+    @property
+    def _cholesky(self) -> Tensor:
+        """L with L Lᵀ = A, float64. Only the constant factor is cached: a cached graph would be freed or missing."""
+        tracked = any(tensor.requires_grad for tensor in (self.matrix, self._factor, self._shift))
+        return self._factorize() if tracked and torch.is_grad_enabled() else self._constant_cholesky
+
+    @cached_property
+    def _constant_cholesky(self) -> Tensor:
+        with torch.no_grad():
+            return self._factorize()
+
+    def _factorize(self) -> Tensor:
+        lower, info = torch.linalg.cholesky_ex(self._float64())
+        pivots = lower.detach().diagonal().square()
+        if int(info) or bool(pivots.min() <= self.size * torch.finfo(torch.float64).eps * pivots.max()):
+            raise NotPositiveDefinite(not_positive(min(0.0, float(self.smallest_eigenvalue()))))
+        return lower
+
+    def _float64(self) -> Tensor:
+        matrix = self.matrix.double()
+        return self._factor * (matrix + matrix.mT) / 2 + torch.diag(self._shift.expand(self.size))
+
+    def matvec(self, v: Tensor) -> Tensor:
+        v = self._vector(v)
+        return v @ self.matrix * self._factor.to(self.dtype) + v * self._shift.to(self.dtype)
+
+    def dense(self) -> Tensor:
+        return self._factor * self.matrix + torch.diag(self._shift.expand(self.size)).to(self.dtype)
+
+    def solve(self, v: Tensor) -> Tensor:
+        v = self._vector(v)
+        if self._spectral:
+            vectors = self.spectrum.vectors
+            return ((v @ vectors) / self._values.to(self.dtype)) @ vectors.T
+        flat = v.reshape(-1, self.size).double()
+        return torch.cholesky_solve(flat.T, self._cholesky).T.reshape(v.shape).to(self.dtype)
+
+    def logdet(self) -> Tensor:
+        if self._spectral:
+            return self._values.log().sum()
+        return 2 * self._cholesky.diagonal().log().sum()
+
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal() * self._factor.to(self.dtype) + self._shift.to(self.dtype)
+
+    def inverse_diagonal(self) -> Tensor:
+        if self._spectral:
+            return self.spectrum.vectors.square() @ (1 / self._values).to(self.dtype)
+        eye = torch.eye(self.size, dtype=torch.float64, device=self.device)
+        return torch.linalg.solve_triangular(self._cholesky, eye, upper=False).square().sum(0).to(self.dtype)
+
+    def smallest_eigenvalue(self) -> Tensor:
+        if self._shift.ndim == 0:
+            return (self._factor * self.spectrum.values + self._shift).min()
+        return torch.linalg.eigvalsh(self._float64()).min()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(n, self.size, dtype=self.dtype, device=self.device, generator=generator)
+        if self._spectral:
+            return (noise * self._values.rsqrt().to(self.dtype)) @ self.spectrum.vectors.T
+        return torch.linalg.solve_triangular(self._cholesky.T, noise.double().T, upper=True).T.to(self.dtype)
+
+    def scale(self, c: Scalar) -> Dense:
+        return Dense(self.matrix, self._factor * nonnegative(c), self._shift * c, self.spectrum)
+
+    def __add__(self, other: PSD) -> Dense:
+        self._matches(other)
+        if isinstance(other, Diagonal):
+            constant = other.constant()
+            shift = self._shift + (other.values.double() if constant is None else constant)
+            return Dense(self.matrix, self.factor, shift, self.spectrum)
+        if isinstance(other, Dense):
+            total = self._factor * self.matrix.double() + other._factor * other.matrix.double()
+            return Dense(total.to(self.dtype), 1.0, self._shift + other._shift)
+        return self + Dense(other.dense())
+
+    def whiten(self, rows: Rows) -> Tensor:
+        dense = self._rows(rows).dense()
+        if self._spectral:
+            return (dense @ self.spectrum.vectors) * self._values.rsqrt().to(self.dtype)
+        flat = dense.flatten(0, 1).double()
+        white = torch.linalg.solve_triangular(self._cholesky, flat.T, upper=False).T
+        return white.reshape(dense.shape).to(self.dtype)
+
+    def logdet_ratio(self, prior: PSD) -> Tensor:
+        self._matches(prior)
+        if not isinstance(prior, Diagonal) or bool((self._shift != 0).any()) or self.matrix.requires_grad:
+            return super().logdet_ratio(prior)
+        precision = require_positive(prior.values)
+        constant = prior.constant()
+        if constant is not None:
+            values = self._factor * self.spectrum.values
+            require_positive(values + constant)
+            return (values / constant).log1p().sum()
+        root = precision.double().rsqrt()
+        return Dense(self._float64() * root[:, None] * root, shift=torch.ones_like(root)).logdet()

@@ -1,0 +1,161 @@
+"""Matrices that are diagonal in a Kronecker-factored eigenbasis: EKFAC, and KFAC with its prior."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import IncompatiblePrior
+from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.matrixrows import MatrixRows
+from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
+from lapwing.linalg.rows import DenseRows, Rows
+
+
+@dataclass(frozen=True, eq=False)
+class EigenKronecker(PSD):
+    """S (U_G ⊗ U_A) diag(values) (U_G ⊗ U_A)ᵀ S for each of q groups, S = diag(left_scale ⊗ right_scale).
+
+    left U_G (q, o, o) and right U_A (q, i, i) orthogonal, values (q, o, i) kept in float64, left_scale (q, o) and
+    right_scale (q, i) the roots of a row-and-column prior that whitened the factors, or None for S = I.
+    """
+
+    left: Tensor
+    right: Tensor
+    values: Tensor
+    left_scale: Tensor | None = None
+    right_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        q, o, i = self.shape
+        if self.left.shape != (q, o, o) or self.right.shape != (q, i, i) or self.values.shape != (q, o, i):
+            raise ValueError(
+                "expected left (q, o, o), right (q, i, i) and values (q, o, i), got "
+                f"{tuple(self.left.shape)}, {tuple(self.right.shape)} and {tuple(self.values.shape)}"
+            )
+        if (self.left_scale is None) != (self.right_scale is None):
+            raise ValueError("give both left_scale (q, o) and right_scale (q, i), or neither")
+        object.__setattr__(self, "values", self.values.double())
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(q, o, i)."""
+        return self.left.shape[0], self.left.shape[-1], self.right.shape[-1]
+
+    @property
+    def size(self) -> int:
+        return self.values.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    @property
+    def _basis(self) -> tuple[Tensor, Tensor]:
+        """B with A = (B_l ⊗ B_r) diag(values) (B_l ⊗ B_r)ᵀ."""
+        if self.left_scale is None or self.right_scale is None:
+            return self.left, self.right
+        return self.left * self.left_scale[:, :, None], self.right * self.right_scale[:, :, None]
+
+    @property
+    def _dual(self) -> tuple[Tensor, Tensor]:
+        """B with A⁻¹ = (B_l ⊗ B_r) diag(1 / values) (B_l ⊗ B_r)ᵀ."""
+        if self.left_scale is None or self.right_scale is None:
+            return self.left, self.right
+        return self.left / self.left_scale[:, :, None], self.right / self.right_scale[:, :, None]
+
+    @property
+    def _positive(self) -> Tensor:
+        return require_positive(self.values)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self._sandwich(v, *self._basis, self.values)
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self._sandwich(v, *self._dual, 1 / self._positive)
+
+    def _sandwich(self, v: Tensor, left: Tensor, right: Tensor, values: Tensor) -> Tensor:
+        grid = left.mT @ self._vector(v).unflatten(-1, self.shape) @ right
+        return (left @ (grid * values.to(self.dtype)) @ right.mT).flatten(-3)
+
+    def logdet(self) -> Tensor:
+        total = self._positive.log().sum()
+        if self.left_scale is None or self.right_scale is None:
+            return total
+        _, o, i = self.shape
+        return total + 2 * (i * self.left_scale.double().log().sum() + o * self.right_scale.double().log().sum())
+
+    def diagonal(self) -> Tensor:
+        return self._weigh(*self._basis, self.values)
+
+    def inverse_diagonal(self) -> Tensor:
+        return self._weigh(*self._dual, 1 / self._positive)
+
+    def _weigh(self, left: Tensor, right: Tensor, values: Tensor) -> Tensor:
+        return (left.square() @ values.to(self.dtype) @ right.square().mT).reshape(-1)
+
+    def smallest_eigenvalue(self) -> Tensor:
+        if self.left_scale is None:
+            return self.values.min()
+        return torch.linalg.eigvalsh(self.dense().double()).min()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(n, *self.shape, dtype=self.dtype, device=self.device, generator=generator)
+        left, right = self._dual
+        return (left @ (noise * self._positive.rsqrt().to(self.dtype)) @ right.mT).flatten(-3)
+
+    def scale(self, c: Scalar) -> EigenKronecker:
+        return EigenKronecker(self.left, self.right, self.values * nonnegative(c), self.left_scale, self.right_scale)
+
+    def __add__(self, other: PSD) -> EigenKronecker:
+        self._matches(other)
+        if isinstance(other, EigenKronecker) and self._shares_basis(other):
+            return EigenKronecker(self.left, self.right, self.values + other.values, self.left_scale, self.right_scale)
+        if not isinstance(other, Diagonal):
+            raise self._refuse(other)
+        return EigenKronecker(self.left, self.right, self.values + self._constant(other))
+
+    def _shares_basis(self, other: EigenKronecker) -> bool:
+        names = ("left", "right", "left_scale", "right_scale")
+        return all(getattr(self, name) is getattr(other, name) for name in names)
+
+    def _constant(self, prior: Diagonal) -> Tensor:
+        constant = prior.constant()
+        if constant is None or self.left_scale is not None:
+            raise IncompatiblePrior(
+                "a matrix in a fixed Kronecker eigenbasis (EKFAC, or KFAC with a prior) takes only a prior that is "
+                "constant over the block. Use a layerwise prior, structure='kron' for one that is a product over rows "
+                "and columns, or 'diag', 'blockdiag' or 'full' for any other."
+            )
+        return constant
+
+    def logdet_ratio(self, prior: PSD) -> Tensor:
+        self._matches(prior)
+        if not isinstance(prior, Diagonal):
+            return super().logdet_ratio(prior)
+        require_positive(prior.values)
+        return (self.values / self._constant(prior)).log1p().sum()
+
+    def whiten(self, rows: Rows) -> Tensor:
+        return self._rotated(rows).dense() * self._positive.rsqrt().to(self.dtype).reshape(-1)
+
+    def quadratic(self, rows: Rows) -> Tensor:
+        return self._rotated(rows).weighted_gram((1 / self._positive).reshape(-1))
+
+    def joint(self, rows: Rows) -> Tensor:
+        return self._rotated(rows).joint_gram((1 / self._positive).reshape(-1))
+
+    def _rotated(self, rows: Rows) -> Rows:
+        """J (B_l ⊗ B_r) for the dual basis, factored where the rows are."""
+        rows = self._rows(rows)
+        left, right = self._dual
+        if isinstance(rows, MatrixRows) and (rows.q, rows.o, rows.i) == self.shape:
+            return rows.rotate(left, right)
+        grid = left.mT @ rows.dense().unflatten(-1, self.shape) @ right
+        return DenseRows(grid.flatten(-3))

@@ -1,0 +1,192 @@
+"""Kronecker products G ⊗ A, before a prior is added, and the factor-wise damping of Ritter et al. (2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import IncompatiblePrior, NotPositiveDefinite
+from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.eigenkronecker import EigenKronecker
+from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
+from lapwing.linalg.rows import Rows
+from lapwing.linalg.spectrum import Spectrum
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker(PSD):
+    """factor · (G ⊗ A) for each of q groups: left G (q, o, o), right A (q, i, i), vectors in order (q, o, i).
+
+    Adding a prior that is constant over the block, or a product over its rows and columns, gives an `EigenKronecker`;
+    the two small decompositions are made once and shared by all scaled views.
+    """
+
+    left: Tensor
+    right: Tensor
+    factor: Scalar = 1.0
+    left_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
+    right_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        for name, factor in (("left", self.left), ("right", self.right)):
+            if factor.ndim != 3 or factor.shape[1] != factor.shape[2] or factor.shape[0] != self.left.shape[0]:
+                raise ValueError(
+                    "expected left (q, o, o) and right (q, i, i), got "
+                    f"{tuple(self.left.shape)} and {tuple(self.right.shape)}"
+                )
+            if getattr(self, f"{name}_spectrum") is None:
+                object.__setattr__(self, f"{name}_spectrum", Spectrum(factor, factor.dtype))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(q, o, i)."""
+        return self.left.shape[0], self.left.shape[1], self.right.shape[1]
+
+    @property
+    def size(self) -> int:
+        q, o, i = self.shape
+        return q * o * i
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    @property
+    def _factor(self) -> Tensor:
+        return torch.as_tensor(self.factor, dtype=torch.float64, device=self.device)
+
+    @property
+    def eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of G (q, o) and A (q, i), float64, clamped at zero."""
+        return _clamped(self.left_spectrum, "left (output)"), _clamped(self.right_spectrum, "right (input)")
+
+    def _product(self) -> Tensor:
+        """Eigenvalues of factor · G ⊗ A, (q, o, i)."""
+        left, right = self.eigenvalues
+        return self._factor * left[:, :, None] * right[:, None, :]
+
+    def _eigen(self, values: Tensor) -> EigenKronecker:
+        return EigenKronecker(self.left_spectrum.vectors, self.right_spectrum.vectors, values)
+
+    @property
+    def _alone(self) -> EigenKronecker:
+        """The product without a prior; eigenvalues within rounding of zero are zero, so that inverses refuse."""
+        left, right = self.left_spectrum.significant, self.right_spectrum.significant
+        return self._eigen(self._factor * left.clamp(min=0)[:, :, None] * right.clamp(min=0)[:, None, :])
+
+    def matvec(self, v: Tensor) -> Tensor:
+        grid = self._vector(v).unflatten(-1, self.shape)
+        return (self.left @ grid @ self.right).flatten(-3) * self._factor.to(self.dtype)
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self._alone.solve(v)
+
+    def logdet(self) -> Tensor:
+        return self._alone.logdet()
+
+    def diagonal(self) -> Tensor:
+        left, right = self.left.diagonal(dim1=1, dim2=2), self.right.diagonal(dim1=1, dim2=2)
+        return (left[:, :, None] * right[:, None, :]).reshape(-1) * self._factor.to(self.dtype)
+
+    def inverse_diagonal(self) -> Tensor:
+        return self._alone.inverse_diagonal()
+
+    def smallest_eigenvalue(self) -> Tensor:
+        return self._product().min()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return self._alone.sample(n, generator)
+
+    def scale(self, c: Scalar) -> Kronecker:
+        factor = self._factor * nonnegative(c)
+        return Kronecker(self.left, self.right, factor, self.left_spectrum, self.right_spectrum)
+
+    def whiten(self, rows: Rows) -> Tensor:
+        return self._alone.whiten(rows)
+
+    def quadratic(self, rows: Rows) -> Tensor:
+        return self._alone.quadratic(rows)
+
+    def joint(self, rows: Rows) -> Tensor:
+        return self._alone.joint(rows)
+
+    def dense(self) -> Tensor:
+        blocks = torch.einsum("qop,qij->qoipj", self.left, self.right).flatten(3, 4).flatten(1, 2)
+        return torch.block_diag(*blocks) * self._factor.to(self.dtype)
+
+    def __add__(self, other: PSD) -> EigenKronecker:
+        self._matches(other)
+        if not isinstance(other, Diagonal):
+            raise self._refuse(other)
+        constant = other.constant()
+        if constant is not None:
+            return self._eigen(self._product() + constant)
+        rows, columns = self._split(other)
+        whitened = self._whitened(rows, columns)
+        values = whitened._product() + 1
+        bases = whitened.left_spectrum.vectors, whitened.right_spectrum.vectors
+        return EigenKronecker(*bases, values, rows.sqrt().to(self.dtype), columns.sqrt().to(self.dtype))
+
+    def logdet_ratio(self, prior: PSD) -> Tensor:
+        self._matches(prior)
+        if not isinstance(prior, Diagonal):
+            return super().logdet_ratio(prior)
+        require_positive(prior.values)
+        constant = prior.constant()
+        if constant is not None:
+            return (self._product() / constant).log1p().sum()
+        return self._whitened(*self._split(prior))._product().log1p().sum()
+
+    def damped(self, c: Scalar, tau: Scalar, *, split: float = 1.0) -> EigenKronecker:
+        """(√c/s · G + √τ I) ⊗ (√c·s · A + √τ I): factor-wise regularization, Ritter et al. (2018), Eq. 9.
+
+        With A a mean and G a sum over n data, `split=√n` gives both factors the paper's scaling √n·E[·]. Always ⪰
+        c·G ⊗ A + τ I, so its log-determinant is no part of an evidence.
+        """
+        tau = torch.as_tensor(tau, dtype=torch.float64, device=self.device)
+        left, right = self.eigenvalues
+        root = (self._factor * nonnegative(c)).sqrt()
+        left, right = root / split * left + tau.sqrt(), root * split * right + tau.sqrt()
+        return self._eigen(left[:, :, None] * right[:, None, :])
+
+    def _split(self, prior: Diagonal) -> tuple[Tensor, Tensor]:
+        """rows (q, o) and columns (q, i) with prior = rows ⊗ columns, float64; refuses any other prior."""
+        grid = prior.values.double().reshape(self.shape)
+        if bool((grid.detach() > 0).all()):
+            logs = grid.log()
+            rows = logs.mean(2)
+            columns = logs.mean(1) - rows.mean(1, keepdim=True)
+            product = rows[:, :, None] + columns[:, None, :]
+            if bool(((product - logs).detach().abs() <= 16 * torch.finfo(prior.dtype).eps * (1 + logs.abs())).all()):
+                return rows.exp(), columns.exp()
+        raise IncompatiblePrior(
+            "a Kronecker posterior has no eigenbasis for a prior that varies inside a weight matrix other than as a "
+            "positive product over its rows and columns. Use a layerwise prior, or structure='diag', 'blockdiag' or "
+            "'full'."
+        )
+
+    def _whitened(self, rows: Tensor, columns: Tensor) -> Kronecker:
+        """R^-½ G R^-½ ⊗ K^-½ A K^-½ for the prior R ⊗ K."""
+        left, right = rows.rsqrt(), columns.rsqrt()
+        sides = (
+            self.left.double() * left[:, :, None] * left[:, None, :],
+            self.right.double() * right[:, :, None] * right[:, None, :],
+        )
+        return Kronecker(*sides, self.factor, *(Spectrum(side, self.dtype) for side in sides))
+
+
+def _clamped(spectrum: Spectrum, side: str) -> Tensor:
+    values = spectrum.values
+    tolerance = torch.finfo(spectrum.dtype).eps ** 0.5
+    if bool((values < -tolerance * values.abs().amax(-1, keepdim=True)).any()):
+        raise NotPositiveDefinite(
+            f"the {side} Kronecker factor is indefinite: its smallest eigenvalue is {float(values.min()):.3g}. "
+            "Estimate the factors from the GGN or the Fisher, which are never indefinite."
+        )
+    return values.clamp(min=0)

@@ -1,0 +1,144 @@
+"""A diagonal plus a matrix of low rank, inverted by Woodbury's identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
+from lapwing.linalg.rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(PSD):
+    """A = D + Uᵀ diag(d) U: basis U (k, P), values d (k,) ≥ 0, shift the diagonal of D (P,).
+
+    The rows of U need not be orthonormal. With K = U D⁻¹ Uᵀ and M = (I + diag(d) K)⁻¹ diag(d),
+    A⁻¹ = D⁻¹ − D⁻¹ Uᵀ M U D⁻¹ and |A| = |D| |I + diag(d) K|. Inverses subtract nearly equal numbers where d ≫ D, so
+    they are computed in float64.
+    """
+
+    basis: Tensor
+    values: Tensor
+    shift: Tensor
+
+    def __post_init__(self) -> None:
+        k, p = self.basis.shape if self.basis.ndim == 2 else (-1, -1)
+        if self.values.shape != (k,) or self.shift.shape != (p,):
+            raise ValueError(
+                "expected basis (k, P), values (k,) and diagonal (P,), got "
+                f"{tuple(self.basis.shape)}, {tuple(self.values.shape)} and {tuple(self.shift.shape)}"
+            )
+        if bool((self.values < 0).any()):
+            raise ValueError(f"values must be ≥ 0, got {float(self.values.min()):.3g}; drop such directions")
+
+    @property
+    def size(self) -> int:
+        return self.basis.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.basis.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.basis.device
+
+    @property
+    def _precision(self) -> Tensor:
+        """D, positive, float64."""
+        return require_positive(self.shift).double()
+
+    @property
+    def _roots(self) -> Tensor:
+        """d^½, float64, with gradient zero where d is."""
+        weights = self.values.double()
+        return torch.where(weights > 0, weights, 1.0).sqrt() * (weights > 0)
+
+    def _capacitance(self) -> Tensor:
+        """I + diag(d) K, (k, k) float64. Not symmetrized by √d, whose gradient is infinite at d = 0."""
+        basis = self.basis.double()
+        kernel = (basis / self._precision) @ basis.T
+        eye = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
+        return eye + self.values.double()[:, None] * kernel
+
+    def _middle(self) -> Tensor:
+        """M = (I + diag(d) K)⁻¹ diag(d), symmetric (k, k) float64."""
+        middle = torch.linalg.solve(self._capacitance(), torch.diag(self.values.double()))
+        return (middle + middle.T) / 2
+
+    def matvec(self, v: Tensor) -> Tensor:
+        v = self._vector(v)
+        return v * self.shift.to(self.dtype) + ((v @ self.basis.T) * self.values.to(self.dtype)) @ self.basis
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self._solve(self._vector(v).double()).to(self.dtype)
+
+    def _solve(self, v: Tensor) -> Tensor:
+        basis, precision = self.basis.double(), self._precision
+        scaled = v / precision
+        return scaled - ((scaled @ basis.T) @ self._middle()) @ basis / precision
+
+    def logdet(self) -> Tensor:
+        return self._precision.log().sum() + torch.linalg.slogdet(self._capacitance()).logabsdet
+
+    def diagonal(self) -> Tensor:
+        return self.shift.to(self.dtype) + self.values.to(self.dtype) @ self.basis.square()
+
+    def inverse_diagonal(self) -> Tensor:
+        basis, precision = self.basis.double(), self._precision
+        return (1 / precision - ((self._middle() @ basis) * basis).sum(0) / precision.square()).to(self.dtype)
+
+    def smallest_eigenvalue(self) -> Tensor:
+        return self.shift.double().min()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(n, self.size + len(self.values), dtype=self.dtype, device=self.device, generator=generator)
+        free, bound = noise.double().split((self.size, len(self.values)), -1)
+        right = free * self._precision.sqrt() + (bound * self._roots) @ self.basis.double()
+        return self._solve(right).to(self.dtype)  # A⁻¹ (D^½ ε₁ + Uᵀ d^½ ε₂) has covariance A⁻¹ A A⁻¹
+
+    def scale(self, c: Scalar) -> LowRank:
+        return LowRank(self.basis, self.values * nonnegative(c), self.shift * c)
+
+    def __add__(self, other: PSD) -> LowRank:
+        self._matches(other)
+        if isinstance(other, Diagonal):
+            return LowRank(self.basis, self.values, self.shift + other.values.to(self.shift.dtype))
+        if isinstance(other, LowRank):
+            return LowRank(
+                torch.cat((self.basis, other.basis.to(self.dtype))),
+                torch.cat((self.values, other.values.to(self.values.dtype))),
+                self.shift + other.shift.to(self.shift.dtype),
+            )
+        raise self._refuse(other)
+
+    def logdet_ratio(self, prior: PSD) -> Tensor:
+        self._matches(prior)
+        if not isinstance(prior, Diagonal):
+            return super().logdet_ratio(prior)
+        precision = require_positive(prior.values).double()
+        capacitance = (self + prior)._capacitance()
+        return (self.shift.double() / precision).log1p().sum() + torch.linalg.slogdet(capacitance).logabsdet
+
+    def whiten(self, rows: Rows) -> Tensor:
+        """J A⁻¹ [D^½, Uᵀ d^½], (n, r, P + k): W Wᵀ = J A⁻¹ A A⁻¹ Jᵀ."""
+        solved = self._solve(self._rows(rows).dense().double())
+        return torch.cat((solved * self._precision.sqrt(), (solved @ self.basis.double().T) * self._roots), -1).to(
+            self.dtype
+        )
+
+    def quadratic(self, rows: Rows) -> Tensor:
+        rows = self._rows(rows).to(torch.float64)
+        half = rows.matvec(self.basis.double() / self._precision)  # (k, n, r)
+        correction = torch.einsum("anr,ab,bns->nrs", half, self._middle(), half)
+        return (rows.weighted_gram(1 / self._precision) - correction).to(self.dtype)
+
+    def joint(self, rows: Rows) -> Tensor:
+        rows = self._rows(rows).to(torch.float64)
+        half = rows.matvec(self.basis.double() / self._precision)
+        correction = torch.einsum("anr,ab,bms->nrms", half, self._middle(), half)
+        return (rows.joint_gram(1 / self._precision) - correction).to(self.dtype)

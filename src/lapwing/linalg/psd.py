@@ -1,0 +1,147 @@
+"""The interface of symmetric positive semi-definite matrices, and the checks that its leaves share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import IncompatiblePrior, NotPositiveDefinite
+from lapwing.linalg.rows import Rows
+
+Scalar = float | Tensor
+"""A number or a tensor without dimensions; gradients flow through the latter."""
+
+
+class PSD(ABC):
+    """A symmetric positive semi-definite matrix A of size P × P, in a structure that keeps its operations cheap.
+
+    Vectors are rows with any leading batch shape. Decompositions are computed in float64 whatever the dtype, cached,
+    and treated as constants of the matrix; every result is differentiable in `scale`, in the prior that was added and
+    in the vectors or rows it is applied to. What needs A⁻¹ raises `NotPositiveDefinite` where A is singular.
+    """
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """P."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The type in which results come back."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def matvec(self, v: Tensor) -> Tensor:
+        """A v: (*b, P) → (*b, P)."""
+
+    @abstractmethod
+    def solve(self, v: Tensor) -> Tensor:
+        """A⁻¹ v: (*b, P) → (*b, P)."""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """log |A|, a float64 scalar."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """diag A, (P,)."""
+
+    @abstractmethod
+    def inverse_diagonal(self) -> Tensor:
+        """diag A⁻¹, (P,): marginal variances when A is a precision."""
+
+    @abstractmethod
+    def smallest_eigenvalue(self) -> Tensor:
+        """The smallest eigenvalue, a float64 scalar (`LowRank`: a lower bound)."""
+
+    @abstractmethod
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n draws from N(0, A⁻¹), (n, P)."""
+
+    @abstractmethod
+    def scale(self, c: Scalar) -> PSD:
+        """c A for c ≥ 0; decompositions already computed are kept."""
+
+    @abstractmethod
+    def __add__(self, other: PSD) -> PSD:
+        """A + B in the structure and dtype of A; refuses what would leave the structure."""
+
+    @abstractmethod
+    def whiten(self, rows: Rows) -> Tensor:
+        """W with W Wᵀ = J A⁻¹ Jᵀ, (n, r, k)."""
+
+    def dense(self) -> Tensor:
+        """A as a (P, P) tensor."""
+        return self.matvec(torch.eye(self.size, dtype=self.dtype, device=self.device))
+
+    def trace(self) -> Tensor:
+        """tr A, a float64 scalar."""
+        return self.diagonal().double().sum()
+
+    def quadratic(self, rows: Rows) -> Tensor:
+        """J A⁻¹ Jᵀ of each sample, (n, r, r)."""
+        white = self.whiten(rows)
+        return white @ white.mT
+
+    def joint(self, rows: Rows) -> Tensor:
+        """J A⁻¹ Jᵀ across samples, (n, r, n, r)."""
+        white = self.whiten(rows).flatten(0, 1)
+        return (white @ white.T).reshape(rows.n, rows.r, rows.n, rows.r)
+
+    def logdet_ratio(self, prior: PSD) -> Tensor:
+        """log |A + Π| − log |Π|, a float64 scalar."""
+        return (self + prior).logdet() - prior.logdet()
+
+    def _vector(self, v: Tensor) -> Tensor:
+        if v.shape[-1:] != (self.size,):
+            raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
+        return v.to(self.dtype)
+
+    def _rows(self, rows: Rows) -> Rows:
+        if rows.size != self.size:
+            raise ValueError(f"expected Jacobian rows of {self.size} parameters, got {rows.size}")
+        return rows if rows.dtype == self.dtype else rows.to(self.dtype)
+
+    def _matches(self, other: PSD) -> None:
+        if not isinstance(other, PSD):
+            raise TypeError(f"expected a PSD matrix to add, got {type(other).__name__}")
+        if other.size != self.size:
+            raise ValueError(f"cannot add a matrix of size {other.size} to one of size {self.size}")
+
+    def _refuse(self, other: PSD) -> IncompatiblePrior:
+        return IncompatiblePrior(
+            f"{type(self).__name__} + {type(other).__name__} is no longer {type(self).__name__}. Add a prior that is "
+            "constant over the block, or use structure 'diag', 'blockdiag' or 'full', whose sums stay in the structure."
+        )
+
+
+def nonnegative(c: Scalar) -> Scalar:
+    """c, if it may scale a positive semi-definite matrix."""
+    if not float(c) >= 0:
+        raise ValueError(f"a positive semi-definite matrix can be scaled by a number ≥ 0 only, got {float(c)}")
+    return c
+
+
+def require_positive(eigenvalues: Tensor, remedy: str = "") -> Tensor:
+    """The eigenvalues themselves if all exceed zero; else `NotPositiveDefinite` with the smallest and the remedy."""
+    smallest = float(eigenvalues.detach().min()) if eigenvalues.numel() else 1.0
+    if not smallest > 0:
+        raise NotPositiveDefinite(not_positive(smallest, remedy))
+    return eigenvalues
+
+
+def not_positive(smallest: float, remedy: str = "") -> str:
+    """The message for a matrix whose smallest eigenvalue is not above zero."""
+    if smallest < 0:
+        remedy = remedy or (
+            f"raise the prior precision by more than {-smallest:.3g}, or use the GGN, which is never indefinite"
+        )
+        return f"the matrix is indefinite: its smallest eigenvalue is {smallest:.3g}. To go on, {remedy}."
+    remedy = remedy or "add a prior with positive precision (curvature alone is singular in directions without data)"
+    return f"the matrix is singular: its smallest eigenvalue is {smallest:.3g}. To go on, {remedy}."

@@ -1,0 +1,60 @@
+"""Eigen-decompositions that are computed once, in float64, and shared by all scaled and shifted views of a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import BadData
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """M = U diag(e) Uᵀ for symmetric M (*b, p, p), computed on first use.
+
+    Eigenvalues are float64, ascending, and zero where they are negative by no more than the rounding of `dtype`, the
+    type the entries of M came in; vectors are constants in that type. (A float32 `eigh` of a rank-60 400 × 400 matrix
+    gave 169 negative eigenvalues, hence float64.)
+    """
+
+    matrix: Tensor
+    dtype: torch.dtype
+
+    @cached_property
+    def _eigh(self) -> tuple[Tensor, Tensor]:
+        matrix = self.matrix.detach().double()
+        if not bool(torch.isfinite(matrix).all()):
+            raise BadData(
+                "the curvature holds NaN or Inf, so it has no eigenvalues. Look for overflow in the network's outputs "
+                "or for bad inputs."
+            )
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        rounding = (values < 0) & (values >= -self._tolerance(values))
+        return values.masked_fill(rounding, 0.0), vectors.to(self.dtype)
+
+    def _tolerance(self, values: Tensor) -> Tensor:
+        return self.matrix.shape[-1] * torch.finfo(self.dtype).eps * values.abs().amax(-1, keepdim=True)
+
+    @property
+    def values(self) -> Tensor:
+        """e, (*b, p) float64. Where M carries a graph, so does e, to first order: de_k = u_kᵀ dM u_k."""
+        values, vectors = self._eigh
+        if not (self.matrix.requires_grad and torch.is_grad_enabled()):
+            return values
+        vectors = vectors.double()
+        tangent = torch.einsum("...ik,...ij,...jk->...k", vectors, self.matrix.double(), vectors)
+        return values + (tangent - tangent.detach())
+
+    @property
+    def vectors(self) -> Tensor:
+        """U, (*b, p, p): eigenvectors are columns."""
+        return self._eigh[1]
+
+    @property
+    def significant(self) -> Tensor:
+        """e with zeros where the matrix' own rounding cannot tell it from zero."""
+        values = self.values
+        return values.masked_fill(values.detach().abs() <= self._tolerance(values.detach()), 0.0)

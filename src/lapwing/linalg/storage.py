@@ -1,0 +1,97 @@
+"""Matrices as named tensors and a JSON-able description, and back, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import CorruptFile
+from lapwing.linalg.blockdiagonal import BlockDiagonal
+from lapwing.linalg.dense import Dense
+from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.eigenkronecker import EigenKronecker
+from lapwing.linalg.kronecker import Kronecker
+from lapwing.linalg.layout import Layout
+from lapwing.linalg.lowrank import LowRank
+from lapwing.linalg.psd import PSD
+
+LEAVES: dict[str, type[PSD]] = {
+    leaf.__name__: leaf for leaf in (BlockDiagonal, Dense, Diagonal, EigenKronecker, Kronecker, LowRank)
+}
+
+
+def pack(psd: PSD) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name and a JSON-able spec that `unpack` turns back into the matrix. Graphs are dropped."""
+    tensors: dict[str, Tensor] = {}
+    return tensors, _pack(psd, "", tensors)
+
+
+def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if type(psd).__name__ not in LEAVES:
+        raise TypeError(f"expected one of {', '.join(sorted(LEAVES))} to store, got {type(psd).__name__}")
+    spec: dict[str, Any] = {"type": type(psd).__name__}
+    for item in fields(psd):  # type: ignore[arg-type]
+        value = getattr(psd, item.name)
+        if item.metadata.get("cache") or value is None:
+            continue
+        key = prefix + item.name
+        if isinstance(value, Tensor):
+            tensors[key] = value.detach().contiguous()
+            spec[item.name] = {"tensor": key}
+        elif isinstance(value, Layout):
+            spec[item.name] = _pack_layout(value, key, tensors)
+        elif item.name == "blocks":
+            spec[item.name] = [_pack(block, f"{key}.{k}.", tensors) for k, block in enumerate(value)]
+        else:
+            spec[item.name] = list(value) if isinstance(value, tuple) else value
+    return spec
+
+
+def _pack_layout(layout: Layout, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    blocks: list[Any] = []
+    for k, (index, span) in enumerate(zip(layout.index, layout.ranges, strict=True)):
+        if span is None:
+            tensors[f"{prefix}.{k}"] = index
+        blocks.append({"tensor": f"{prefix}.{k}"} if span is None else list(span))
+    return {"size": layout.size, "blocks": blocks}
+
+
+def unpack(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> PSD:
+    """The matrix that `pack` described."""
+    kind = spec.get("type")
+    if kind not in LEAVES:
+        raise CorruptFile(f"a stored matrix is one of {', '.join(sorted(LEAVES))}, got {kind!r}. Save it again.")
+    values: dict[str, Any] = {}
+    for name, value in spec.items():
+        if name == "layout":
+            values[name] = _unpack_layout(tensors, value)
+        elif name == "blocks":
+            values[name] = tuple(unpack(tensors, block) for block in value)
+        elif isinstance(value, Mapping):
+            values[name] = _tensor(tensors, value["tensor"])
+        elif name != "type":
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return LEAVES[kind](**values)
+
+
+def _unpack_layout(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> Layout:
+    index = tuple(
+        torch.arange(*item) if isinstance(item, list) else _tensor(tensors, item["tensor"]) for item in spec["blocks"]
+    )
+    return Layout(spec["size"], index)
+
+
+def _tensor(tensors: Mapping[str, Tensor], key: str) -> Tensor:
+    if key not in tensors:
+        raise CorruptFile(f"the stored matrix lacks the tensor {key!r}. Save it again.")
+    return tensors[key]
+
+
+def move(psd: PSD, device: torch.device | str) -> PSD:
+    """The same matrix on another device, without its graph and caches."""
+    tensors, spec = pack(psd)
+    return unpack({key: value.to(device) for key, value in tensors.items()}, spec)
