@@ -1,0 +1,15 @@
+"""Priors, tempering and the Gaussian posterior over the weights."""
+
+from lapwing.posterior.posterior import Posterior, factored_precision, make_posterior
+from lapwing.posterior.prior import Prior, resolve_prior
+from lapwing.posterior.tempered import Tempered, resolve_temperature
+
+__all__ = [
+    "Posterior",
+    "Prior",
+    "Tempered",
+    "factored_precision",
+    "make_posterior",
+    "resolve_prior",
+    "resolve_temperature",
+]

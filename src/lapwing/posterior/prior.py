@@ -1,0 +1,249 @@
+"""Gaussian priors over the selected weights, N(μ₀, Π⁻¹), in the forms that users write them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import IncompatiblePrior
+from lapwing.linalg import PSD, Diagonal, pack, unpack
+from lapwing.posterior.posterior import Posterior
+
+Scalar = float | Tensor
+Precision = Scalar | Mapping[str, Scalar] | PSD
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """N(μ₀, Π⁻¹) over the selected weights.
+
+    `precision` is a scalar; a dict from parameter names or globs to scalars (the first pattern that matches a
+    parameter holds); a flat tensor with one value per weight; or a `PSD` such as the precision of another posterior.
+    `mean` is a scalar or a flat tensor. Tensors that require gradients keep them through `resolve`.
+    """
+
+    precision: Precision = 1.0
+    mean: Scalar = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.precision, Mapping):
+            object.__setattr__(self, "precision", dict(self.precision))
+        for where, value in self._precisions():
+            _check(value, where, lambda v: v > 0, "positive and finite")
+        _check(self.mean, "the prior mean", torch.isfinite, "finite")
+
+    @classmethod
+    def from_weight_decay(
+        cls, decay: float, n: float, *, outputs: int | None = None, noise: float | None = None
+    ) -> "Prior":
+        """The precision that a weight decay stands for: the loss was mean ℓ + (decay/2)‖θ‖² over `n` data.
+
+        Where ℓ is a negative log-likelihood (cross-entropy, Poisson, …) the sum over data gives τ = n·decay. The mean
+        squared error of K `outputs` is (2σ²/K) times a Gaussian's with standard deviation `noise` = σ, so that
+        τ = n·K·decay/(2σ²): pass both. AdamW, dropout and label smoothing have no exact τ.
+        """
+        if (outputs is None) != (noise is None):
+            raise ValueError("the mean squared error needs both outputs= and noise=; cross-entropy needs neither")
+        if not (decay > 0 and n > 0):
+            raise ValueError(f"weight decay and n must be positive, got {decay} and {n}; no decay is no proper prior")
+        factor = 1.0 if outputs is None or noise is None else outputs / (2.0 * noise**2)
+        return cls(n * decay * factor)
+
+    @classmethod
+    def from_posterior(cls, posterior: Posterior) -> "Prior":
+        """Yesterday's posterior as today's prior: its precision and its mean."""
+        return cls(posterior.precision, posterior.mean.detach())
+
+    @classmethod
+    def per_block(
+        cls, values: Sequence[Scalar] | Tensor, names: Sequence[Sequence[str]], mean: Scalar = 0.0
+    ) -> "Prior":
+        """One precision per block, where `names` holds the parameter names of each block (`curvature.names`)."""
+        if len(values) != len(names):
+            raise ValueError(f"{len(names)} blocks need as many precisions, got {len(values)}")
+        return cls({name: value for value, block in zip(values, names, strict=True) for name in block}, mean)
+
+    def resolve(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        *,
+        index: Tensor | None = None,
+    ) -> tuple[Tensor, PSD]:
+        """The mean (P,) and the precision Π as a matrix, for parameters `names` with `sizes`; gradients flow.
+
+        `index` picks the P weights of a subnetwork out of the whole flat vector; flat tensors and matrices that were
+        given then speak of the picked ones. A matrix keeps its own type and device.
+        """
+        total = sum(sizes) if index is None else index.numel()
+        if isinstance(self.precision, PSD) and self.precision.size != total:
+            raise IncompatiblePrior(f"the prior is over {self.precision.size} weights, the selection has {total}")
+        mean = torch.as_tensor(self.mean, dtype=dtype, device=device)
+        if mean.ndim and tuple(mean.shape) != (total,):
+            raise IncompatiblePrior(f"the prior mean has shape {tuple(mean.shape)}; use a scalar or shape ({total},)")
+        return mean.expand(total), self._matrix(names, sizes, dtype, device, index, total)
+
+    def _matrix(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        index: Tensor | None,
+        total: int,
+    ) -> PSD:
+        if isinstance(self.precision, PSD):
+            return self.precision
+        if isinstance(self.precision, Mapping):
+            each = _by_name(self.precision, names, sizes, dtype, device)
+            return Diagonal(each if index is None else each[index.to(each.device)])
+        values = torch.as_tensor(self.precision, dtype=dtype, device=device)
+        if values.ndim and tuple(values.shape) != (total,):
+            raise IncompatiblePrior(
+                f"the prior precision has shape {tuple(values.shape)}; use a scalar, a dict from names to scalars or "
+                f"shape ({total},), one per selected weight"
+            )
+        return Diagonal(values.expand(total))
+
+    def _precisions(self) -> Iterator[tuple[str, Scalar]]:
+        if isinstance(self.precision, Mapping):
+            if not self.precision:
+                raise IncompatiblePrior("the prior's dict is empty; map names or globs such as '*' to precisions")
+            yield from ((f"the prior precision of {key!r}", value) for key, value in self.precision.items())
+        elif not isinstance(self.precision, PSD):
+            yield "the prior precision", self.precision
+
+    def spec(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and a JSON-able description, for storage; `Prior.from_spec` reads them back."""
+        tensors: dict[str, Tensor] = {}
+        spec: dict[str, Any] = {"mean": _store(self.mean, "mean", tensors)}
+        if isinstance(self.precision, PSD):
+            packed, inner = pack(self.precision)
+            tensors.update({f"precision.{key}": value for key, value in packed.items()})
+            spec |= {"kind": "matrix", "precision": inner}
+        elif isinstance(self.precision, Mapping):
+            keys = list(self.precision)
+            values = [_store(self.precision[k], f"precision.{i}", tensors) for i, k in enumerate(keys)]
+            spec |= {"kind": "names", "precision": [[k, v] for k, v in zip(keys, values, strict=True)]}
+        else:
+            spec |= {"kind": "values", "precision": _store(self.precision, "precision", tensors)}
+        return tensors, spec
+
+    @classmethod
+    def from_spec(cls, tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> "Prior":
+        """The inverse of `spec`."""
+        mean = _restore(spec["mean"], tensors)
+        if spec["kind"] == "matrix":
+            prefix = "precision."
+            inner = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            return cls(unpack(inner, spec["precision"]), mean)
+        if spec["kind"] == "names":
+            return cls({key: _restore(value, tensors) for key, value in spec["precision"]}, mean)
+        return cls(_restore(spec["precision"], tensors), mean)
+
+    def __repr__(self) -> str:
+        mean = "" if _is_zero(self.mean) else f", mean={_brief(self.mean)}"
+        return f"Prior({_brief(self.precision)}{mean})"
+
+
+def resolve_prior(prior: Precision | Prior) -> Prior:
+    """What the front door accepts as `prior=`: a number, a dict, a tensor, a matrix or a `Prior`."""
+    if isinstance(prior, Prior):
+        return prior
+    if isinstance(prior, int | float | Tensor | Mapping | PSD):
+        return Prior(prior)
+    raise TypeError(
+        f"prior must be a precision (a number, a dict from names or globs to numbers, a flat tensor), or a Prior, "
+        f"not {type(prior).__name__}"
+    )
+
+
+def _by_name(
+    precision: Mapping[str, Scalar],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    """One value per weight, from the first pattern that matches each parameter."""
+    used = [_first_match(precision, name) for name in names]
+    _check_patterns(precision, names, used)
+    parts = []
+    for name, size, pattern in zip(names, sizes, used, strict=True):
+        value = torch.as_tensor(precision[pattern], dtype=dtype, device=device)
+        if value.ndim and tuple(value.shape) != (size,):
+            raise IncompatiblePrior(
+                f"the prior precision of {name!r} has shape {tuple(value.shape)}; use a scalar or shape ({size},)"
+            )
+        parts.append(value.expand(size))
+    return torch.cat(parts)
+
+
+def _check(value: Any, where: str, good: Callable[[Tensor], Tensor], allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise TypeError(f"{where} must be a number or a tensor, not {type(value).__name__}")
+    values = torch.as_tensor(value).detach()
+    if values.ndim > 1:
+        raise IncompatiblePrior(f"{where} has shape {tuple(values.shape)}; use a scalar or a flat tensor")
+    values = values.double() if not values.is_floating_point() else values
+    bad = ~(good(values) & torch.isfinite(values))
+    if bad.any():
+        raise IncompatiblePrior(f"{where} must be {allowed}, got {values[bad].flatten()[0].item()}")
+
+
+def _first_match(patterns: Mapping[str, Scalar], name: str) -> str:
+    for pattern in patterns:
+        if pattern == name or fnmatchcase(name, pattern):
+            return pattern
+    raise IncompatiblePrior(
+        f"the prior says nothing about the selected parameter {name!r}; its patterns are {list(patterns)}. Add one, "
+        "or '*' as the last for all the rest"
+    )
+
+
+def _check_patterns(patterns: Mapping[str, Scalar], names: Sequence[str], used: Sequence[str]) -> None:
+    for pattern in patterns:
+        if pattern in used:
+            continue
+        hits = [name for name in names if pattern == name or fnmatchcase(name, pattern)]
+        if not hits:
+            raise IncompatiblePrior(f"the prior's pattern {pattern!r} matches none of the parameters {_some(names)}")
+        raise IncompatiblePrior(
+            f"the prior's pattern {pattern!r} never holds: earlier patterns already took {_some(hits)}. Put it first"
+        )
+
+
+def _some(names: Sequence[str], shown: int = 8) -> str:
+    tail = f", … ({len(names)} in all)" if len(names) > shown else ""
+    return ", ".join(map(repr, names[:shown])) + tail
+
+
+def _store(value: Scalar, key: str, tensors: dict[str, Tensor]) -> float | str:
+    if isinstance(value, Tensor):
+        tensors[key] = value.detach().clone()
+        return key
+    return float(value)
+
+
+def _restore(value: float | str, tensors: Mapping[str, Tensor]) -> Scalar:
+    return tensors[value] if isinstance(value, str) else value
+
+
+def _is_zero(value: Scalar) -> bool:
+    return not isinstance(value, Tensor) and value == 0
+
+
+def _brief(value: Precision) -> str:
+    if isinstance(value, PSD):
+        return f"{type(value).__name__} of {value.size}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k!r}: {_brief(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Tensor) and value.numel() != 1:
+        v = value.detach()
+        return f"{v.numel()} values in [{v.min().item():.3g}, {v.max().item():.3g}]"
+    return f"{value.item() if isinstance(value, Tensor) else value:.6g}"
