@@ -1,0 +1,28 @@
+"""A module and its batches as pure functions: parameters, selection, the tape, Jacobian rows."""
+
+from lapwing.model.batches import Batch, Batches, batch_size, take, tensors_in
+from lapwing.model.jacobian import Linearization
+from lapwing.model.module import unwrap
+from lapwing.model.network import Network, last_layer
+from lapwing.model.params import Params
+from lapwing.model.plan import Block, Plan
+from lapwing.model.select import Subnetwork, choose_weights, select_names, subnetwork
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "Block",
+    "Linearization",
+    "Network",
+    "Params",
+    "Plan",
+    "Subnetwork",
+    "batch_size",
+    "choose_weights",
+    "last_layer",
+    "select_names",
+    "subnetwork",
+    "take",
+    "tensors_in",
+    "unwrap",
+]

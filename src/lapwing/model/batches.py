@@ -1,0 +1,176 @@
+"""Batches as users have them, turned into (inputs, targets, weights), and inputs cut by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.errors import BadData, NotReiterable
+from lapwing.model.module import is_causal_language_model
+
+Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
+
+LABEL_KEYS = ("labels", "label", "targets", "target", "y")
+ROWS = 256  # a pair (X, y) of whole tensors is read in batches of this many samples
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One batch: what the model is called with, what it should predict, and optional weights per sample."""
+
+    inputs: Inputs
+    targets: Any
+    weights: Tensor | None
+    number: int  # its place in the data, for messages
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply a function to every tensor of nested tuples, lists and mappings."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, value) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(function, value) for value in tree)
+    return tree
+
+
+def call(module: nn.Module, inputs: Inputs) -> Any:
+    """model(x), model(*x) for a tuple or list, model(**x) for a mapping."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return module(*inputs)
+    return module(inputs)
+
+
+def batch_size(inputs: Inputs) -> int:
+    """The number of samples: the first dimension of the first tensor that has one."""
+    for tensor in tensors_in(inputs):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise BadData(f"no tensor with a batch dimension in inputs of type {type(inputs).__name__}")
+
+
+def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
+    """The chosen samples of inputs; tensors whose first dimension is not the batch's are shared by all samples."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[rows] if tensor.ndim and tensor.shape[0] == size else tensor
+
+    return map_tensors(cut, inputs)
+
+
+def _looks_like_tensors(data: Any) -> bool:
+    """Whether data is one pair (X, y) of whole tensors rather than a sequence of batches."""
+    if not (isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor)):
+        return False
+    if isinstance(data, list) and isinstance(data[0], (tuple, list)):
+        return False
+    sizes = {t.shape[0] if t.ndim else None for t in tensors_in(data[0])}
+    return sizes == {data[1].shape[0] if data[1].ndim else None}
+
+
+def _rows_of(data: Any) -> Iterator[tuple[Inputs, Tensor]]:
+    inputs, targets = data
+    for start in range(0, targets.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        yield take(inputs, rows, targets.shape[0]), targets[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Any re-iterable of batches, read as `Batch` objects on one device."""
+
+    data: Any
+    module: nn.Module
+    device: torch.device
+    split: Callable[[Any], tuple] | None = None
+
+    @property
+    def reiterable(self) -> bool:
+        return _looks_like_tensors(self.data) or not (hasattr(self.data, "__next__") and iter(self.data) is self.data)
+
+    @property
+    def length(self) -> int | None:
+        """Number of batches where the data can tell."""
+        if _looks_like_tensors(self.data):
+            return -(-self.data[1].shape[0] // ROWS)
+        try:
+            return len(self.data)
+        except TypeError:
+            return None
+
+    def require_reiterable(self, why: str) -> None:
+        """Raise where several passes are needed and the data allow only one."""
+        if not self.reiterable:
+            raise NotReiterable(
+                f"{why} reads the data more than once, but the data is a one-shot {type(self.data).__name__}. "
+                "Pass a DataLoader or a list of batches: list(data) makes one."
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        source: Iterable = _rows_of(self.data) if _looks_like_tensors(self.data) else self.data
+        if isinstance(source, Tensor) or not hasattr(source, "__iter__"):
+            raise BadData(
+                f"data is a {type(source).__name__}; expected a DataLoader, a list of batches, or a pair (X, y) of tensors"
+            )
+        seen = 0
+        for number, raw in enumerate(source):
+            inputs, targets, weights = self._split(raw)
+            inputs = map_tensors(lambda t: t.to(self.device), inputs)
+            if batch_size(inputs) == 0:
+                continue
+            seen += 1
+            targets = targets.to(self.device) if isinstance(targets, Tensor) else targets
+            weights = weights.to(self.device) if isinstance(weights, Tensor) else weights
+            yield Batch(inputs, targets, weights, number)
+        if seen == 0:
+            raise BadData("the data holds no samples: a fit needs at least one batch that is not empty")
+
+    def _split(self, raw: Any) -> tuple[Inputs, Any, Tensor | None]:
+        if self.split is not None:
+            parts = tuple(self.split(raw))
+            if len(parts) not in (2, 3):
+                raise BadData(f"split(batch) returned {len(parts)} values; expected (inputs, targets[, weights])")
+            return parts[0], parts[1], parts[2] if len(parts) == 3 else None
+        if isinstance(raw, Mapping):
+            return self._split_mapping(raw)
+        if isinstance(raw, (tuple, list)) and len(raw) == 2:
+            return raw[0], raw[1], None
+        raise BadData(
+            f"a batch is a {type(raw).__name__}{f' of {len(raw)} entries' if isinstance(raw, (tuple, list)) else ''}; "
+            "expected (x, y), ((x1, x2), y) or a dict with 'labels'. Pass split=lambda batch: (inputs, targets)."
+        )
+
+    def _split_mapping(self, raw: Mapping) -> tuple[Inputs, Any, None]:
+        for key in LABEL_KEYS:
+            if key in raw:
+                inputs = {name: value for name, value in raw.items() if name != key}
+                targets = raw[key]
+                if is_causal_language_model(self.module) and isinstance(targets, Tensor) and targets.ndim == 2:
+                    # position t predicts token t + 1, as the model's own loss has it; the last predicts nothing
+                    targets = torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], -100)], dim=1)
+                return inputs, targets, None
+        raise BadData(
+            f"a batch is a dict with keys {sorted(map(str, raw))} and none of {list(LABEL_KEYS)}. "
+            "Pass split=lambda batch: (inputs, targets)."
+        )

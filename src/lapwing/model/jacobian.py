@@ -1,0 +1,308 @@
+"""Jacobian rows of a batch from the tape: one backward pass a direction, then (a, g) layer by layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.linalg import DenseRows, Jacobian, Layout, MatrixRows, Rows, Term
+from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
+from lapwing.model.module import output_tensor
+from lapwing.model.params import Params
+from lapwing.model.plan import Block, Plan, Source, Step, bind
+from lapwing.model.rules import MatrixRule, RowsRule
+from lapwing.model.samples import Samples
+from lapwing.model.tape import Pass, Record
+
+BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
+Outputs = Callable[[Tensor], Tensor]  # raw outputs -> (n, *event, c)
+
+
+@dataclass(frozen=True, eq=False)
+class Linearization:
+    """A network at a batch: outputs f (n, *event, c) and the rows vᵀJ for any output directions v."""
+
+    module: nn.Module
+    params: Params
+    plan: Plan
+    inputs: Inputs
+    finished: Pass
+    outputs: Outputs
+    f: Tensor
+    create_graph: bool = False
+
+    @property
+    def n(self) -> int:
+        return self.f.shape[0]
+
+    def jacobian(self, directions: Tensor) -> Jacobian:
+        """Rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row a sample and direction."""
+        gradients = self._backward(directions)
+        looped = self._loop(directions) if self.plan.looped else {}
+        rows = LazyRows(self, gradients, looped, directions.shape[0])
+        return TapeJacobian(rows, self.plan.layout) if self.params.index is None else self._subnetwork(rows)
+
+    def _subnetwork(self, rows: LazyRows) -> Jacobian:
+        index = self.params.index
+        assert index is not None
+        columns, places = [], []
+        for block, at in zip(self.plan.blocks, range(len(rows)), strict=True):
+            keep = torch.isin(block.index, index).nonzero().flatten()
+            if keep.numel():
+                columns.append(rows[at].dense()[..., keep])
+                places.append(torch.searchsorted(index, block.index[keep]))
+        order = torch.cat(places).argsort()
+        values = torch.cat(columns, -1)[..., order]
+        return Jacobian((DenseRows(values),), Layout.contiguous([index.numel()]))
+
+    def _backward(self, directions: Tensor) -> list[Tensor]:
+        """∂(v·f)/∂out of every record, (r, *out.shape)."""
+        edges = [record.edge for record in self.finished.records]
+        r = directions.shape[0]
+        if not edges or not self.f.requires_grad:
+            return [torch.zeros(()).expand(r, *record.out.shape) for record in self.finished.records]
+        directions = directions.to(self.f.dtype)
+        small = r * sum(record.out.numel() for record in self.finished.records) <= BATCHED_ELEMENTS
+        if r > 1 and self.plan.batched and small:
+            found: Sequence[Tensor | None] = self._grad(edges, directions, batched=True)
+        else:
+            each = [self._grad(edges, v, batched=False) for v in directions]
+            found = [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]  # type: ignore[arg-type]
+        return [
+            record.out.new_zeros(()).expand(r, *record.out.shape) if g is None else g
+            for g, record in zip(found, self.finished.records, strict=True)
+        ]
+
+    def _grad(self, edges: list, v: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+            return torch.autograd.grad(
+                self.f,
+                edges,
+                v,
+                retain_graph=True,
+                create_graph=self.create_graph,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+
+    def _loop(self, directions: Tensor) -> dict[str, Tensor]:
+        """Rows of the parameters that the tape cannot read: every sample alone, {name: (n, r, size)}."""
+        live = dict(self.module.named_parameters())
+        wanted = [live[name] for name in self.plan.looped]
+        size = batch_size(self.inputs)
+        rows: list[list[Tensor]] = [[] for _ in wanted]
+        with torch.enable_grad():
+            for k in range(self.n):
+                alone = take(self.inputs, slice(k, k + 1), size)
+                f = self.outputs(output_tensor(call(self.module, alone)))
+                for v in directions[:, k : k + 1]:
+                    grads = torch.autograd.grad(
+                        f, wanted, v.to(f.dtype), retain_graph=True, create_graph=self.create_graph, allow_unused=True
+                    )
+                    for row, g, p in zip(rows, grads, wanted, strict=True):
+                        row.append(torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten())
+        shape = (self.n, directions.shape[0], -1)
+        return {name: torch.stack(row).reshape(shape) for name, row in zip(self.plan.looped, rows, strict=True)}
+
+
+@dataclass(frozen=True, eq=False)
+class LazyRows(Sequence):
+    """One `Rows` a block, computed when asked for and not kept: patches of a convolution live only while used."""
+
+    at: Linearization
+    gradients: list[Tensor]  # (r, *out.shape) of each record
+    looped: dict[str, Tensor]
+    r: int
+
+    def __len__(self) -> int:
+        return len(self.at.plan.blocks)
+
+    def __iter__(self) -> Iterator[Rows]:
+        # the default would take an IndexError inside a rule for the end
+        return (self[k] for k in range(len(self)))
+
+    def __getitem__(self, k: Any) -> Any:
+        with torch.set_grad_enabled(self.at.create_graph):
+            return self._rows(self.at.plan.blocks[k])
+
+    def _rows(self, block: Block) -> Rows:
+        dtype = self.at.params.dtype
+        n = self.at.n
+        if block.kind == "unused":
+            zero = torch.zeros((), dtype=dtype, device=self.at.params.device)
+            return MatrixRows((Term(zero.expand(n, self.r, 1, 1, 1), zero.expand(n, 1, 1, 1, block.size)),))
+        if block.kind == "matrix":
+            return self._matrix(block)
+        parts = {name: self._zeros(name) for name in block.names}
+        for k, step in enumerate(self.at.plan.steps):
+            if step.method != "loop" and not step.names.isdisjoint(block.names):
+                for name, rows in self._explicit(k, step).items():
+                    if name in parts and name not in self.looped:
+                        parts[name] = parts[name] + rows.to(dtype)
+        parts.update({name: rows.to(dtype) for name, rows in self.looped.items() if name in parts})
+        return DenseRows(torch.cat([parts[name] for name in block.names], -1))
+
+    def _zeros(self, name: str) -> Tensor:
+        params = self.at.params
+        size = params.sizes[params.names.index(name)]
+        return torch.zeros(self.at.n, self.r, size, dtype=params.dtype, device=params.device)
+
+    def _matrix(self, block: Block) -> MatrixRows:
+        """Uses with the same orientation are positions of one term."""
+        pairs: dict[bool, list[tuple[Tensor, Tensor]]] = {}
+        for k, swapped in block.uses:
+            left, right = self._factors(k, block.bias)
+            pairs.setdefault(swapped, []).append((right, left) if swapped else (left, right))
+        dtype = self.at.params.dtype
+        terms = []
+        for found in pairs.values():
+            lefts, rights = zip(*found, strict=True)
+            left = lefts[0] if len(lefts) == 1 else torch.cat(lefts, 2)
+            right = rights[0] if len(rights) == 1 else torch.cat(rights, 2)
+            terms.append(Term(left.to(dtype), right.to(dtype)))
+        return MatrixRows(tuple(terms))
+
+    def _factors(self, k: int, with_ones: bool) -> tuple[Tensor, Tensor]:
+        step, n = self.at.plan.steps[k], self.at.n
+        rule, call_ = bind(self.at.finished.records[k])  # type: ignore[misc]
+        assert isinstance(rule, MatrixRule) and step.out is not None
+        left = rule.left(call_, self.gradients[k], step.out, n)
+        right = rule.right(call_, step.out, n)
+        if with_ones:
+            right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
+        return left, right
+
+    def _explicit(self, k: int, step: Step) -> dict[str, Tensor]:
+        """Rows of one record for every parameter behind it, {name: (n, r, size)}."""
+        record = self.at.finished.records[k]
+        assert step.out is not None
+        by_tensor = self._by_rule(k, record, step) if step.method == "rule" else self._generic(k, record, step)
+        rows: dict[str, Tensor] = {}
+        for j, source, found in zip(record.live, step.sources, by_tensor, strict=True):
+            for name, part in self._pull_back(record.tensors[j], step.args[j], source, found).items():
+                rows[name] = rows[name] + part if name in rows else part
+        return rows
+
+    def _by_rule(self, k: int, record: Record, step: Step) -> list[Tensor]:
+        """(n, r, *shape) for each live tensor."""
+        rule, call_ = bind(record)  # type: ignore[misc]
+        n, g, out = self.at.n, self.gradients[k], step.out
+        assert out is not None
+        found = []
+        for j in record.live:
+            tensor = record.tensors[j]
+            if tensor is call_.bias:
+                found.append(rule.bias_rows(call_, g, out, n))
+            elif isinstance(rule, RowsRule):
+                found.append(rule.weight_rows(call_, g, out, n))
+            else:
+                assert isinstance(rule, MatrixRule)
+                blocks = MatrixRows((Term(*self._factors(k, False)),)).matrix().flatten(2)
+                places = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)
+                order = rule.view(call_, places).reshape(-1).argsort()
+                found.append(blocks[..., order].reshape(n, self.r, *tensor.shape))
+        return found
+
+    def _generic(self, k: int, record: Record, step: Step) -> list[Tensor]:
+        """Replay the call for one sample after the other and take its vector–Jacobian products."""
+        n, out = self.at.n, step.out
+        assert out is not None
+        g = out.first(self.gradients[k], n, skip=1)  # (n, r, *out of one sample)
+        found: list[list[Tensor]] = [[] for _ in record.live]
+        with torch.enable_grad():
+            for m in range(n):
+                replay, leaves = _sample_call(record, step.args, m, n, self.at.create_graph)
+                result = replay()
+                for v in g[m]:
+                    grads = torch.autograd.grad(
+                        result, leaves, v.reshape(result.shape), retain_graph=True, create_graph=self.at.create_graph, allow_unused=True
+                    )
+                    for rows, grad, leaf in zip(found, grads, leaves, strict=True):
+                        rows.append(torch.zeros_like(leaf) if grad is None else grad.to_dense())
+        return [torch.stack(rows).reshape(n, self.r, *rows[0].shape) for rows in found]
+
+    def _pull_back(self, tensor: Tensor, samples: Samples | None, source: Source, rows: Tensor) -> dict[str, Tensor]:
+        """Rows with respect to a weight -> rows with respect to the parameters it is made from."""
+        if source.direct:
+            own = rows.transpose(-1, -2) if source.transposed else rows
+            return {source.names[0]: own.reshape(*rows.shape[:2], -1)}
+        live = dict(self.at.module.named_parameters())
+        leaves = [live[name] for name in source.names]
+        n, r = rows.shape[:2]
+        if samples is None:
+            grads = _vjps(tensor, leaves, rows.flatten(0, 1), self.at.create_graph)
+            return {name: g.reshape(n, r, -1) for name, g in zip(source.names, grads, strict=True)}
+        per_sample: dict[str, list[Tensor]] = {name: [] for name in source.names}
+        with torch.enable_grad():
+            each = samples.first(tensor, n)
+        for m in range(n):
+            with torch.enable_grad():
+                part = each[m]
+            grads = _vjps(part, leaves, rows[m].reshape(r, *part.shape), self.at.create_graph)
+            for name, g in zip(source.names, grads, strict=True):
+                per_sample[name].append(g.reshape(r, -1))
+        return {name: torch.stack(parts) for name, parts in per_sample.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class TapeJacobian(Jacobian):
+    """A Jacobian whose blocks are computed one at a time, when asked for."""
+
+    rows: LazyRows  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        pass  # checking sizes would compute every block
+
+    @property
+    def n(self) -> int:
+        return self.rows.at.n
+
+    @property
+    def r(self) -> int:
+        return self.rows.r
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.at.params.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.at.params.device
+
+
+def _vjps(tensor: Tensor, leaves: list[Tensor], cotangents: Tensor, create_graph: bool) -> list[Tensor]:
+    """vᵀ ∂tensor/∂leaf for cotangents (k, *tensor.shape) -> (k, *leaf.shape) each; a loop, because it always works."""
+    each = []
+    for v in cotangents:
+        grads = torch.autograd.grad(tensor, leaves, v.to(tensor.dtype), retain_graph=True, create_graph=create_graph, allow_unused=True)
+        each.append([torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, leaves, strict=True)])
+    return [torch.stack(rows) for rows in zip(*each, strict=True)]
+
+
+def _sample_call(record: Record, layouts: tuple[Samples | None, ...], m: int, n: int, create_graph: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """The recorded call with its arguments cut to sample m, and fresh leaves in place of the weights."""
+    pieces: dict[int, Tensor] = {}
+    leaves: list[Tensor] = []
+    for j, (tensor, layout) in enumerate(zip(record.tensors, layouts, strict=True)):
+        piece = tensor if layout is None else layout.first(tensor, n)[m]
+        if j in record.live:
+            # with create_graph the rows may depend on the weight's value, but never on its path to the parameters
+            piece = piece.detach().requires_grad_()
+            leaves.append(piece)
+        elif not create_graph:
+            piece = piece.detach()
+        pieces[id(tensor)] = piece
+    swap = lambda tensor: pieces.get(id(tensor), tensor)  # noqa: E731
+    args, kwargs = map_tensors(swap, record.args), map_tensors(swap, record.kwargs)
+    return (lambda: record.func(*args, **kwargs)), leaves
+
+
+def inputs_finite(inputs: Inputs) -> bool:
+    """Whether every floating-point input is finite."""
+    return all(bool(t.isfinite().all()) for t in tensors_in(inputs) if t.is_floating_point())

@@ -1,0 +1,88 @@
+"""The user's module, borrowed: evaluated in eval mode and given back bit-identical, also after an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lapwing.errors import UnsupportedModel
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module behind `torch.compile` and (distributed) data parallel wrappers."""
+    while True:
+        if hasattr(module, "_orig_mod"):
+            module = module._orig_mod  # type: ignore[assignment]
+        elif isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            module = module.module
+        else:
+            return module
+
+
+@contextmanager
+def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
+    """Eval mode, gradients for the selected parameters only; everything is put back afterwards.
+
+    Letting only the selected parameters require grad keeps the backward pass out of frozen parts of the network.
+    Buffers that the forward pass changes even in eval mode are restored.
+    """
+    wanted = set(selected)
+    training = [(m, m.training) for m in module.modules()]
+    params = list(module.named_parameters())
+    required = [p.requires_grad for _, p in params]
+    buffers = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+    try:
+        for m, _ in training:
+            m.training = False
+        for name, p in params:
+            p.requires_grad_(name in wanted)
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for (_, p), flag in zip(params, required, strict=True):
+            p.requires_grad_(flag)
+        for m, mode in training:
+            m.training = mode
+        with torch.no_grad():
+            for buffer, version, copy in buffers:
+                if buffer._version != version:
+                    buffer.copy_(copy)
+
+
+@contextmanager
+def differentiable_kernels() -> Iterator[None]:
+    """Kernels that have forward-mode and second derivatives: math attention, no fused encoder, no fused RNN."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def output_tensor(output: object) -> Tensor:
+    """The tensor of outputs in what a module returned: itself, `.logits`, `["logits"]`, or the first of a tuple."""
+    from_attribute = getattr(output, "logits", None)
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(from_attribute, Tensor):
+        return from_attribute
+    if isinstance(output, dict) and isinstance(output.get("logits"), Tensor):
+        return output["logits"]
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    raise UnsupportedModel(
+        f"the model returned {type(output).__name__}; Lapwing needs a tensor, an object with `.logits`, or a tuple "
+        "whose first entry is a tensor. Wrap the model in a module that returns its outputs."
+    )
+
+
+def is_causal_language_model(module: nn.Module) -> bool:
+    """Whether labels are the inputs shifted by one, as Hugging Face's causal language models define their loss."""
+    names = {type(m).__name__ for m in module.modules()}
+    return any("ForCausalLM" in name or "LMHeadModel" in name for name in names)

@@ -1,0 +1,286 @@
+"""A module and its selected parameters as functions: f(x), rows of its Jacobian, products with weight directions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lapwing.errors import UnsupportedModel
+from lapwing.model.batches import Inputs, batch_size, call, take
+from lapwing.model.jacobian import Linearization, Outputs
+from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
+from lapwing.model.params import Params
+from lapwing.model.plan import Plan, Step, make_plan, read_steps, source_of, unseen_names
+from lapwing.model.samples import close
+from lapwing.model.tape import Pass, Record, first_reached, run
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
+CHECK_SAMPLES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The user's module, the parameters that get a posterior, and the shape f (n, *event, c) of its outputs.
+
+    `outputs` turns what the module returns into that shape (the likelihood knows it).
+    """
+
+    module: nn.Module
+    params: Params
+    outputs: Outputs
+
+    @contextmanager
+    def borrow(self, differentiable: bool = False) -> Iterator[None]:
+        """Use the module in eval mode with gradients for the selected parameters, and give it back as it was."""
+        with borrowed(self.module, self.params.names):
+            if differentiable:
+                with differentiable_kernels():
+                    yield
+            else:
+                yield
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """f (n, *event, c), no gradients."""
+        with self.borrow(), torch.no_grad():
+            return self.outputs(output_tensor(call(self.module, inputs)))
+
+    def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
+        """f at other weights theta (P,)."""
+        with self.borrow():
+            return self._functional(self.params.unflatten(theta), inputs)
+
+    def _functional(self, values: dict[str, Tensor], inputs: Inputs) -> Tensor:
+        args, kwargs = ((), dict(inputs)) if hasattr(inputs, "keys") else ((inputs,), {})
+        if isinstance(inputs, (tuple, list)):
+            args = tuple(inputs)
+        return self.outputs(output_tensor(functional_call(self.module, values, args, kwargs)))
+
+    def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
+        """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c), one forward-mode pass each."""
+        values = dict(zip(self.params.names, self.params.values, strict=True))
+        with self.borrow(differentiable=True):
+            results = []
+            f = None
+            for v in tangents:
+                try:
+                    f, out = torch.func.jvp(
+                        lambda p: self._functional(p, inputs), (values,), (self.params.tangent(v),)
+                    )
+                except (NotImplementedError, RuntimeError) as error:
+                    if "forward" not in str(error).lower() and "jvp" not in str(error).lower():
+                        raise
+                    return self._jvp_by_double_backward(inputs, tangents)
+                results.append(out)
+            if f is None:
+                f = self._functional(values, inputs)
+                return f.detach(), f.new_zeros(0, *f.shape).detach()
+            return f.detach(), torch.stack(results).detach()
+
+    def _jvp_by_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
+        """J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
+        live = dict(self.module.named_parameters())
+        weights = [live[name] for name in self.params.names]
+        f = self.outputs(output_tensor(call(self.module, inputs)))
+        u = torch.zeros_like(f, requires_grad=True)
+        back = torch.autograd.grad(f, weights, u, create_graph=True, allow_unused=True)
+        results = []
+        for v in tangents:
+            moved = self.params.tangent(v)
+            pairs = [(g, moved[name]) for g, name in zip(back, self.params.names, strict=True) if g is not None]
+            total = sum(((g * t).sum() for g, t in pairs), start=f.new_zeros(()))
+            results.append(torch.autograd.grad(total, u, retain_graph=True)[0])
+        return f.detach(), torch.stack(results).detach()
+
+    def linearize(self, plan: Plan, inputs: Inputs, create_graph: bool = False) -> Linearization:
+        """The network at a batch. Call, and use the result, inside `borrow()`."""
+        finished = self._tape(inputs)
+        if not plan.matches(finished.records) or plan.distinct < min(CHECK_SAMPLES, batch_size(inputs)):
+            plan = self.plan(inputs)
+            if not plan.matches(finished.records):
+                finished = self._tape(inputs)
+        f = self.outputs(finished.outputs)
+        return Linearization(self.module, self.params, plan, inputs, finished, self.outputs, f, create_graph)
+
+    def _tape(self, inputs: Inputs) -> Pass:
+        live = dict(self.module.named_parameters())
+        return run(self.module, inputs, {name: live[name] for name in self.params.names})
+
+    def plan(self, inputs: Inputs) -> Plan:
+        """Read the network from a few samples, and check the rows against autograd (call inside `borrow()`)."""
+        return _Check(self, inputs).plan()
+
+
+class _Check:
+    """The self-check: where samples sit, what the tape missed, and whether its numbers are autograd's."""
+
+    def __init__(self, network: Network, inputs: Inputs) -> None:
+        self.network = network
+        size = batch_size(inputs)
+        self.distinct = min(size, CHECK_SAMPLES)
+        rows = torch.linspace(0, size - 1, self.distinct).round().long() if size > 1 else torch.zeros(2).long()
+        self.few = take(inputs, rows, size)
+        # not the middle one: a batch that a network reverses would leave it in its place
+        self.n, self.which = len(rows), (len(rows) - 1) // 2 if len(rows) != 3 else 0
+        self.alone = take(inputs, rows[self.which : self.which + 1], size)
+        live = dict(network.module.named_parameters())
+        self.leaves = {name: live[name] for name in network.params.names}
+        self.ids = {id(p): name for name, p in self.leaves.items()}
+        narrowest = min((p.dtype for p in network.module.parameters()), key=lambda d: torch.finfo(d).bits if d.is_floating_point else 64)
+        self.rtol = TOLERANCES.get(narrowest, 5e-2)
+
+    def plan(self) -> Plan:
+        network = self.network
+        whole, single = network._tape(self.few), network._tape(self.alone)
+        f, f_alone = network.outputs(whole.outputs), network.outputs(single.outputs)
+        steps = read_steps(whole, single, self.n, self.which, self.ids, self.rtol)
+        if f.shape[0] != self.n or not close(f[self.which : self.which + 1], f_alone, self.rtol):
+            self._refuse(f, f_alone, steps)
+        looped = unseen_names(whole, self.ids)
+        notes = _notes(whole, steps, looped)
+        plan = make_plan(whole, steps, network.params, looped, notes, batched=False)
+        directions = torch.randn(2, *f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(f)
+        truth = self._autograd(directions)
+        plan = self._settle(plan, whole, f, directions, truth)
+        return replace(self._try_batched(plan, whole, f, directions, truth), distinct=self.distinct)
+
+    def _refuse(self, f: Tensor, f_alone: Tensor, steps: tuple[Step, ...]) -> None:
+        mixed = next((s for s in steps if "other samples" in s.reason), None)
+        name = getattr(mixed.func, "__name__", "") if mixed is not None else ""
+        place = f" The first such operation on a parameter is {name}({', '.join(sorted(mixed.names))})." if mixed else ""
+        raise UnsupportedModel(
+            f"the outputs of a sample depend on the other samples of its batch: alone it gives outputs of shape "
+            f"{tuple(f_alone.shape)}, in a batch of {self.n} outputs of shape {tuple(f.shape)} with other values.{place} "
+            "A posterior needs independent samples: use running statistics in normalization layers, and the first "
+            "dimension for the batch."
+        )
+
+    def _autograd(self, directions: Tensor) -> dict[str, Tensor]:
+        """Gradients of every sample by plain autograd on the batch, without the tape: {name: (n, r, size)}."""
+        network = self.network
+        f = network.outputs(output_tensor(call(network.module, self.few)))
+        leaves = list(self.leaves.values())
+        rows: list[list[Tensor]] = [[] for _ in leaves]
+        for k in range(self.n):
+            for v in directions:
+                only = torch.zeros_like(f)
+                only[k] = v[k].to(f)
+                found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+                if f.requires_grad:
+                    found = torch.autograd.grad(f, leaves, only, retain_graph=True, allow_unused=True)
+                for row, g, p in zip(rows, found, leaves, strict=True):
+                    row.append(torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten())
+        shape = (self.n, directions.shape[0], -1)
+        return {name: torch.stack(row).reshape(shape) for name, row in zip(self.leaves, rows, strict=True)}
+
+    def _tape_rows(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, Tensor]:
+        network = self.network
+        every = replace(network.params, index=None)
+        at = Linearization(network.module, every, plan, self.few, whole, network.outputs, f)
+        dense = at.jacobian(directions).dense()
+        return dict(zip(every.names, dense.split(every.sizes, -1), strict=True))
+
+    def _wrong(self, rows: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
+        """Parameters whose rows are not autograd's."""
+        total = torch.stack([t.double().norm() for t in truth.values()]).norm()
+        bad = []
+        for name, expected in truth.items():
+            error = (rows[name].double() - expected.double()).norm()
+            if not error <= self.rtol * (expected.double().norm() + 1e-2 * total):
+                bad.append(name)
+        return bad
+
+    def _settle(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor, truth: dict[str, Tensor]) -> Plan:
+        """Go from rule to generic rule to a loop over samples until the numbers are right."""
+        for downgrade in (_to_generic, _to_loop, None):
+            bad = self._attempt(plan, whole, f, directions, truth)
+            if not bad:
+                return plan
+            if downgrade is None:
+                break
+            plan = downgrade(plan, whole, self.network.params, bad)
+        rows = self._tape_rows(plan, whole, f, directions)
+        name = bad[0]
+        raise UnsupportedModel(
+            f"the gradient of parameter {name!r} for one sample could not be reproduced: autograd on the batch has norm "
+            f"{float(truth[name].norm()):.6g}, the sample alone {float(rows[name].norm()):.6g}. The operation that uses "
+            "it mixes samples or is not deterministic; freeze the parameter or evaluate that part per sample."
+        )
+
+    def _attempt(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor, truth: dict[str, Tensor]) -> list[str]:
+        """Names of parameters whose rows are wrong; a rule that raises counts against all its parameters."""
+        try:
+            return self._wrong(self._tape_rows(plan, whole, f, directions), truth)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            broken = set()
+            for k, step in enumerate(plan.steps):
+                if step.method != "loop":
+                    try:
+                        only = tuple(s if j == k else replace(s, method="loop") for j, s in enumerate(plan.steps))
+                        trial = make_plan(whole, only, self.network.params, set(plan.looped), plan.notes, False)
+                        self._tape_rows(trial, whole, f, directions)
+                    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+                        broken |= step.names
+            if not broken:
+                raise
+            return sorted(broken)
+
+    def _try_batched(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor, truth: dict[str, Tensor]) -> Plan:
+        """Several directions in one backward pass, where vmap has a rule for every operation and gets it right."""
+        trial = replace(plan, batched=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                return plan if self._wrong(self._tape_rows(trial, whole, f, directions), truth) else trial
+        except (RuntimeError, UserWarning):
+            return plan
+
+
+def _to_generic(plan: Plan, whole: Pass, params: Params, bad: list[str]) -> Plan:
+    steps = tuple(
+        replace(s, method="generic", reason="its rule disagreed with autograd")
+        if s.method == "rule" and not s.names.isdisjoint(bad)
+        else s
+        for s in plan.steps
+    )
+    notes = (*plan.notes, f"generic rows for {', '.join(bad)}: the rule of their operation disagreed with autograd")
+    return make_plan(whole, steps, params, set(plan.looped), notes, plan.batched)
+
+
+def _to_loop(plan: Plan, whole: Pass, params: Params, bad: list[str]) -> Plan:
+    notes = (*plan.notes, f"a loop over samples for {', '.join(bad)}: rows from the tape disagreed with autograd")
+    return make_plan(whole, plan.steps, params, set(plan.looped) | set(bad), notes, plan.batched)
+
+
+def _notes(whole: Pass, steps: tuple[Step, ...], unseen: set[str]) -> tuple[str, ...]:
+    notes = []
+    if unseen:
+        notes.append(f"a loop over samples for {', '.join(sorted(unseen))}: used by an operation the tape cannot see")
+    for record, step in zip(whole.records, steps, strict=True):
+        if step.method == "loop":
+            notes.append(f"a loop over samples for {', '.join(sorted(step.names))} in {record.name}: {step.reason}")
+    return tuple(dict.fromkeys(notes))
+
+
+def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
+    """Names of the parameters of whatever produces the outputs: the last weight matrix and what follows it."""
+    free = [name for name, p in module.named_parameters() if p.requires_grad]
+    with borrowed(module, free):
+        live = dict(module.named_parameters())
+        finished = run(module, take(inputs, slice(0, 1), batch_size(inputs)), {name: live[name] for name in free})
+        ids = {id(live[name]): name for name in free}
+        small: Callable = lambda record: all(record.tensors[j].ndim < 2 for j in record.live)  # noqa: E731
+        found = first_reached(finished, small)
+        names = {name for record in found for name in _names_of(record, ids)}
+    if not names:
+        raise UnsupportedModel("no parameter was seen to produce the outputs; name the last layer's parameters in select")
+    return tuple(name for name in free if name in names)
+
+
+def _names_of(record: Record, ids: dict[int, str]) -> set[str]:
+    return {name for j in record.live for name in source_of(record.tensors[j], ids).names}

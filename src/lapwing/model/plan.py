@@ -1,0 +1,265 @@
+"""The plan: how each record of the tape becomes rows, and which parameters form a block.
+
+Made once, from a few samples of the first batch run together and one of them run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lapwing.linalg import Layout
+from lapwing.model.params import Params
+from lapwing.model.rules import RULES, Call, MatrixRule, Rule
+from lapwing.model.samples import Samples, locate
+from lapwing.model.tape import Pass, Record, parameters_behind, unseen_parameters
+
+Method = Literal["rule", "generic", "loop"]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a weight in a record is: a selected parameter, its transpose, or something made from parameters."""
+
+    names: tuple[str, ...]
+    direct: bool
+    transposed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """How one record is read."""
+
+    func: Callable
+    method: Method
+    out: Samples | None
+    args: tuple[Samples | None, ...]
+    sources: tuple[Source, ...]  # one per live tensor
+    reason: str = ""
+
+    @property
+    def names(self) -> set[str]:
+        return {name for source in self.sources for name in source.names}
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Parameters whose curvature is kept together: a weight matrix with its bias, or a few small tensors.
+
+    matrix: rows are Σ_t left ⊗ right of shape (q, o, i); rows: explicit; unused: nothing reaches the outputs.
+    """
+
+    names: tuple[str, ...]
+    kind: Literal["matrix", "rows", "unused"]
+    index: Tensor  # positions in the whole flat vector, in the order of the block's own vector
+    shape: tuple[int, int, int] | None = None
+    bias: bool = False
+    uses: tuple[tuple[int, bool], ...] = ()  # (record, swapped): with the roles of left and right exchanged
+
+    @property
+    def size(self) -> int:
+        return self.index.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The reading of a network's tape."""
+
+    steps: tuple[Step, ...]
+    blocks: tuple[Block, ...]
+    looped: tuple[str, ...]  # parameters whose rows come from a loop over samples
+    batched: bool = False  # whether several directions may share one backward pass
+    distinct: int = 0  # samples it was made from: one alone cannot tell how a batch is laid out
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(sum(b.size for b in self.blocks), tuple(b.index for b in self.blocks))
+
+    def matches(self, records: tuple[Record, ...]) -> bool:
+        """Whether a later pass has the same operations, so that this plan can read it."""
+        return len(records) == len(self.steps) and all(
+            r.func == s.func and len(r.tensors) == len(s.args) for r, s in zip(records, self.steps, strict=True)
+        )
+
+
+def bind(record: Record) -> tuple[Rule, Call] | None:
+    """The rule for a record and its arguments by role, or None where no rule applies."""
+    rule = RULES.get(record.func)
+    if rule is None:
+        return None
+    try:
+        call = rule.bind(*record.args, **record.kwargs)
+    except TypeError:
+        return None
+    live = {id(record.tensors[k]) for k in record.live}
+    if call is not None and id(call.data) in live and "swapped" in call.options:
+        call = call.options["swapped"]
+    if call is None or id(call.data) in live or call.weight is call.bias:
+        return None
+    roles = {id(t) for t in (call.weight, call.bias) if t is not None}
+    return (rule, call) if live <= roles else None
+
+
+def source_of(tensor: Tensor, names: dict[int, str]) -> Source:
+    """Where a weight comes from. `names` maps id(parameter) to its name."""
+    if id(tensor) in names:
+        return Source((names[id(tensor)],), direct=True)
+    base = tensor._base
+    if base is not None and id(base) in names and tensor.storage_offset() == base.storage_offset():
+        if tensor.shape == base.shape and tensor.stride() == base.stride():
+            return Source((names[id(base)],), direct=True)
+        if base.ndim == 2 and tensor.shape == base.T.shape and tensor.stride() == base.T.stride():
+            return Source((names[id(base)],), direct=True, transposed=True)
+    behind = {id(leaf) for leaf in parameters_behind(tensor.grad_fn)}
+    return Source(tuple(names[k] for k in names if k in behind), direct=False)
+
+
+def read_steps(whole: Pass, single: Pass, n: int, which: int, names: dict[int, str], rtol: float) -> tuple[Step, ...]:
+    """Find the sample axes of every record and choose how it is read."""
+    aligned = len(whole.records) == len(single.records) and all(
+        a.func == b.func and len(a.tensors) == len(b.tensors) for a, b in zip(whole.records, single.records, strict=False)
+    )
+    steps = []
+    for k, record in enumerate(whole.records):
+        sources = tuple(source_of(record.tensors[j], names) for j in record.live)
+        if not aligned:
+            empty = (None,) * len(record.tensors)
+            steps.append(Step(record.func, "loop", None, empty, sources, "the operations depend on the data"))
+            continue
+        steps.append(_read(record, single.records[k], sources, n, which, rtol))
+    return tuple(steps)
+
+
+def _read(record: Record, alone: Record, sources: tuple[Source, ...], n: int, which: int, rtol: float) -> Step:
+    none = (None,) * len(record.tensors)
+    try:
+        out = locate(record.out, alone.out, n, which, rtol)
+        args = tuple(
+            None if j == 0 and record.inplace else locate(a, b, n, which, rtol)
+            for j, (a, b) in enumerate(zip(record.tensors, alone.tensors, strict=True))
+        )
+    except LookupError as error:
+        return Step(record.func, "loop", None, none, sources, str(error))
+    if out is None:
+        return Step(record.func, "loop", None, none, sources, "its output has no sample axis")
+    if record.touched():
+        return Step(record.func, "loop", out, args, sources, "an argument is overwritten later")
+    bound = bind(record)
+    if bound is not None and bound[0].accepts(bound[1], out, record.out.ndim):
+        return Step(record.func, "rule", out, args, sources)
+    if record.inplace:
+        return Step(record.func, "loop", out, args, sources, "it works in place")
+    return Step(record.func, "generic", out, args, sources)
+
+
+def make_plan(whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str], notes: tuple[str, ...], batched: bool) -> Plan:
+    """Group the selected parameters into blocks."""
+    looped = set(looped)
+    for step in steps:
+        if step.method == "loop":
+            looped |= step.names
+    blocks: list[Block] = []
+    matrices = _matrix_blocks(whole, steps, params, looped)
+    placed = {name for block in matrices for name in block.names}
+    blocks.extend(matrices)
+    used = {name for step in steps for name in step.names}
+    for group in _row_groups(steps, params, looped, placed):
+        kind: Literal["rows", "unused"] = "rows" if any(name in used or name in looped for name in group) else "unused"
+        blocks.append(Block(group, kind, torch.cat([_positions(params, name).reshape(-1) for name in group])))
+    order = {name: k for k, name in enumerate(params.names)}
+    blocks.sort(key=lambda b: min(order[name] for name in b.names))
+    return Plan(steps, tuple(blocks), tuple(name for name in params.names if name in looped), batched, notes)
+
+
+def _positions(params: Params, name: str) -> Tensor:
+    k = params.names.index(name)
+    start, shape = params.offsets[k], params.shapes[k]
+    return torch.arange(start, start + params.sizes[k], device=params.device).reshape(shape)
+
+
+def _matrix_blocks(whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str]) -> list[Block]:
+    uses: dict[str, list[tuple[int, str, Source]]] = {name: [] for name in params.names}
+    biases: dict[int, str] = {}  # record -> the selected parameter that is its bias
+    for k, (record, step) in enumerate(zip(whole.records, steps, strict=True)):
+        bound = bind(record) if step.method == "rule" else None
+        for j, source in zip(record.live, step.sources, strict=True):
+            role = "other"
+            if bound is not None and source.direct and isinstance(bound[0], MatrixRule):
+                role = "weight" if record.tensors[j] is bound[1].weight else "bias"
+            if role == "bias":
+                biases[k] = source.names[0]
+            for name in source.names:
+                uses[name].append((k, role, source))
+    blocks = []
+    for name, found in uses.items():
+        if found and name not in looped and all(role == "weight" for _, role, _ in found):
+            block = _matrix_block(name, found, uses, biases, whole, params, looped)
+            if block is not None:
+                blocks.append(block)
+    return blocks
+
+
+def _matrix_block(
+    name: str, found: list, uses: dict, biases: dict[int, str], whole: Pass, params: Params, looped: set[str]
+) -> Block | None:
+    """The block of one weight matrix, with its bias when every use of either is a use of both."""
+    index, views = _positions(params, name), []
+    for k, _, source in found:
+        rule, call = bind(whole.records[k])  # type: ignore[misc]
+        views.append(rule.view(call, index.T if source.transposed else index))
+    first = views[0]
+    swaps = []
+    for view in views:
+        if view.shape == first.shape and torch.equal(view, first):
+            swaps.append(False)
+        elif first.shape[0] == 1 and torch.equal(view.transpose(1, 2), first):
+            swaps.append(True)
+        else:
+            return None
+    records = {k for k, _, _ in found}
+    mates = {biases.get(k) for k in records}
+    bias = mates.pop() if len(mates) == 1 and not any(swaps) else None
+    if bias is not None and (bias in looped or {k for k, _, _ in uses[bias]} != records or len(uses[bias]) != len(found)):
+        bias = None
+    names = (name,)
+    if bias is not None:
+        first = torch.cat([first, _positions(params, bias).reshape(*first.shape[:2], 1)], dim=2)
+        names = (name, bias)
+    shape = (first.shape[0], first.shape[1], first.shape[2])
+    placed = tuple((k, swapped) for (k, _, _), swapped in zip(found, swaps, strict=True))
+    return Block(names, "matrix", first.reshape(-1), shape, bias is not None, placed)
+
+
+def _row_groups(steps: tuple[Step, ...], params: Params, looped: set[str], placed: set[str]) -> list[tuple[str, ...]]:
+    """Parameters with explicit rows, those that meet in one operation (or one looped module) together."""
+    rest = [name for name in params.names if name not in placed]
+    leader = {name: name for name in rest}
+
+    def find(name: str) -> str:
+        while leader[name] != name:
+            name = leader[name]
+        return name
+
+    def join(group: list[str]) -> None:
+        for other in group[1:]:
+            leader[find(other)] = find(group[0])
+
+    for step in steps:
+        join([name for name in rest if name in step.names])
+    for prefix in {name.rpartition(".")[0] for name in looped}:
+        join([name for name in rest if name in looped and name.rpartition(".")[0] == prefix])
+    groups: dict[str, list[str]] = {}
+    for name in rest:
+        groups.setdefault(find(name), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def unseen_names(finished: Pass, names: dict[int, str]) -> set[str]:
+    """Selected parameters that reach the outputs past the records."""
+    return {names[id(leaf)] for leaf in unseen_parameters(finished) if id(leaf) in names}

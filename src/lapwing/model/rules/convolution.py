@@ -1,0 +1,123 @@
+"""Convolutions and transposed convolutions in one, two and three dimensions, with groups, as linear maps of patches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lapwing.model.rules.rule import Call, MatrixRule
+from lapwing.model.samples import Samples
+
+
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    value = tuple(value)
+    return value * dims if len(value) == 1 else value
+
+
+def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+    """(n, c, *space) -> (n, c, *positions, *kernel) without copying: one window a position."""
+    dims = len(kernel)
+    for d, (k, s, step) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + d, step * (k - 1) + 1, s)
+        x = x[..., ::step]
+    assert x.ndim == 2 + 2 * dims
+    return x
+
+
+class Convolution(MatrixRule):
+    """y[o, p] = Σ_{i,k} W[o, i, k] x[i, s·p + d·k] + b[o]."""
+
+    def __init__(self, dims: int) -> None:
+        self.dims = dims
+
+    def bind(  # type: ignore[override]
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> Call | None:
+        if input.ndim != self.dims + 2:
+            return None
+        kernel = tuple(weight.shape[2:])
+        stride, dilation = _each(stride, self.dims), _each(dilation, self.dims)
+        if padding == "same":
+            total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+            edges = [(t // 2, t - t // 2) for t in total]
+        else:
+            edges = [(p, p) for p in _each(0 if padding == "valid" else padding, self.dims)]
+        return Call(input, weight, bias, {"stride": stride, "dilation": dilation, "edges": edges, "groups": groups})
+
+    def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
+        return samples.axis == 0
+
+    def view(self, call: Call, weight: Tensor) -> Tensor:
+        groups = call.options["groups"]
+        return weight.reshape(groups, weight.shape[0] // groups, -1)
+
+    def left(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        r, channels = g.shape[0], g.shape[2]
+        groups = call.options["groups"]
+        g = g.flatten(3).transpose(2, 3)  # (r, n·m, positions, channels)
+        g = samples.first(g, n, skip=1)  # (n, r, m, positions, channels)
+        return g.reshape(n, r, -1, groups, channels // groups)
+
+    def right(self, call: Call, samples: Samples, n: int) -> Tensor:
+        return self._positions(self._windows(call), call, samples, n)
+
+    def _windows(self, call: Call) -> Tensor:
+        weight, options = call.weight, call.options
+        assert weight is not None
+        edges = [e for pair in reversed(options["edges"]) for e in pair]
+        x = pad(call.data, edges) if any(edges) else call.data
+        return patches(x, tuple(weight.shape[2:]), options["stride"], options["dilation"])
+
+    def _positions(self, windows: Tensor, call: Call, samples: Samples, n: int) -> Tensor:
+        groups, dims = call.options["groups"], self.dims
+        count, channels = windows.shape[:2]
+        order = (0, *range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims))
+        x = windows.permute(order).reshape(count, -1, groups, (channels // groups) * windows.shape[2 + dims :].numel())
+        x = samples.first(x, n)  # (n, m, positions, groups, in)
+        return x.reshape(n, 1, -1, *x.shape[3:])
+
+
+class TransposedConvolution(Convolution):
+    """A convolution with the flipped kernel over the input with stride − 1 zeros between its entries."""
+
+    def bind(  # type: ignore[override]
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Call | None:
+        if input.ndim != self.dims + 2:
+            return None
+        stride, dilation = _each(stride, self.dims), _each(dilation, self.dims)
+        padding, extra = _each(padding, self.dims), _each(output_padding, self.dims)
+        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        edges = [(t - p, t - p + e) for t, p, e in zip(reach, padding, extra, strict=True)]
+        return Call(input, weight, bias, {"stride": stride, "dilation": dilation, "edges": edges, "groups": groups})
+
+    def view(self, call: Call, weight: Tensor) -> Tensor:
+        groups = call.options["groups"]
+        per_group = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)  # (q, in, out, kernel)
+        return per_group.transpose(1, 2).flatten(2)
+
+    def _windows(self, call: Call) -> Tensor:
+        weight, options = call.weight, call.options
+        assert weight is not None
+        x = call.data
+        for d, s in enumerate(options["stride"]):
+            if s > 1:
+                x = torch.stack([x, *[torch.zeros_like(x)] * (s - 1)], dim=3 + d).flatten(2 + d, 3 + d)
+                x = x.narrow(2 + d, 0, x.shape[2 + d] - s + 1)
+        edges = [e for pair in reversed(options["edges"]) for e in pair]
+        x = pad(x, edges) if any(edges) else x
+        windows = patches(x, tuple(weight.shape[2:]), (1,) * self.dims, options["dilation"])
+        return windows.flip(tuple(range(2 + self.dims, 2 + 2 * self.dims)))

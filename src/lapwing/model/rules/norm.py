@@ -1,0 +1,85 @@
+"""Norm layers: y = x̂ · w + b with x̂ the normalized input, which does not depend on w and b."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lapwing.model.rules.rule import Call, RowsRule
+from lapwing.model.samples import Samples
+
+
+class Norm(RowsRule):
+    """Weights over one channel axis, or over the trailing axes (layer norm, RMS norm)."""
+
+    def __init__(self, read: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Callable[[], Tensor]]], trailing: bool) -> None:
+        self.read = read
+        self.trailing = trailing
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call | None:
+        data, weight, bias, normalized = self.read(*args, **kwargs)
+        return Call(data, weight, bias, {"normalized": normalized})
+
+    def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
+        some = call.weight if call.weight is not None else call.bias
+        assert some is not None
+        return samples.axis < ndim - some.ndim if self.trailing else samples.axis == 0
+
+    def weight_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        return self._sum(call, g * call.options["normalized"](), samples, n)
+
+    def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        return self._sum(call, g, samples, n)
+
+    def _sum(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        some = call.weight if call.weight is not None else call.bias
+        assert some is not None
+        g = samples.first(g, n, skip=1)
+        if not self.trailing:  # (n, r, m, channels, *space)
+            g = g.flatten(4).sum(-1) if g.ndim > 4 else g
+            return g.sum(2)
+        return g.reshape(n, g.shape[1], -1, *some.shape).sum(2)
+
+
+def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> tuple:
+    return input, weight, bias, lambda: F.layer_norm(input, normalized_shape, None, None, eps)
+
+
+def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> tuple:
+    return input, weight, None, lambda: F.rms_norm(input, normalized_shape, None, eps)
+
+
+def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> tuple:
+    return input, weight, bias, lambda: F.group_norm(input, num_groups, None, None, eps)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple:
+    # momentum 0: computing x̂ again must not move the running statistics
+    return input, weight, bias, lambda: F.batch_norm(input, running_mean, running_var, None, None, training, 0.0, eps)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple:
+    return input, weight, bias, lambda: F.instance_norm(
+        input, running_mean, running_var, None, None, use_input_stats, 0.0, eps
+    )

@@ -1,0 +1,66 @@
+"""What a rule is: how one torch operation turns inputs and back-propagated gradients into rows of a Jacobian."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lapwing.model.samples import Samples
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of a recorded call by role: one data tensor, one weight, perhaps a bias, and options."""
+
+    data: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Rule(ABC):
+    """Rules are speed, never correctness: what a rule declines goes to the generic one."""
+
+    @abstractmethod
+    def bind(self, *args: Any, **kwargs: Any) -> Call | None:
+        """Read the call, or decline."""
+
+    def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
+        """Whether the sample axis of the output (of `ndim` dimensions) is one the rule can handle."""
+        return True
+
+    @abstractmethod
+    def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        """g (r, *output) -> (n, r, *bias.shape)."""
+
+
+class MatrixRule(Rule):
+    """An operation that is linear in a weight matrix: J[n, r] = Σ_t left[n, r, t] ⊗ right[n, t]."""
+
+    @abstractmethod
+    def view(self, call: Call, weight: Tensor) -> Tensor:
+        """A tensor of the weight's shape as (groups, out, in)."""
+
+    @abstractmethod
+    def left(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        """g (r, *output) -> (n, r, t, groups, out)."""
+
+    @abstractmethod
+    def right(self, call: Call, samples: Samples, n: int) -> Tensor:
+        """(n, 1, t, groups, in)."""
+
+    def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        assert call.bias is not None
+        summed = self.left(call, g, samples, n).sum(2)  # (n, r, groups, out)
+        return summed.reshape(*summed.shape[:2], *call.bias.shape)
+
+
+class RowsRule(Rule):
+    """An operation whose parameters are few: explicit rows."""
+
+    @abstractmethod
+    def weight_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        """g (r, *output) -> (n, r, *weight.shape)."""

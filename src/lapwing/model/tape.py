@@ -1,0 +1,193 @@
+"""The tape: one forward pass that writes down every operation in which a selected parameter meets data.
+
+A `TorchFunctionMode` sees operations, not modules, so functional code, raw parameters, tied weights and modules called
+twice need nothing special. Nothing is attached to the user's module.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lapwing.model.batches import Inputs, call, tensors_in
+from lapwing.model.decompose import DECOMPOSED
+from lapwing.model.module import output_tensor
+
+INPLACE_ADDITIONS = ("add_", "sub_", "__iadd__", "__isub__")
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One call in which weights (selected parameters, or tensors made from them alone) met data."""
+
+    func: Callable
+    args: tuple
+    kwargs: dict
+    tensors: tuple[Tensor, ...]  # every tensor argument, in order of appearance
+    live: tuple[int, ...]  # which of them are weights
+    versions: tuple[int, ...]  # of the tensors, before the call
+    upstream: tuple[Any, ...]  # autograd nodes of the data arguments
+    out: Tensor
+    edge: GradientEdge
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
+
+    @property
+    def inplace(self) -> bool:
+        return self.name in INPLACE_ADDITIONS
+
+    def touched(self) -> bool:
+        """Whether an argument was overwritten after the call, so that it no longer holds what the call saw."""
+        return any(
+            t._version != v for k, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True)) if not (k == 0 and self.inplace)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A finished forward pass: raw outputs and the records, in order."""
+
+    outputs: Tensor
+    records: tuple[Record, ...]
+    derived: dict[int, Tensor]
+
+
+def run(module: nn.Module, inputs: Inputs, selected: dict[str, Tensor]) -> Pass:
+    """Run the module under the tape. Call inside `borrowed(module, selected)`."""
+    tape = Tape(selected.values(), tensors_in(inputs))
+    with tape:
+        outputs = output_tensor(call(module, inputs))
+    return Pass(outputs, tuple(tape.records), tape.derived)
+
+
+class Tape(TorchFunctionMode):
+    """Follows two kinds of tensors: `derived` ones come from selected parameters alone, `data` from the inputs."""
+
+    def __init__(self, parameters: Any, inputs: Any) -> None:
+        super().__init__()
+        self.derived: dict[int, Tensor] = {id(p): p for p in parameters}
+        self.data: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        for tensor in inputs:
+            self.data[tensor] = True
+        self.records: list[Record] = []
+
+    def __torch_function__(self, func: Callable, types_: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = tuple(tensors_in((args, kwargs)))
+        live = tuple(k for k, t in enumerate(tensors) if id(t) in self.derived and t.requires_grad)
+        if live and func in WRITTEN_OUT:
+            with self:
+                out = WRITTEN_OUT[func](*args, **kwargs)
+            if out is not None:
+                return out
+        meets_data = any(t in self.data for t in tensors)
+        if not live or not meets_data:
+            out = func(*args, **kwargs)
+            self._follow(out, tensors, meets_data, bool(live))
+            return out
+        versions = tuple(t._version for t in tensors)
+        upstream = tuple(t.grad_fn for k, t in enumerate(tensors) if k not in live and t.grad_fn is not None)
+        out = func(*args, **kwargs)
+        self._follow(out, tensors, True, False)
+        if isinstance(out, Tensor) and out.requires_grad and self._recordable(func, out, tensors):
+            edge = get_gradient_edge(out)
+            self.records.append(Record(func, args, kwargs, tensors, live, versions, upstream, out, edge))
+        return out
+
+    @staticmethod
+    def _recordable(func: Callable, out: Tensor, tensors: tuple[Tensor, ...]) -> bool:
+        # an in-place operation overwrites what a rule would need, except for sums; the graph walk finds what is left out
+        return all(out is not t for t in tensors) or getattr(func, "__name__", "") in INPLACE_ADDITIONS
+
+    def _follow(self, out: Any, tensors: tuple[Tensor, ...], meets_data: bool, live: bool) -> None:
+        results = [out] if isinstance(out, Tensor) else list(tensors_in(out)) if isinstance(out, (tuple, list)) else []
+        if not results and out is None and tensors:  # in-place by protocol: __setitem__
+            results = [tensors[0]]
+        for tensor in results:
+            if meets_data:
+                self.data[tensor] = True
+                self.derived.pop(id(tensor), None)
+            elif live and tensor.requires_grad:
+                self.derived[id(tensor)] = tensor
+
+
+def _opened(function: types.FunctionType) -> Callable:
+    """A copy of a Python-level torch function that runs its body instead of handing itself back to the mode.
+
+    Such functions begin with `if has_torch_function(...): return handle_torch_function(...)`, which would come back
+    here for ever; in the copy's globals that test is false, so the operations inside are seen one by one.
+    """
+
+    def never(*_: Any) -> bool:
+        return False
+
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**function.__globals__, **dict.fromkeys(names, never)}
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+WRITTEN_OUT: dict[Callable, Callable] = {
+    **DECOMPOSED,
+    nn.functional.multi_head_attention_forward: _opened(nn.functional.multi_head_attention_forward),
+}
+
+
+def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterator[Tensor]:
+    """Leaves that an autograd node depends on."""
+    seen, stack = set(), [node]
+    while stack:
+        at = stack.pop()
+        if at is None or at in seen or at in stops:
+            continue
+        seen.add(at)
+        if hasattr(at, "variable"):
+            yield at.variable
+        stack.extend(child for child, _ in at.next_functions)
+
+
+def unseen_parameters(finished: Pass) -> list[Tensor]:
+    """Leaves that reach the outputs past the records: uses that the tape did not see."""
+    recorded = {record.edge.node: record for record in finished.records}
+    seen, stack, leaves = set(), [finished.outputs.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in recorded:
+            stack.extend(recorded[node].upstream)
+            continue
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        stack.extend(child for child, _ in node.next_functions)
+    return leaves
+
+
+def first_reached(finished: Pass, through: Callable[[Record], bool]) -> list[Record]:
+    """Records met on the way from the outputs, going on past those for which `through` is true."""
+    recorded = {record.edge.node: record for record in finished.records}
+    seen, stack, found = set(), [finished.outputs.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in recorded:
+            found.append(recorded[node])
+            if through(recorded[node]):
+                stack.extend(recorded[node].upstream)
+            continue
+        stack.extend(child for child, _ in node.next_functions)
+    return found
