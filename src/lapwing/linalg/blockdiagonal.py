@@ -114,7 +114,7 @@ class BlockDiagonal(PSD):
             return tuple(Diagonal(part) for part in self.layout.gather(other.values))
         if isinstance(other, BlockDiagonal) and self.layout.same_as(other.layout):
             return other.blocks
-        raise self._refuse(other)
+        raise self._refuse(other, "a diagonal prior or a block-diagonal one with the same blocks")
 
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
@@ -143,6 +143,13 @@ class BlockDiagonal(PSD):
         for k, part in enumerate(self._parts(rows)):
             with self._named(k):
                 total = total + self.blocks[k].quadratic(part)
+        return total
+
+    def variance(self, rows: Rows) -> Tensor:
+        total = torch.zeros(rows.n, rows.r, dtype=self.dtype, device=self.device)
+        for k, part in enumerate(self._parts(rows)):
+            with self._named(k):
+                total = total + self.blocks[k].variance(part)
         return total
 
     def joint(self, rows: Rows) -> Tensor:

@@ -38,9 +38,12 @@ class Diagonal(PSD):
         return require_positive(self.values)
 
     def constant(self) -> Tensor | None:
-        """The common value of all entries as a float64 scalar (gradients spread evenly), or None if they differ."""
-        fixed = self.values.detach()
-        if self.size and not bool((fixed == fixed[0]).all()):
+        """The common value of all entries as a float64 scalar (gradients spread evenly), or None if they differ.
+
+        A few units of rounding count as equal: a vectorized `exp` of equal numbers need not be.
+        """
+        low, high = self.values.detach().aminmax()
+        if not bool(high - low <= 8 * torch.finfo(self.dtype).eps * high.abs()):
             return None
         return self.values.double().mean()
 
@@ -83,6 +86,9 @@ class Diagonal(PSD):
 
     def quadratic(self, rows: Rows) -> Tensor:
         return self._rows(rows).weighted_gram(1 / self._positive)
+
+    def variance(self, rows: Rows) -> Tensor:
+        return self._rows(rows).weighted_norm(1 / self._positive)
 
     def joint(self, rows: Rows) -> Tensor:
         return self._rows(rows).joint_gram(1 / self._positive)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lapwing.errors import IncompatiblePrior
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.matrixrows import MatrixRows
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
-from lapwing.linalg.rows import DenseRows, Rows
+from lapwing.linalg.rows import DenseRows, Rows, chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +20,10 @@ class EigenKronecker(PSD):
 
     left U_G (q, o, o) and right U_A (q, i, i) orthogonal, values (q, o, i) kept in float64, left_scale (q, o) and
     right_scale (q, i) the roots of a row-and-column prior that whitened the factors, or None for S = I.
+
+    Bases and scales are constants. Where that prior carries a graph, `tangent` (q, o, i) is its deviation δ from the
+    value the decomposition was made with: zero, but with a gradient. A⁻¹ ≈ A₀⁻¹ − A₀⁻¹ diag(δ) A₀⁻¹ and its like then
+    give exact first derivatives without differentiating an eigenbasis; second ones raise.
     """
 
     left: Tensor
@@ -27,6 +31,7 @@ class EigenKronecker(PSD):
     values: Tensor
     left_scale: Tensor | None = None
     right_scale: Tensor | None = None
+    tangent: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
 
     def __post_init__(self) -> None:
         q, o, i = self.shape
@@ -75,10 +80,22 @@ class EigenKronecker(PSD):
         return require_positive(self.values)
 
     def matvec(self, v: Tensor) -> Tensor:
-        return self._sandwich(v, *self._basis, self.values)
+        result = self._sandwich(v, *self._basis, self.values)
+        return result if self._delta is None else result + self._vector(v) * self._delta
 
     def solve(self, v: Tensor) -> Tensor:
+        return self._corrected(self._solve(v), 1.0)
+
+    def _solve(self, v: Tensor) -> Tensor:
         return self._sandwich(v, *self._dual, 1 / self._positive)
+
+    def _corrected(self, x: Tensor, power: float) -> Tensor:
+        """x − power · A₀⁻¹ (δ ∘ x)."""
+        return x if self._delta is None else x - power * self._solve(x * self._delta)
+
+    @property
+    def _delta(self) -> Tensor | None:
+        return None if self.tangent is None else self.tangent.to(self.dtype).reshape(-1)
 
     def _sandwich(self, v: Tensor, left: Tensor, right: Tensor, values: Tensor) -> Tensor:
         grid = left.mT @ self._vector(v).unflatten(-1, self.shape) @ right
@@ -89,40 +106,56 @@ class EigenKronecker(PSD):
         if self.left_scale is None or self.right_scale is None:
             return total
         _, o, i = self.shape
-        return total + 2 * (i * self.left_scale.double().log().sum() + o * self.right_scale.double().log().sum())
+        total = total + 2 * (i * self.left_scale.double().log().sum() + o * self.right_scale.double().log().sum())
+        if self._delta is None:
+            return total
+        return total + (self._delta * self._weigh(*self._dual, 1 / self._positive)).double().sum()
 
     def diagonal(self) -> Tensor:
-        return self._weigh(*self._basis, self.values)
+        result = self._weigh(*self._basis, self.values)
+        return result if self._delta is None else result + self._delta
 
     def inverse_diagonal(self) -> Tensor:
-        return self._weigh(*self._dual, 1 / self._positive)
+        result = self._weigh(*self._dual, 1 / self._positive)
+        if self._delta is None:
+            return result
+        corrections = []  # −diag(A₀⁻¹ diag(δ) A₀⁻¹), a few columns of A₀⁻¹ at a time
+        for start, length in chunks(self.size, self.size * self.dtype.itemsize):
+            unit = torch.zeros(length, self.size, dtype=self.dtype, device=self.device)
+            unit[:, start : start + length] = torch.eye(length, dtype=self.dtype, device=self.device)
+            corrections.append(self._solve(unit).square() @ self._delta)
+        return result - torch.cat(corrections)
 
     def _weigh(self, left: Tensor, right: Tensor, values: Tensor) -> Tensor:
         return (left.square() @ values.to(self.dtype) @ right.square().mT).reshape(-1)
 
     def smallest_eigenvalue(self) -> Tensor:
-        if self.left_scale is None:
-            return self.values.min()
-        return torch.linalg.eigvalsh(self.dense().double()).min()
+        smallest = self.values.min()
+        if self.left_scale is None or self.right_scale is None:
+            return smallest
+        roots = self.left_scale.double()[:, :, None] * self.right_scale.double()[:, None, :]
+        return smallest * roots.square().min()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn(n, *self.shape, dtype=self.dtype, device=self.device, generator=generator)
         left, right = self._dual
-        return (left @ (noise * self._positive.rsqrt().to(self.dtype)) @ right.mT).flatten(-3)
+        draws = (left @ (noise * self._positive.rsqrt().to(self.dtype)) @ right.mT).flatten(-3)
+        return self._corrected(draws, 0.5)
 
     def scale(self, c: Scalar) -> EigenKronecker:
-        return EigenKronecker(self.left, self.right, self.values * nonnegative(c), self.left_scale, self.right_scale)
+        tangent = None if self.tangent is None else self.tangent * c
+        return replace(self, values=self.values * nonnegative(c), tangent=tangent)
 
     def __add__(self, other: PSD) -> EigenKronecker:
         self._matches(other)
         if isinstance(other, EigenKronecker) and self._shares_basis(other):
-            return EigenKronecker(self.left, self.right, self.values + other.values, self.left_scale, self.right_scale)
+            return replace(self, values=self.values + other.values)
         if not isinstance(other, Diagonal):
-            raise self._refuse(other)
+            raise self._refuse(other, "a prior that is constant over the block, or a matrix in the very same basis")
         return EigenKronecker(self.left, self.right, self.values + self._constant(other))
 
     def _shares_basis(self, other: EigenKronecker) -> bool:
-        names = ("left", "right", "left_scale", "right_scale")
+        names = ("left", "right", "left_scale", "right_scale", "tangent")
         return all(getattr(self, name) is getattr(other, name) for name in names)
 
     def _constant(self, prior: Diagonal) -> Tensor:
@@ -148,14 +181,19 @@ class EigenKronecker(PSD):
     def quadratic(self, rows: Rows) -> Tensor:
         return self._rotated(rows).weighted_gram((1 / self._positive).reshape(-1))
 
+    def variance(self, rows: Rows) -> Tensor:
+        return self._rotated(rows).weighted_norm((1 / self._positive).reshape(-1))
+
     def joint(self, rows: Rows) -> Tensor:
         return self._rotated(rows).joint_gram((1 / self._positive).reshape(-1))
 
     def _rotated(self, rows: Rows) -> Rows:
-        """J (B_l ⊗ B_r) for the dual basis, factored where the rows are."""
+        """(J − ½ J A₀⁻¹ diag(δ)) (B_l ⊗ B_r) for the dual basis, factored where the rows are."""
         rows = self._rows(rows)
         left, right = self._dual
-        if isinstance(rows, MatrixRows) and (rows.q, rows.o, rows.i) == self.shape:
+        if isinstance(rows, MatrixRows) and (rows.q, rows.o, rows.i) == self.shape and self._delta is None:
             return rows.rotate(left, right)
-        grid = left.mT @ rows.dense().unflatten(-1, self.shape) @ right
-        return DenseRows(grid.flatten(-3))
+        dense = rows.dense()
+        if self._delta is not None:
+            dense = dense - 0.5 * self._solve(dense) * self._delta
+        return DenseRows((left.mT @ dense.unflatten(-1, self.shape) @ right).flatten(-3))

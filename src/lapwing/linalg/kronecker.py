@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite
+from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows
 from lapwing.linalg.spectrum import Spectrum
+from lapwing.linalg.tangent import tangent
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,11 @@ class Kronecker(PSD):
                 raise ValueError(
                     "expected left (q, o, o) and right (q, i, i), got "
                     f"{tuple(self.left.shape)} and {tuple(self.right.shape)}"
+                )
+            if factor.requires_grad:
+                raise UnsupportedOperation(
+                    f"the {name} Kronecker factor carries a graph, but eigenbases are not differentiated. Detach it "
+                    "(gradients reach scale, prior and rows), or use structure='full', which differentiates its matrix."
                 )
             if getattr(self, f"{name}_spectrum") is None:
                 object.__setattr__(self, f"{name}_spectrum", Spectrum(factor, factor.dtype))
@@ -113,6 +119,9 @@ class Kronecker(PSD):
     def quadratic(self, rows: Rows) -> Tensor:
         return self._alone.quadratic(rows)
 
+    def variance(self, rows: Rows) -> Tensor:
+        return self._alone.variance(rows)
+
     def joint(self, rows: Rows) -> Tensor:
         return self._alone.joint(rows)
 
@@ -123,15 +132,15 @@ class Kronecker(PSD):
     def __add__(self, other: PSD) -> EigenKronecker:
         self._matches(other)
         if not isinstance(other, Diagonal):
-            raise self._refuse(other)
+            raise self._refuse(other, "a prior that is constant over the block or a product over its rows and columns")
         constant = other.constant()
         if constant is not None:
             return self._eigen(self._product() + constant)
-        rows, columns = self._split(other)
-        whitened = self._whitened(rows, columns)
-        values = whitened._product() + 1
+        whitened, rows, columns = self._whitened(other)
         bases = whitened.left_spectrum.vectors, whitened.right_spectrum.vectors
-        return EigenKronecker(*bases, values, rows.sqrt().to(self.dtype), columns.sqrt().to(self.dtype))
+        delta = tangent(other.values).reshape(self.shape) if other.values.requires_grad else None
+        roots = rows.sqrt().to(self.dtype), columns.sqrt().to(self.dtype)
+        return EigenKronecker(*bases, whitened._product() + 1, *roots, delta)
 
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
@@ -141,7 +150,12 @@ class Kronecker(PSD):
         constant = prior.constant()
         if constant is not None:
             return (self._product() / constant).log1p().sum()
-        return self._whitened(*self._split(prior))._product().log1p().sum()
+        ratio = self._whitened(prior)[0]._product().log1p().sum()
+        if not prior.values.requires_grad:
+            return ratio
+        fixed = Diagonal(prior.values.detach())
+        gradient = (self + fixed).inverse_diagonal().double() - fixed.inverse_diagonal().double()
+        return ratio + (tangent(prior.values).double() * gradient).sum()
 
     def damped(self, c: Scalar, tau: Scalar, *, split: float = 1.0) -> EigenKronecker:
         """(√c/s · G + √τ I) ⊗ (√c·s · A + √τ I): factor-wise regularization, Ritter et al. (2018), Eq. 9.
@@ -155,30 +169,30 @@ class Kronecker(PSD):
         left, right = root / split * left + tau.sqrt(), root * split * right + tau.sqrt()
         return self._eigen(left[:, :, None] * right[:, None, :])
 
-    def _split(self, prior: Diagonal) -> tuple[Tensor, Tensor]:
-        """rows (q, o) and columns (q, i) with prior = rows ⊗ columns, float64; refuses any other prior."""
-        grid = prior.values.double().reshape(self.shape)
-        if bool((grid.detach() > 0).all()):
+    def _whitened(self, prior: Diagonal) -> tuple[Kronecker, Tensor, Tensor]:
+        """R^-½ G R^-½ ⊗ K^-½ A K^-½ for a prior R ⊗ K, with rows R (q, o) and columns K (q, i); constants."""
+        rows, columns = self._split(prior.values.detach().double().reshape(self.shape), torch.finfo(prior.dtype).eps)
+        left, right = rows.rsqrt(), columns.rsqrt()
+        sides = (
+            self.left.double() * left[:, :, None] * left[:, None, :],
+            self.right.double() * right[:, :, None] * right[:, None, :],
+        )
+        return Kronecker(*sides, self.factor, *(Spectrum(side, self.dtype) for side in sides)), rows, columns
+
+    def _split(self, grid: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """rows (q, o) and columns (q, i) with grid = rows ⊗ columns; refuses any other grid."""
+        if bool((grid > 0).all()):
             logs = grid.log()
             rows = logs.mean(2)
             columns = logs.mean(1) - rows.mean(1, keepdim=True)
-            product = rows[:, :, None] + columns[:, None, :]
-            if bool(((product - logs).detach().abs() <= 16 * torch.finfo(prior.dtype).eps * (1 + logs.abs())).all()):
+            error = (rows[:, :, None] + columns[:, None, :] - logs).abs()
+            if bool((error <= 16 * eps * (1 + logs.abs())).all()):
                 return rows.exp(), columns.exp()
         raise IncompatiblePrior(
             "a Kronecker posterior has no eigenbasis for a prior that varies inside a weight matrix other than as a "
             "positive product over its rows and columns. Use a layerwise prior, or structure='diag', 'blockdiag' or "
             "'full'."
         )
-
-    def _whitened(self, rows: Tensor, columns: Tensor) -> Kronecker:
-        """R^-½ G R^-½ ⊗ K^-½ A K^-½ for the prior R ⊗ K."""
-        left, right = rows.rsqrt(), columns.rsqrt()
-        sides = (
-            self.left.double() * left[:, :, None] * left[:, None, :],
-            self.right.double() * right[:, :, None] * right[:, None, :],
-        )
-        return Kronecker(*sides, self.factor, *(Spectrum(side, self.dtype) for side in sides))
 
 
 def _clamped(spectrum: Spectrum, side: str) -> Tensor:

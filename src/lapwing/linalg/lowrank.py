@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,8 +59,19 @@ class LowRank(PSD):
         weights = self.values.double()
         return torch.where(weights > 0, weights, 1.0).sqrt() * (weights > 0)
 
+    @property
     def _capacitance(self) -> Tensor:
-        """I + diag(d) K, (k, k) float64. Not symmetrized by √d, whose gradient is infinite at d = 0."""
+        """I + diag(d) K, (k, k) float64. Only the constant one is cached: a cached graph would be freed or missing."""
+        tracked = any(tensor.requires_grad for tensor in (self.basis, self.values, self.shift))
+        return self._form() if tracked and torch.is_grad_enabled() else self._constant_capacitance
+
+    @cached_property
+    def _constant_capacitance(self) -> Tensor:
+        with torch.no_grad():
+            return self._form()
+
+    def _form(self) -> Tensor:
+        # Not symmetrized by √d, whose gradient is infinite at d = 0.
         basis = self.basis.double()
         kernel = (basis / self._precision) @ basis.T
         eye = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
@@ -67,7 +79,7 @@ class LowRank(PSD):
 
     def _middle(self) -> Tensor:
         """M = (I + diag(d) K)⁻¹ diag(d), symmetric (k, k) float64."""
-        middle = torch.linalg.solve(self._capacitance(), torch.diag(self.values.double()))
+        middle = torch.linalg.solve(self._capacitance, torch.diag(self.values.double()))
         return (middle + middle.T) / 2
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -83,7 +95,7 @@ class LowRank(PSD):
         return scaled - ((scaled @ basis.T) @ self._middle()) @ basis / precision
 
     def logdet(self) -> Tensor:
-        return self._precision.log().sum() + torch.linalg.slogdet(self._capacitance()).logabsdet
+        return self._precision.log().sum() + torch.linalg.slogdet(self._capacitance).logabsdet
 
     def diagonal(self) -> Tensor:
         return self.shift.to(self.dtype) + self.values.to(self.dtype) @ self.basis.square()
@@ -114,14 +126,14 @@ class LowRank(PSD):
                 torch.cat((self.values, other.values.to(self.values.dtype))),
                 self.shift + other.shift.to(self.shift.dtype),
             )
-        raise self._refuse(other)
+        raise self._refuse(other, "a diagonal prior or another LowRank matrix")
 
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
         if not isinstance(prior, Diagonal):
             return super().logdet_ratio(prior)
         precision = require_positive(prior.values).double()
-        capacitance = (self + prior)._capacitance()
+        capacitance = (self + prior)._capacitance
         return (self.shift.double() / precision).log1p().sum() + torch.linalg.slogdet(capacitance).logabsdet
 
     def whiten(self, rows: Rows) -> Tensor:
@@ -136,6 +148,12 @@ class LowRank(PSD):
         half = rows.matvec(self.basis.double() / self._precision)  # (k, n, r)
         correction = torch.einsum("anr,ab,bns->nrs", half, self._middle(), half)
         return (rows.weighted_gram(1 / self._precision) - correction).to(self.dtype)
+
+    def variance(self, rows: Rows) -> Tensor:
+        rows = self._rows(rows).to(torch.float64)
+        half = rows.matvec(self.basis.double() / self._precision)
+        correction = torch.einsum("anr,ab,bnr->nr", half, self._middle(), half)
+        return (rows.weighted_norm(1 / self._precision) - correction).to(self.dtype)
 
     def joint(self, rows: Rows) -> Tensor:
         rows = self._rows(rows).to(torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +111,11 @@ class MatrixRows(Rows):
         return self.terms[0].left[:, :, 0], self.terms[0].right[:, :, 0]
 
     @property
+    def _block_chunks(self) -> Iterator[tuple[int, int]]:
+        """Samples whose blocks, and one array of their size, fit into a chunk."""
+        return chunks(self.n, 2 * self._block_bytes)
+
+    @property
     def _block_bytes(self) -> int:
         return self.r * self.size * self.dtype.itemsize
 
@@ -133,12 +139,7 @@ class MatrixRows(Rows):
 
     def rotate(self, left: Tensor, right: Tensor) -> MatrixRows:
         """J (left ⊗ right) for left (q, o, o′), right (q, i, i′): every term's two sides times the two matrices."""
-        return MatrixRows(
-            tuple(
-                Term(torch.einsum("nrtqo,qop->nrtqp", t.left, left), torch.einsum("nrtqi,qij->nrtqj", t.right, right))
-                for t in self.terms
-            )
-        )
+        return MatrixRows(tuple(Term(_times(t.left, left), _times(t.right, right)) for t in self.terms))
 
     def matvec(self, v: Tensor) -> Tensor:
         v = self._check(v)
@@ -146,7 +147,7 @@ class MatrixRows(Rows):
         v = v.reshape(math.prod(batch), self.q, self.o, self.i)
         positions = sum(term.left.shape[2] for term in self.terms)
         if self.r * (positions + len(v)) < len(v) * positions:  # many vectors: forming each block once is cheaper
-            pieces = [self._through_blocks(v, a, k) for a, k in chunks(self.n, self._block_bytes)]
+            pieces = [self._through_blocks(v, a, k) for a, k in self._block_chunks]
         else:
             width = len(v) * self.q * max(self.o, self.i) * sum(term.width for term in self.terms)
             pieces = [self._through_terms(v, a, k) for a, k in chunks(self.n, width * self.dtype.itemsize)]
@@ -168,25 +169,36 @@ class MatrixRows(Rows):
             left, right = self._sides
             return torch.einsum("nrqo,nrqi->qoi", left.square(), right.square()).reshape(-1)
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        for start, length in chunks(self.n, self._block_bytes):
+        for start, length in self._block_chunks:
             total = total + self.narrow(start, length).dense().square().sum((0, 1))
         return total
 
     def weighted_gram(self, w: Tensor) -> Tensor:
         w = self._check(w)
         if self._outer:
-            left, right = self._sides
-            grid = w.reshape(self.q, self.o, self.i)
-            if right.shape[1] == 1:
-                shared = torch.einsum("qoi,nqi->nqo", grid, right[:, 0].square())
-                return torch.einsum("nrqo,nsqo->nrs", left * shared[:, None], left)
-            shared = torch.einsum("qoi,nqo->nqi", grid, left[:, 0].square())
-            return torch.einsum("nrqi,nsqi->nrs", right * shared[:, None], right)
+            side, shared = self._weighed(w)
+            return (side * shared[:, None]).flatten(2) @ side.flatten(2).mT
         pieces = []
-        for start, length in chunks(self.n, 2 * self._block_bytes):
+        for start, length in self._block_chunks:
             block = self.narrow(start, length).dense()
             pieces.append((block * w) @ block.mT)
         return torch.cat(pieces) if pieces else w.new_zeros(0, self.r, self.r)
+
+    def weighted_norm(self, w: Tensor) -> Tensor:
+        w = self._check(w)
+        if self._outer:
+            side, shared = self._weighed(w)
+            return (side.square() * shared[:, None]).sum((2, 3))
+        pieces = [self.narrow(start, length).dense().square() @ w for start, length in self._block_chunks]
+        return torch.cat(pieces) if pieces else w.new_zeros(0, self.r)
+
+    def _weighed(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """The side with directions, (n, r, q, ·), and w summed against the squares of the other, (n, q, ·)."""
+        left, right = self._sides
+        grid = w.reshape(self.q, self.o, self.i)
+        if right.shape[1] == 1:
+            return left, torch.einsum("qoi,nqi->nqo", grid, right[:, 0].square())
+        return right, torch.einsum("qoi,nqo->nqi", grid, left[:, 0].square())
 
     def joint_gram(self, w: Tensor) -> Tensor:
         grid = self._check(w).reshape(self.q, self.o, self.i)
@@ -208,3 +220,10 @@ class MatrixRows(Rows):
             ll, aa = torch.einsum("nrqo,nrup->nqoup", l, l), torch.einsum("nrqi,nruj->nqiuj", a, a)
             total = total + torch.einsum("nqoup,nqiuj->qoiupj", ll, aa).reshape(self.size, self.size)
         return total
+
+
+def _times(side: Tensor, matrix: Tensor) -> Tensor:
+    """side (n, r, t, q, a) times matrix (q, a, b) by groups; once where side is one tensor expanded over samples."""
+    if side.shape[0] > 1 and side.stride(0) == 0:
+        return _times(side[:1], matrix).expand(side.shape[0], -1, -1, -1, -1)
+    return torch.einsum("nrtqa,qab->nrtqb", side, matrix)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite
-from lapwing.linalg.rows import Rows
+from lapwing.linalg.rows import Rows, chunks
 
 Scalar = float | Tensor
 """A number or a tensor without dimensions; gradients flow through the latter."""
@@ -58,7 +59,10 @@ class PSD(ABC):
 
     @abstractmethod
     def smallest_eigenvalue(self) -> Tensor:
-        """The smallest eigenvalue, a float64 scalar (`LowRank`: a lower bound)."""
+        """The smallest eigenvalue, a float64 scalar.
+
+        A lower bound for `LowRank` and for a Kronecker product with a row-and-column prior.
+        """
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -86,8 +90,17 @@ class PSD(ABC):
 
     def quadratic(self, rows: Rows) -> Tensor:
         """J A⁻¹ Jᵀ of each sample, (n, r, r)."""
-        white = self.whiten(rows)
-        return white @ white.mT
+        pieces = [white @ white.mT for white in self._white_chunks(rows)]
+        return torch.cat(pieces) if pieces else self.whiten(rows).new_zeros(0, rows.r, rows.r)
+
+    def variance(self, rows: Rows) -> Tensor:
+        """The diagonal of `quadratic`, (n, r), without the rest."""
+        pieces = [white.square().sum(-1) for white in self._white_chunks(rows)]
+        return torch.cat(pieces) if pieces else self.whiten(rows).new_zeros(0, rows.r)
+
+    def _white_chunks(self, rows: Rows) -> Iterator[Tensor]:
+        for start, length in chunks(rows.n, 2 * rows.r * self.size * self.dtype.itemsize):
+            yield self.whiten(rows.narrow(start, length))
 
     def joint(self, rows: Rows) -> Tensor:
         """J A⁻¹ Jᵀ across samples, (n, r, n, r)."""
@@ -114,17 +127,18 @@ class PSD(ABC):
         if other.size != self.size:
             raise ValueError(f"cannot add a matrix of size {other.size} to one of size {self.size}")
 
-    def _refuse(self, other: PSD) -> IncompatiblePrior:
+    def _refuse(self, other: PSD, allowed: str) -> IncompatiblePrior:
         return IncompatiblePrior(
-            f"{type(self).__name__} + {type(other).__name__} is no longer {type(self).__name__}. Add a prior that is "
-            "constant over the block, or use structure 'diag', 'blockdiag' or 'full', whose sums stay in the structure."
+            f"{type(self).__name__} + {type(other).__name__} is not {type(self).__name__} any more, which can take "
+            f"{allowed}. Use that, or structure='diag', 'blockdiag' or 'full', whose sums stay what they are."
         )
 
 
 def nonnegative(c: Scalar) -> Scalar:
     """c, if it may scale a positive semi-definite matrix."""
-    if not float(c) >= 0:
-        raise ValueError(f"a positive semi-definite matrix can be scaled by a number ≥ 0 only, got {float(c)}")
+    value = float(c.detach()) if isinstance(c, Tensor) else float(c)
+    if not value >= 0:
+        raise ValueError(f"a positive semi-definite matrix can be scaled by a number ≥ 0 only, got {value}")
     return c
 
 
@@ -138,6 +152,8 @@ def require_positive(eigenvalues: Tensor, remedy: str = "") -> Tensor:
 
 def not_positive(smallest: float, remedy: str = "") -> str:
     """The message for a matrix whose smallest eigenvalue is not above zero."""
+    if smallest != smallest:
+        return "the matrix holds NaN. Look for overflow in the network's outputs, bad inputs or a NaN prior."
     if smallest < 0:
         remedy = remedy or (
             f"raise the prior precision by more than {-smallest:.3g}, or use the GGN, which is never indefinite"

@@ -77,6 +77,10 @@ class Rows(ABC):
         """J diag(w) Jᵀ of each sample: w (size,) → (n, r, r)."""
 
     @abstractmethod
+    def weighted_norm(self, w: Tensor) -> Tensor:
+        """The diagonal of `weighted_gram`, w (size,) → (n, r), without the rest."""
+
+    @abstractmethod
     def joint_gram(self, w: Tensor) -> Tensor:
         """J diag(w) Jᵀ across samples: w (size,) → (n, r, n, r)."""
 
@@ -142,6 +146,9 @@ class DenseRows(Rows):
     def weighted_gram(self, w: Tensor) -> Tensor:
         return (self.values * self._check(w)) @ self.values.mT
 
+    def weighted_norm(self, w: Tensor) -> Tensor:
+        return self.values.square() @ self._check(w)
+
     def joint_gram(self, w: Tensor) -> Tensor:
         flat = self.values.reshape(-1, self.size)
         return ((flat * self._check(w)) @ flat.T).reshape(self.n, self.r, self.n, self.r)
@@ -204,6 +211,10 @@ class Jacobian(Rows):
     def weighted_gram(self, w: Tensor) -> Tensor:
         parts = self.layout.gather(self._check(w))
         return _total([rows.weighted_gram(part) for rows, part in zip(self.rows, parts, strict=True)])
+
+    def weighted_norm(self, w: Tensor) -> Tensor:
+        parts = self.layout.gather(self._check(w))
+        return _total([rows.weighted_norm(part) for rows, part in zip(self.rows, parts, strict=True)])
 
     def joint_gram(self, w: Tensor) -> Tensor:
         parts = self.layout.gather(self._check(w))

@@ -16,8 +16,8 @@ class Spectrum:
     """M = U diag(e) Uᵀ for symmetric M (*b, p, p), computed on first use.
 
     Eigenvalues are float64, ascending, and zero where they are negative by no more than the rounding of `dtype`, the
-    type the entries of M came in; vectors are constants in that type. (A float32 `eigh` of a rank-60 400 × 400 matrix
-    gave 169 negative eigenvalues, hence float64.)
+    type the entries of M came in; vectors are in that type. Both are constants without a graph. (A float32 `eigh` of a
+    rank-60 400 × 400 matrix gave 169 negative eigenvalues, hence float64.)
     """
 
     matrix: Tensor
@@ -40,13 +40,8 @@ class Spectrum:
 
     @property
     def values(self) -> Tensor:
-        """e, (*b, p) float64. Where M carries a graph, so does e, to first order: de_k = u_kᵀ dM u_k."""
-        values, vectors = self._eigh
-        if not (self.matrix.requires_grad and torch.is_grad_enabled()):
-            return values
-        vectors = vectors.double()
-        tangent = torch.einsum("...ik,...ij,...jk->...k", vectors, self.matrix.double(), vectors)
-        return values + (tangent - tangent.detach())
+        """e, (*b, p) float64."""
+        return self._eigh[0]
 
     @property
     def vectors(self) -> Tensor:
@@ -56,5 +51,4 @@ class Spectrum:
     @property
     def significant(self) -> Tensor:
         """e with zeros where the matrix' own rounding cannot tell it from zero."""
-        values = self.values
-        return values.masked_fill(values.detach().abs() <= self._tolerance(values.detach()), 0.0)
+        return self.values.masked_fill(self.values.abs() <= self._tolerance(self.values), 0.0)

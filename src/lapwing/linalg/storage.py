@@ -65,17 +65,20 @@ def unpack(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> PSD:
     kind = spec.get("type")
     if kind not in LEAVES:
         raise CorruptFile(f"a stored matrix is one of {', '.join(sorted(LEAVES))}, got {kind!r}. Save it again.")
-    values: dict[str, Any] = {}
-    for name, value in spec.items():
-        if name == "layout":
-            values[name] = _unpack_layout(tensors, value)
-        elif name == "blocks":
-            values[name] = tuple(unpack(tensors, block) for block in value)
-        elif isinstance(value, Mapping):
-            values[name] = _tensor(tensors, value["tensor"])
-        elif name != "type":
-            values[name] = tuple(value) if isinstance(value, list) else value
-    return LEAVES[kind](**values)
+    try:
+        return LEAVES[kind](**{name: _unpack(tensors, name, spec[name]) for name in spec if name != "type"})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFile(f"the stored {kind} does not fit together ({error}). Save it again.") from error
+
+
+def _unpack(tensors: Mapping[str, Tensor], name: str, value: Any) -> Any:
+    if name == "layout":
+        return _unpack_layout(tensors, value)
+    if name == "blocks":
+        return tuple(unpack(tensors, block) for block in value)
+    if isinstance(value, Mapping):
+        return _tensor(tensors, value["tensor"])
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _unpack_layout(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> Layout:
