@@ -70,8 +70,10 @@ def test_ece_matches_a_loop_over_bins(classes: tuple[torch.Tensor, torch.Tensor]
 
 
 def test_a_confidence_on_an_edge_belongs_to_the_lower_bin() -> None:
-    _, _, count = metrics.reliability(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([0, 0]), bins=2)
-    assert count.tolist() == [1, 1]
+    bins = metrics.reliability(torch.tensor([0.5, 1.0, 0.3]), torch.tensor([True, False, False]), bins=2)
+    assert bins.count.tolist() == [2, 1]
+    assert bins.accuracy.tolist() == [0.5, 0.0]
+    torch.testing.assert_close(bins.confidence, torch.tensor([0.4, 1.0], dtype=torch.float64))
 
 
 def test_ece_of_calibrated_predictions_goes_to_zero(generator: torch.Generator) -> None:

@@ -11,6 +11,7 @@ Example:
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from lapwing.errors import BadData
 
 __all__ = [
+    "Reliability",
     "accuracy",
     "auroc",
     "brier",
@@ -63,26 +65,39 @@ def ece(probs: Tensor, targets: Tensor, bins: int = 15) -> Tensor:
 
     `bins` equal-width bins ((b−1)/bins, b/bins] (Guo et al. 2017, Eq. 3, who use 15).
     """
-    confidence, correct, count = reliability(probs, targets, bins)
-    return (count * (correct - confidence).abs()).sum() / count.sum()
-
-
-def reliability(probs: Tensor, targets: Tensor, bins: int = 15) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean confidence, accuracy and number of items in each of `bins` equal-width bins of confidence; each (bins,).
-
-    Empty bins have confidence and accuracy 0 and count 0.
-    """
     probs, targets = _classes(probs, targets)
+    confidence, label = probs.max(-1)
+    return reliability(confidence, label == targets.argmax(-1), bins).gap
+
+
+@dataclass(frozen=True, eq=False)
+class Reliability:
+    """Mean confidence, accuracy and number of items in each bin of confidence; each (bins,), zeros in empty bins."""
+
+    confidence: Tensor
+    accuracy: Tensor
+    count: Tensor
+
+    @property
+    def gap(self) -> Tensor:
+        """The expected calibration error, Σ_b n_b/N · |accuracy_b − confidence_b|."""
+        return (self.count * (self.accuracy - self.confidence).abs()).sum() / self.count.sum()
+
+
+def reliability(confidence: Tensor, correct: Tensor, bins: int = 15) -> Reliability:
+    """Items sorted into `bins` equal-width bins of confidence, ((b−1)/bins, b/bins].
+
+    `confidence` is the probability of what was predicted and `correct` whether it came true; any shape.
+    """
+    _same(confidence, correct)
     if bins < 1:
         raise BadData(f"bins must be at least 1, got {bins}")
-    confidence, label = probs.reshape(-1, probs.shape[-1]).max(-1)
-    correct = (label == targets.reshape(-1, probs.shape[-1]).argmax(-1)).double()
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=probs.device)
+    confidence, correct = confidence.double().flatten(), correct.double().flatten()
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=confidence.device)
     which = torch.bucketize(confidence, edges[1:-1])
-    count = torch.zeros(bins, dtype=torch.float64, device=probs.device).index_add(0, which, torch.ones_like(correct))
-    total = torch.zeros((2, bins), dtype=torch.float64, device=probs.device)
-    mean = total.index_add(1, which, torch.stack([confidence, correct])) / count.clamp(min=1)
-    return mean[0], mean[1], count
+    rows = torch.stack([confidence, correct, torch.ones_like(correct)])
+    total = torch.zeros((3, bins), dtype=torch.float64, device=confidence.device).index_add(1, which, rows)
+    return Reliability(total[0] / total[2].clamp(min=1), total[1] / total[2].clamp(min=1), total[2])
 
 
 def entropy(probs: Tensor) -> Tensor:
