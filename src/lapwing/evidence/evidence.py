@@ -1,0 +1,124 @@
+"""The log evidence log p(D|M) of the Laplace approximation, and what follows from it."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import UnsupportedOperation
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import PSD
+from lapwing.posterior import Tempered, resolve_temperature
+
+ResolvedPrior = tuple[Tensor, PSD]
+"""μ₀ (P,) and Π, as `Prior.resolve` gives them."""
+
+
+class FittedCurvature(Protocol):
+    """What the evidence reads of a `Curvature`."""
+
+    @property
+    def matrix(self) -> PSD: ...
+    @property
+    def statistics(self) -> Tensor: ...
+    @property
+    def dispersion_power(self) -> int: ...
+    @property
+    def gradient(self) -> Tensor | None: ...
+
+
+def log_evidence(
+    curvature: FittedCurvature,
+    prior: ResolvedPrior,
+    likelihood: Likelihood,
+    *,
+    mean: Tensor,
+    temperature: float | Tensor | Tempered = 1.0,
+    at: str = "map",
+) -> Tensor:
+    """T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀) − ½[log|T/φ·H + Π| − log|Π|], a float64 scalar.
+
+    `mean` is θ̂ (P,). Differentiable in prior precisions, prior mean, noise and temperature; exact for a
+    linear-Gaussian model at its mode. Away from the mode `at="linear-mode"` adds ½gᵀΣg, g the gradient of the log joint
+    at θ̂: the value at the mode of the linearized model, exact for a linear-Gaussian model at any θ̂.
+
+    Diagonal, block-diagonal and EKFAC curvature give lower bounds of the full GGN's evidence; KFAC does not. At T ≠ 1
+    this is the evidence of the tempered likelihood p(D|θ)^T, which cannot choose T. `Tempered(T, prior=True)` has the
+    prior N(μ₀, (TΠ)⁻¹).
+    """
+    if at not in ("map", "linear-mode"):
+        raise ValueError(f"at={at!r}: use 'map' (θ̂ as it is) or 'linear-mode' (the mode of the linearized model)")
+    tempered = resolve_temperature(temperature)
+    center, precision = prior
+    precision = precision.scale(tempered.prior_scale)
+    scale = tempered.likelihood_scale(likelihood.dispersion, curvature.dispersion_power)
+    fit = tempered.T * likelihood.log_likelihood(curvature.statistics)
+    offset = mean.double() - center.double()
+    distance = (offset * precision.matvec(offset).double()).sum()
+    bracket = curvature.matrix.scale(scale).logdet_ratio(precision)
+    value = fit - 0.5 * distance - 0.5 * bracket
+    if at == "map":
+        return value
+    return value + _gain(curvature, scale, precision, offset, tempered, likelihood)
+
+
+def stationarity(
+    curvature: FittedCurvature,
+    prior: ResolvedPrior,
+    likelihood: Likelihood,
+    *,
+    mean: Tensor,
+    temperature: float | Tensor | Tempered = 1.0,
+) -> float:
+    """½gᵀΣg in nats: what the log joint would gain by moving from θ̂ to the mode of the linearized model.
+
+    Well below one, θ̂ is a mode for the purposes of the evidence; far above, use `at="linear-mode"`.
+    """
+    tempered = resolve_temperature(temperature)
+    center, precision = prior
+    precision = precision.scale(tempered.prior_scale)
+    scale = tempered.likelihood_scale(likelihood.dispersion, curvature.dispersion_power)
+    offset = mean.double() - center.double()
+    return _gain(curvature, scale, precision, offset, tempered, likelihood).item()
+
+
+def effective_parameters(
+    curvature: FittedCurvature,
+    prior: ResolvedPrior,
+    likelihood: Likelihood,
+    *,
+    temperature: float | Tensor | Tempered = 1.0,
+) -> float:
+    """γ = tr(c·H (c·H + Π)⁻¹) = Σ c e/(c e + τ): how many directions the data, not the prior, determine.
+
+    Computed as the derivative of log|c·H + Π| in log c, which no structure gets by subtraction.
+    """
+    tempered = resolve_temperature(temperature)
+    scale = tempered.likelihood_scale(likelihood.dispersion.detach(), curvature.dispersion_power)
+    with torch.enable_grad():
+        log_scale = scale.detach().double().log().requires_grad_()
+        precision = prior[1].scale(tempered.prior_scale)
+        bracket = curvature.matrix.scale(log_scale.exp()).logdet_ratio(precision)
+        (effective,) = torch.autograd.grad(bracket, log_scale)
+    return effective.item()
+
+
+def _gain(
+    curvature: FittedCurvature,
+    scale: Tensor,
+    precision: PSD,
+    offset: Tensor,
+    tempered: Tempered,
+    likelihood: Likelihood,
+) -> Tensor:
+    """½gᵀΣg with g = T/φ·∇ − Π(θ̂−μ₀)."""
+    if curvature.gradient is None:
+        raise UnsupportedOperation(
+            "this curvature holds no gradient of the log-likelihood, which the mode of the linearized model needs; fit "
+            "again with a version and structure that store it, or use at='map'"
+        )
+    pull = precision.matvec(offset).double()
+    factor = tempered.likelihood_scale(likelihood.dispersion)
+    gradient = factor * curvature.gradient.double() - pull
+    posterior = curvature.matrix.scale(scale) + precision
+    return 0.5 * (gradient * posterior.solve(gradient).double()).sum()

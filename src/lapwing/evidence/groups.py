@@ -1,0 +1,84 @@
+"""Which weights share one prior precision."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.posterior import Prior
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """A partition of the P selected weights. Weight p has precision τ[index[p]].
+
+    `members` holds the parameter names of each group; it is empty where the groups are not made of whole parameters
+    (one group for everything, or one per weight).
+    """
+
+    index: Tensor
+    count: int
+    members: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.index.ndim != 1 or self.index.dtype != torch.long:
+            raise ValueError(f"expected a flat tensor of integers, got {self.index.dtype} {tuple(self.index.shape)}")
+        if self.members and len(self.members) != self.count:
+            raise ValueError(f"{self.count} groups need as many lists of names, got {len(self.members)}")
+
+    @classmethod
+    def scalar(cls, size: int) -> "Groups":
+        """One precision for all `size` weights."""
+        return cls(torch.zeros(size, dtype=torch.long), 1)
+
+    @classmethod
+    def parameterwise(cls, size: int) -> "Groups":
+        """One precision for each weight."""
+        return cls(torch.arange(size), size)
+
+    @classmethod
+    def layerwise(
+        cls,
+        blocks: Sequence[Sequence[str]],
+        names: Sequence[str],
+        sizes: Sequence[int],
+        index: Tensor | None = None,
+    ) -> "Groups":
+        """One precision for each of `blocks`, given as parameter names (`curvature.names`).
+
+        `names` and `sizes` describe the flat vector; `index` picks the weights of a subnetwork out of it.
+        """
+        where = {name: k for k, block in enumerate(blocks) for name in block}
+        missing = [name for name in names if name not in where]
+        if missing:
+            raise ValueError(f"no block holds the parameter {missing[0]!r}; the blocks are {list(map(tuple, blocks))}")
+        flat = torch.repeat_interleave(torch.tensor([where[name] for name in names]), torch.tensor(list(sizes)))
+        return cls(flat if index is None else flat[index.cpu()], len(blocks), tuple(map(tuple, blocks)))
+
+    @property
+    def size(self) -> int:
+        """P, the number of weights."""
+        return self.index.numel()
+
+    def expand(self, values: Tensor) -> Tensor:
+        """(*batch, G) values of the groups -> (*batch, P) values of the weights."""
+        return values[..., self.index.to(values.device)]
+
+    def total(self, values: Tensor) -> Tensor:
+        """(P,) values of the weights -> (G,) sums over each group."""
+        zero = torch.zeros(self.count, dtype=values.dtype, device=values.device)
+        return zero.index_add(0, self.index.to(values.device), values)
+
+    def label(self, group: int) -> str:
+        """What a message calls a group."""
+        if self.members:
+            return f"block {group} ({', '.join(self.members[group])})"
+        return "all weights" if self.count == 1 else f"weight {group}"
+
+    def prior(self, values: Tensor, mean: float | Tensor = 0.0) -> Prior:
+        """The prior with precision values[g] on group g."""
+        values = values.detach()
+        if self.members:
+            return Prior.per_block(values.tolist(), self.members, mean)
+        return Prior(values.item() if self.count == 1 else values, mean)

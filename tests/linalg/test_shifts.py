@@ -1,0 +1,78 @@
+"""Many shifts of one matrix against the matrix with each shift added."""
+
+import pytest
+import torch
+
+from lapwing.linalg import PSD, BlockDiagonal, Dense, DenseRows, Diagonal, Kronecker, Layout, LowRank, MatrixRows, Term
+from lapwing.linalg.rows import Rows
+from lapwing.linalg.shifts import block_rows, blocks_of, eigenvalues, shifted_quadratics
+
+torch.manual_seed(0)
+ROOT = torch.randn(4, 12, dtype=torch.float64)
+SIDES = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(2, 2, 2, dtype=torch.float64)
+KRONECKER = Kronecker(SIDES[0] @ SIDES[0].mT, SIDES[1] @ SIDES[1].mT)
+MATRICES: dict[str, PSD] = {
+    "diagonal": Diagonal(torch.rand(12, dtype=torch.float64)),
+    "dense": Dense(ROOT.T @ ROOT).scale(0.5),
+    "kronecker": KRONECKER.scale(2.0),
+    "eigenkronecker": KRONECKER + Diagonal(torch.full((12,), 0.1).double()),
+    "lowrank": LowRank(ROOT, torch.rand(4, dtype=torch.float64), torch.zeros(12).double()),
+}
+
+
+def matrix_rows(positions: int) -> MatrixRows:
+    generator = torch.Generator().manual_seed(1)
+    left = torch.randn(5, 3, positions, 2, 3, dtype=torch.float64, generator=generator)
+    right = torch.randn(5, 1, positions, 2, 2, dtype=torch.float64, generator=generator)
+    return MatrixRows((Term(left, right),))
+
+
+ROWS: dict[str, Rows] = {
+    "outer": matrix_rows(1),
+    "shared": matrix_rows(4),
+    "dense": DenseRows(matrix_rows(2).dense()),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+def test_shifted_quadratics(matrix: PSD, rows: Rows) -> None:
+    shifts = torch.tensor([1e-3, 0.5, 1e4], dtype=torch.float64)
+    got = shifted_quadratics(matrix, rows, shifts)
+    dense, jacobian = matrix.dense(), rows.dense()
+    for k, shift in enumerate(shifts):
+        inverse = torch.linalg.inv(dense + shift * torch.eye(12, dtype=torch.float64))
+        torch.testing.assert_close(got[k], jacobian @ inverse @ jacobian.mT, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+def test_eigenvalues(matrix: PSD) -> None:
+    got = eigenvalues(matrix)
+    assert got is not None
+    expected = torch.linalg.eigvalsh(matrix.dense())
+    torch.testing.assert_close(got.sort().values, expected[-len(got) :], rtol=1e-9, atol=1e-12)
+    assert expected[: 12 - len(got)].abs().sum() < 1e-12
+
+
+def test_no_eigenbasis() -> None:
+    assert eigenvalues(MATRICES["dense"] + Diagonal(torch.arange(1, 13).double())) is None
+    assert eigenvalues(MATRICES["lowrank"] + Diagonal(torch.ones(12).double())) is None
+
+
+def test_blocks() -> None:
+    layout = Layout(24, (torch.arange(0, 24, 2), torch.arange(1, 24, 2)))
+    whole = BlockDiagonal(layout, (MATRICES["dense"], MATRICES["diagonal"]))
+    rows = DenseRows(torch.randn(2, 3, 24, dtype=torch.float64))
+    assert blocks_of(whole) == whole.blocks
+    assert blocks_of(whole.blocks[0]) == (whole.blocks[0],)
+    shift = torch.tensor([0.3], dtype=torch.float64)
+    total = sum(
+        shifted_quadratics(block, part, shift)[0] for block, part in zip(blocks_of(whole), block_rows(whole, rows))
+    )
+    torch.testing.assert_close(total, (whole + Diagonal(torch.full((24,), 0.3).double())).quadratic(rows))
+
+
+def test_refuses_a_shift_that_leaves_it_indefinite() -> None:
+    indefinite = Dense(torch.diag(torch.tensor([1.0, -2.0], dtype=torch.float64)))
+    with pytest.raises(ValueError, match="exceed 2"):
+        shifted_quadratics(indefinite, DenseRows(torch.ones(1, 1, 2).double()), torch.tensor([1.0]))
