@@ -62,7 +62,7 @@ class Dense(PSD):
     @property
     def _values(self) -> Tensor:
         """Eigenvalues of A in the order of `spectrum`, positive."""
-        values = self.spectrum.values if bool(self._shift != 0) else self.spectrum.significant
+        values = self.spectrum.values if bool(self._shift.detach() != 0) else self.spectrum.significant
         return require_positive(self._factor * values + self._shift)
 
     @property
@@ -80,7 +80,7 @@ class Dense(PSD):
         lower, info = torch.linalg.cholesky_ex(self._float64())
         pivots = lower.detach().diagonal().square()
         if int(info) or bool(pivots.min() <= self.size * torch.finfo(torch.float64).eps * pivots.max()):
-            raise NotPositiveDefinite(not_positive(min(0.0, float(self.smallest_eigenvalue()))))
+            raise NotPositiveDefinite(not_positive(min(0.0, float(self.smallest_eigenvalue().detach()))))
         return lower
 
     def _float64(self) -> Tensor:
