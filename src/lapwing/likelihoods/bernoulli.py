@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ class Bernoulli(Likelihood):
 
     Targets: 0 or 1, or soft labels between, of the shape of f; (B, *event) too where there is one logit.
     """
+
+    links: ClassVar[tuple[str, ...]] = ("quadrature", "mc", "probit")
 
     def conditional(self, f: Tensor) -> Independent:
         return Independent(BernoulliLaw(logits=f, validate_args=False), 1, validate_args=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ class BradleyTerry(Likelihood):
 
     y (B,) in {0, 1} is the index of the preferred one; soft preferences are (B, 2). Λ = p₀p₁ (1, −1)(1, −1)ᵀ.
     """
+
+    links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
 
     def conditional(self, f: Tensor) -> CategoricalLaw:
         return CategoricalLaw(logits=f, validate_args=False)

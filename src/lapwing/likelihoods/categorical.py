@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class Categorical(Likelihood):
 
     Example: `Categorical(class_dim=1)` for a segmentation network with outputs (B, C, H, W) and targets (B, H, W).
     """
+
+    links: ClassVar[tuple[str, ...]] = ("mc", "probit", "bridge", "bridge_norm", "quadrature")
 
     class_dim: int = -1
     ignore_index: int = -100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lapwing.likelihoods.likelihood import (
     require_finite,
     weighted_sum,
 )
+from lapwing.likelihoods.marginal import Marginal, NormalMarginal, Outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,8 @@ class Gaussian(Likelihood):
 
     Targets: the shape of f; (B, *event) too where there is one output.
     """
+
+    links: ClassVar[tuple[str, ...]] = ("exact", "mc")
 
     noise: float | Tensor = 1.0
 
@@ -86,6 +89,11 @@ class Gaussian(Likelihood):
     def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         f = promote(f).detach()
         return f + self.sigma(f).detach() * torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+
+    def marginal(self, f: Outputs) -> Marginal:
+        """y ~ N(m, V + diag σ²)."""
+        noise = self.sigma(f.mean).square().expand(f.mean.shape)
+        return NormalMarginal(promote(f.mean), noise, promote(f.variance), lambda: f.item_covariance)
 
     @property
     def dispersion(self) -> Tensor:

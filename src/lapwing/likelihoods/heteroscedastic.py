@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData
 from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require_finite
+from lapwing.likelihoods.marginal import Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,8 @@ class HeteroscedasticGaussian(Likelihood):
 
     Λ is the Fisher information and does not depend on y. Targets: (B, *event, K), without the K where it is 1.
     """
+
+    links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
 
     parametrization: Literal["natural", "mean"] = "natural"
 
@@ -94,6 +97,33 @@ class HeteroscedasticGaussian(Likelihood):
         mean, variance = self.moments(f.detach())
         noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
         return mean + variance.sqrt() * noise
+
+    def marginal(self, f: Outputs) -> Marginal:
+        """A mixture over nodes of the second parameter, given which everything is Gaussian.
+
+        Given ρ, f₁ = m + b(ρ − ρ̄) + e with b = Cov(f₁, ρ)/Var(ρ) and Var e = r, and μ = a(ρ) f₁ with a = σ² (natural)
+        or 1 (mean). So y | ρ ~ N(a(m + b(ρ − ρ̄)), a²r + σ²), E[σ²] is the aleatoric part and Var μ = E[a²r] +
+        Var[a(m + b(ρ − ρ̄))] the epistemic one: the whole 2 × 2 covariance counts, not Var(f₁) alone.
+        """
+        first, second = (part.double() for part in self.split(f.mean))
+        covariance = f.item_covariance.double()
+        k = first.shape[-1]
+        diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+        cross = covariance[..., :k, k:].diagonal(dim1=-2, dim2=-1)
+        slope = torch.where(diagonal[..., k:] > 0, cross / diagonal[..., k:].clamp(min=1e-300), 0.0)
+        rest = (diagonal[..., :k] - slope * cross).clamp(min=0)
+        x, log_weights = normal_nodes(first)
+        step = safe_sqrt(diagonal[..., k:]) * x.reshape(-1, *(1,) * first.ndim)  # (Q, B, *event, K)
+        center, noise = self.moments(torch.cat([first + slope * step, second + step], -1))
+        gain = noise if self.parametrization == "natural" else torch.ones_like(noise)
+        weights = log_weights.exp().reshape(-1, *(1,) * first.ndim)
+        mean = (weights * center).sum(0)
+        epistemic = (weights * (gain.square() * rest + (center - mean).square())).sum(0)
+        law = Normal(center, (gain.square() * rest + noise).sqrt(), validate_args=False)
+        dtype = promote(f.mean).dtype
+        return MixtureMarginal(
+            law, log_weights, mean.to(dtype), (weights * noise).sum(0).to(dtype), epistemic.to(dtype)
+        )
 
     def spec(self) -> dict[str, Any]:
         return {"family": "HeteroscedasticGaussian", "parametrization": self.parametrization}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, kl_divergence
 
 from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.likelihoods.marginal import Marginal, Outputs
 
 
 class Likelihood(ABC):
@@ -32,6 +33,9 @@ class Likelihood(ABC):
             def conditional(self, f):
                 return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
     """
+
+    links: ClassVar[tuple[str, ...]] = ("mc",)
+    """Ways from a distribution of f to one of y, the best first. Monte Carlo serves every likelihood."""
 
     @abstractmethod
     def conditional(self, f: Tensor) -> Distribution:
@@ -140,6 +144,12 @@ class Likelihood(ABC):
         score = self.score(f, self.sample_target(f, generator))
         score = score * self.dispersion.detach().to(score).sqrt()
         return masked(score, None if y is None else self.mask(f, y))
+
+    # --- the prediction --------------------------------------------------------------------------------------------
+
+    def marginal(self, f: Outputs) -> Marginal | None:
+        """∫ p(y | f) N(f) df where it is known in closed form or by quadrature in one dimension; else None."""
+        return None
 
     # --- sums over data --------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.distributions import Independent
 from torch.distributions import Poisson as PoissonLaw
 
 from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require, require_finite
+from lapwing.likelihoods.marginal import Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,8 @@ class Poisson(Likelihood):
 
     Targets: counts 0, 1, 2, … of the shape of f; (B, *event) too where there is one output.
     """
+
+    links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
 
     def conditional(self, f: Tensor) -> Independent:
         return Independent(PoissonLaw(f.exp(), validate_args=False), 1, validate_args=False)
@@ -43,6 +46,16 @@ class Poisson(Likelihood):
 
     def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(promote(f).detach().exp(), generator=generator)
+
+    def marginal(self, f: Outputs) -> Marginal:
+        """A mixture over nodes of log rates; the moments are those of a lognormal rate, exactly: with E = exp(m + v/2),
+        E[y] = E[Var(y|f)] = E and Var(E[y|f]) = E²(e^v − 1)."""
+        mean, variance = promote(f.mean), promote(f.variance)
+        x, log_weights = normal_nodes(mean.double())
+        nodes = mean.double() + safe_sqrt(variance.double()) * x.reshape(-1, *(1,) * mean.ndim)
+        rate = (mean + variance / 2).exp()
+        spread = rate.square() * variance.expm1()
+        return MixtureMarginal(PoissonLaw(nodes.exp(), validate_args=False), log_weights, rate, rate, spread)
 
     def spec(self) -> dict[str, Any]:
         return {"family": "Poisson"}

@@ -1,0 +1,195 @@
+"""The distribution of y where f itself is uncertain: p(y) = ∫ p(y | f) p(f) df."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from numpy.polynomial.hermite_e import hermegauss
+from torch import Tensor
+from torch.distributions import Distribution, Normal, Poisson
+
+from lapwing.errors import UnsupportedOperation
+
+_NODES, _RANGE = 256, 12.0
+
+
+class Outputs(Protocol):
+    """A Gaussian distribution of f; each part is computed when it is read."""
+
+    @property
+    def mean(self) -> Tensor: ...  # (B, *event, C)
+
+    @property
+    def variance(self) -> Tensor: ...  # (B, *event, C)
+
+    @property
+    def item_covariance(self) -> Tensor: ...  # (B, *event, C, C)
+
+
+class Marginal(ABC):
+    """p(y) for targets y (B, *event, K), or (B, *event) where a target is a single number.
+
+    `mean`, `aleatoric` = E_f[Var(y | f)] and `epistemic` = Var_f[E(y | f)] are for each output, and their sum is the
+    variance of y (law of total variance). `log_prob` is for an item, over all its outputs together.
+    """
+
+    mean: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+
+    @abstractmethod
+    def log_prob(self, y: Tensor) -> Tensor | None:
+        """(B, *event), or None where only the outputs one by one are known."""
+
+    @abstractmethod
+    def quantile(self, level: float) -> Tensor:
+        """y with p(output ≤ y) = level, output by output."""
+
+    def entropy(self) -> Tensor | None:
+        """(B, *event), or None where there is no closed form."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class NormalMarginal(Marginal):
+    """y ~ N(mean, C + diag(aleatoric)) with C the covariance of f, read only where there are several outputs."""
+
+    mean: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    covariance: Callable[[], Tensor]
+
+    @cached_property
+    def _cholesky(self) -> Tensor:
+        if self.mean.shape[-1] == 1:
+            return (self.aleatoric + self.epistemic).double().sqrt()[..., None]
+        return torch.linalg.cholesky(self.covariance().double() + torch.diag_embed(self.aleatoric.double()))
+
+    def _log_root_determinant(self) -> Tensor:
+        """½ log|2π(C + noise)|."""
+        logs = self._cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return logs + self.mean.shape[-1] * math.log(2 * math.pi) / 2
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        error = (y - self.mean).double()[..., None]
+        white = torch.linalg.solve_triangular(self._cholesky, error, upper=False)[..., 0]
+        return (-white.square().sum(-1) / 2 - self._log_root_determinant()).to(self.mean.dtype)
+
+    def entropy(self) -> Tensor:
+        return (self._log_root_determinant() + self.mean.shape[-1] / 2).to(self.mean.dtype)
+
+    def quantile(self, level: float) -> Tensor:
+        score = torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
+        return self.mean + score * (self.aleatoric + self.epistemic).sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureMarginal(Marginal):
+    """y ~ Σ_q w_q p_q(y). `components` has batch_shape (Q, *shape of y): one law for each output.
+
+    `whole`: the Q components are joint over the outputs of an item (they come from draws of f), not one output at a
+    time (they come from quadrature). Computed in the dtype of the components, returned in that of `mean`.
+    """
+
+    components: Distribution
+    log_weights: Tensor  # (Q,)
+    mean: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    event_dims: int = 1
+    whole: bool = False
+
+    def _log_weights(self, ndim: int) -> Tensor:
+        return self.log_weights.reshape((-1,) + (1,) * (ndim - 1))
+
+    def log_prob(self, y: Tensor) -> Tensor | None:
+        if self.event_dims and not self.whole and y.shape[-1] > 1:
+            return None
+        parts = self.components.log_prob(y.to(self.log_weights.dtype))
+        if self.event_dims:
+            parts = parts.sum(-1)
+        return (parts + self._log_weights(parts.ndim)).logsumexp(0).to(self.mean.dtype)
+
+    def quantile(self, level: float) -> Tensor:
+        """By bisection of Σ_q w_q F_q(y) = level; for counts the smallest y that reaches the level."""
+        lower, upper = self._bracket()
+        for _ in range(80):
+            middle = (lower + upper) / 2
+            parts = distribution_function(self.components, middle)
+            reached = (parts * self._log_weights(parts.ndim).exp()).sum(0) >= level
+            lower, upper = torch.where(reached, lower, middle), torch.where(reached, middle, upper)
+        if isinstance(self.components, Poisson):
+            upper = upper.floor()
+        return upper.to(self.mean.dtype)
+
+    def entropy(self) -> Tensor | None:
+        """For one output: −Σ_q w_q E_q[log p(y)] with y at Gauss–Hermite nodes, or summed over all likely counts."""
+        if self.whole or not self.event_dims or self.mean.shape[-1] > 1:
+            return None
+        if isinstance(self.components, Normal):
+            return self._normal_entropy()
+        return self._count_entropy() if isinstance(self.components, Poisson) else None
+
+    def _normal_entropy(self) -> Tensor:
+        assert isinstance(self.components, Normal)
+        outer = (self.log_weights > math.log(1e-12)).nonzero()[::2, 0]  # every second node is a good rule too
+        weights = self.log_weights[outer].softmax(0)
+        x, inner = (torch.from_numpy(part).to(self.log_weights) for part in hermegauss(10))
+        total = torch.zeros_like(self.components.loc[0, ..., 0])
+        for w, q in zip(weights, outer):
+            for v, z in zip(inner / inner.sum(), x):
+                log_p = self.log_prob(self.components.loc[q] + z * self.components.scale[q])
+                assert log_p is not None
+                total = total - w * v * log_p
+        return total.to(self.mean.dtype)
+
+    def _count_entropy(self) -> Tensor | None:
+        largest = int(self.quantile(1 - 1e-9).max())
+        if largest > 4096:
+            return None
+        total = torch.zeros_like(self.components.mean[0, ..., 0])
+        for count in range(largest + 1):
+            log_p = self.log_prob(torch.full_like(self.mean, count))
+            assert log_p is not None
+            total = total - log_p.exp() * log_p
+        return total.to(self.mean.dtype)
+
+    def _bracket(self) -> tuple[Tensor, Tensor]:
+        likely = self.log_weights > math.log(1e-12)
+        center, spread = self.components.mean[likely], 40 * self.components.stddev[likely]
+        lower, upper = (center - spread).amin(0), (center + spread).amax(0)
+        if not (lower.isfinite().all() and upper.isfinite().all()):
+            raise UnsupportedOperation("the variance of y given f is not finite: no bracket for its quantiles.")
+        bound = getattr(self.components.support, "lower_bound", None)
+        return lower if bound is None else lower.clamp(min=bound), upper
+
+
+def distribution_function(law: Distribution, y: Tensor) -> Tensor:
+    """P(Y ≤ y); torch has none for the Poisson law."""
+    if not isinstance(law, Poisson):
+        return law.cdf(y)
+    count = y.floor()
+    return torch.where(count < 0, 0.0, torch.special.gammaincc(count.clamp(min=0) + 1, law.rate))
+
+
+def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes x (Q,) and log weights with Σ w g(x) ≈ E[g(x)], x ~ N(0, 1), in the dtype of `like`.
+
+    The trapezoidal rule, which converges geometrically for a Gaussian weight: at a logit of standard deviation 10 the
+    error of E[sigmoid] is below 1e-9 here and 3e-3 with 64 Gauss–Hermite nodes.
+    """
+    x = torch.linspace(-_RANGE, _RANGE, _NODES, dtype=torch.float64)
+    log_weights = (-x.square() / 2).log_softmax(0)
+    return x.to(like), log_weights.to(like)
+
+
+def safe_sqrt(values: Tensor) -> Tensor:
+    """√values with a derivative of 0 instead of ∞ at 0."""
+    positive = values > 0
+    return torch.where(positive, values.masked_fill(~positive, 1.0).sqrt(), 0.0)

@@ -1,0 +1,377 @@
+"""The answer to a query: a distribution over targets y."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli as BernoulliLaw
+from torch.distributions import Categorical as CategoricalLaw
+
+from lapwing.errors import UnsupportedOperation
+from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods.likelihood import masked
+from lapwing.likelihoods.marginal import Marginal, MixtureMarginal
+from lapwing.predictive.fixed import fixed_generator
+from lapwing.predictive.function import FunctionDistribution, GaussianFunction
+from lapwing.predictive.links import LINKS, ClassLaw, entropy, inner_law
+
+SAMPLES = 1024
+"""Points of f in a Monte Carlo expectation; a power of two suits their sequence."""
+
+_CLASSES = ("probs", "label", "confidence")
+_VALUES = ("variance", "stddev", "interval")
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction(ABC):
+    """p(y | x) = ∫ p(y | f) p(f) df for a batch of inputs. Built by `predict_targets`.
+
+    Shapes: y is (B, *event) for classes and (B, *event, K) for K labels, counts or values; without the K where the
+    network returned (B,) (`scalar`). `entropy` and `log_prob` are one number an item, (B, *event), except that binary
+    labels have an entropy each. Everything but `sample` is the same for an item whatever else is in the batch, unless
+    a generator was given.
+    """
+
+    function: FunctionDistribution
+    likelihood: Likelihood
+    link: str
+    samples: int = SAMPLES
+    seed: int | None = None
+    score: Tensor | Callable[[], Tensor] | None = None
+    scalar: bool = False
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor:
+        """E[y]; the probabilities for classes and labels."""
+
+    @property
+    @abstractmethod
+    def entropy(self) -> Tensor:
+        """Of p(y), in nats; the differential entropy for values."""
+
+    @property
+    @abstractmethod
+    def total(self) -> Tensor:
+        """Uncertainty of y = aleatoric + epistemic: the entropy for classes and labels, else the variance."""
+
+    @property
+    @abstractmethod
+    def aleatoric(self) -> Tensor:
+        """What would remain if the weights were known: E_f[entropy of p(y|f)], else E_f[Var(y|f)]."""
+
+    @property
+    @abstractmethod
+    def epistemic(self) -> Tensor:
+        """What more data would remove: the mutual information of y and f, else Var_f(E[y|f])."""
+
+    @abstractmethod
+    def log_prob(self, y: Any) -> Tensor:
+        """log p(y), (B, *event), over all outputs of an item together; soft labels give Σ q log p."""
+
+    @cached_property
+    def novelty(self) -> Tensor:
+        """How unlike the training data the input is: a score that does not depend on the tuned prior."""
+        if self.score is None:
+            raise UnsupportedOperation(
+                "this prediction was made without a novelty score: use Laplace.predict(x).novelty."
+            )
+        return self.score() if callable(self.score) else self.score
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, *shape of y) draws: f from `function` (joint over inputs where it is), then y given f. Without a
+        generator they come from a fixed seed, the same at every call."""
+        generator = fixed_generator(self.function.mean.device) if generator is None else generator
+        return self._outside(self.likelihood.sample_target(self.function.sample(n, generator), generator))
+
+    def _outside(self, values: Tensor) -> Tensor:
+        """Without the last dimension where the network returned (B,) and targets are (B, 1) inside."""
+        return values[..., 0] if self.scalar and self._event_shape == (1,) else values
+
+    @cached_property
+    def _event_shape(self) -> torch.Size:
+        return self.likelihood.law(self.function.mean).event_shape
+
+    def _generator(self) -> torch.Generator | None:
+        """Fresh at each use, so that results do not depend on the order in which they are asked for."""
+        return None if self.seed is None else torch.Generator(self.function.mean.device).manual_seed(self.seed)
+
+    @cached_property
+    def _points(self) -> Tensor:
+        return self.function.points(self.samples, self._generator())
+
+    def _mixture_log_prob(self, y: Tensor) -> Tensor:
+        """log (1/S) Σ_s p(y | f_s) for canonical targets."""
+        points = self._points
+        parts = self.likelihood.log_prob(points, y.expand(len(points), *y.shape))
+        return parts.logsumexp(0) - math.log(len(points))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _CLASSES + _VALUES:
+            kind = "classification" if name in _CLASSES else "regression"
+            raise AttributeError(
+                f".{name} is for {kind}; a prediction of {type(self.likelihood).__name__} has .mean, .entropy, .total, "
+                f".aleatoric, .epistemic and .{', .'.join(_VALUES if name in _CLASSES else _CLASSES)}."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class ClassPrediction(Prediction):
+    """Over classes, (B, *event): Categorical, BradleyTerry and every likelihood whose conditional is categorical."""
+
+    @cached_property
+    def _law(self) -> ClassLaw:
+        return LINKS[self.link](self.function, self.likelihood, self.samples, self._generator())
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """(B, *event, C), the classes last wherever the network has them."""
+        return self._law.log_probs.exp()
+
+    @property
+    def mean(self) -> Tensor:
+        return self.probs
+
+    @property
+    def label(self) -> Tensor:
+        """The most probable class, (B, *event)."""
+        return self._law.log_probs.argmax(-1)
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of `label`."""
+        return self.probs.amax(-1)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        return entropy(self._law.log_probs)
+
+    @property
+    def total(self) -> Tensor:
+        return self.entropy
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        return self._law.expected_entropy()
+
+    @property
+    def epistemic(self) -> Tensor:
+        return (self.entropy - self.aleatoric).clamp(min=0)
+
+    def log_prob(self, y: Any) -> Tensor:
+        f, log_probs = self.function.mean, self._law.log_probs
+        y = self.likelihood.targets(f, y)
+        if y.ndim == log_probs.ndim:
+            return torch.where(y > 0, y * log_probs, 0.0).sum(-1)
+        mask = self.likelihood.mask(f, y)
+        index = y if mask is None else y.masked_fill(~mask, 0)
+        return masked(log_probs.gather(-1, index.long()[..., None])[..., 0], mask)
+
+
+@dataclass(frozen=True, eq=False)
+class LabelPrediction(Prediction):
+    """Over K binary labels, each with its own probability, entropy and split, (B, *event, K)."""
+
+    @cached_property
+    def _law(self) -> ClassLaw:
+        return LINKS[self.link](self.function, self.likelihood, self.samples, self._generator())
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """p(label = 1)."""
+        return self._outside(self._law.log_probs[..., 1].exp())
+
+    @property
+    def mean(self) -> Tensor:
+        return self.probs
+
+    @property
+    def label(self) -> Tensor:
+        """0 or 1, the more probable."""
+        return self._outside(self._law.log_probs.argmax(-1))
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of `label`."""
+        return self._outside(self._law.log_probs.amax(-1).exp())
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        return self._outside(entropy(self._law.log_probs))
+
+    @property
+    def total(self) -> Tensor:
+        return self.entropy
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        return self._outside(self._law.expected_entropy())
+
+    @property
+    def epistemic(self) -> Tensor:
+        return (self.entropy - self.aleatoric).clamp(min=0)
+
+    def log_prob(self, y: Any) -> Tensor:
+        """Several labels together by Monte Carlo, since they share f; soft ones as Σ q log p of each label."""
+        y = self.likelihood.targets(self.function.mean, y)
+        if self._event_shape.numel() > 1 and bool(((y == 0) | (y == 1)).all()):
+            return self._mixture_log_prob(y)
+        log_probs = self._law.log_probs
+        parts = torch.where(y > 0, y * log_probs[..., 1], 0.0) + torch.where(y < 1, (1 - y) * log_probs[..., 0], 0.0)
+        return parts.sum(-1) if self._event_shape else parts
+
+
+@dataclass(frozen=True, eq=False)
+class ValuePrediction(Prediction):
+    """Over numbers: Gaussian (closed form), heteroscedastic and counts (quadrature), any other by Monte Carlo."""
+
+    @cached_property
+    def _marginal(self) -> Marginal:
+        marginal = None if self.link == "mc" else self.likelihood.marginal(self.function)
+        return self._sampled_marginal() if marginal is None else marginal
+
+    def _sampled_marginal(self) -> Marginal:
+        """(1/S) Σ_s p(y | f_s)."""
+        points = self._points
+        law = inner_law(self.likelihood, points)
+        centers = law.mean
+        return MixtureMarginal(
+            law,
+            centers.new_full((len(points),), -math.log(len(points))),
+            mean=centers.mean(0),
+            aleatoric=law.variance.mean(0),
+            epistemic=centers.var(0, correction=0),
+            event_dims=len(self._event_shape) - len(law.event_shape),
+            whole=True,
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        return self._outside(self._marginal.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Of y, the noise included."""
+        return self._outside(self._marginal.aleatoric + self._marginal.epistemic)
+
+    @property
+    def stddev(self) -> Tensor:
+        return self.variance.sqrt()
+
+    @property
+    def total(self) -> Tensor:
+        return self.variance
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._outside(self._marginal.aleatoric)
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self._outside(self._marginal.epistemic)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound of the central interval that holds each output with this probability."""
+        if not 0 < level < 1:
+            raise ValueError(f"interval level {level}: it is a probability between 0 and 1, such as 0.95.")
+        levels = ((1 - level) / 2, (1 + level) / 2)
+        try:
+            lower, upper = (self._marginal.quantile(q) for q in levels)
+        except (NotImplementedError, UnsupportedOperation):  # torch knows no distribution function for this law
+            lower, upper = torch.quantile(self._targets, self._targets.new_tensor(levels), dim=0)
+        return self._outside(lower), self._outside(upper)
+
+    def log_prob(self, y: Any) -> Tensor:
+        f = self.function.mean
+        y = self.likelihood.targets(f, y)
+        return masked(self._log_prob(y), self.likelihood.mask(f, y))
+
+    def _log_prob(self, y: Tensor) -> Tensor:
+        value = self._marginal.log_prob(y)
+        return self._mixture_log_prob(y) if value is None else value
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """Closed form for Gaussians, quadrature for one output, else −E[log p(y)] over draws of y."""
+        value = self._marginal.entropy()
+        if value is None:
+            value = -torch.stack([self._log_prob(y) for y in self._targets]).mean(0)
+        return value
+
+    @cached_property
+    def _targets(self) -> Tensor:
+        """(S, *shape of y), y_s ~ p(y | f_s): every item with the same random numbers, whatever batch it is in."""
+        points = self._points
+        items = points.reshape(len(points), -1, points.shape[-1])
+        device = points.device
+        draws = [self.likelihood.sample_target(items[:, i], fixed_generator(device)) for i in range(items.shape[1])]
+        return torch.stack(draws, 1).reshape(len(points), *points.shape[1:-1], *draws[0].shape[1:])
+
+
+def predict_targets(
+    function: FunctionDistribution,
+    likelihood: Likelihood,
+    *,
+    link: str = "auto",
+    samples: int | None = None,
+    novelty: Tensor | Callable[[], Tensor] | None = None,
+    scalar: bool = False,
+    generator: torch.Generator | None = None,
+) -> Prediction:
+    """The prediction that follows from a distribution of f: of classes, labels or values, as p(y | f) is.
+
+    `link="auto"` takes what is exact or nearly so (closed form, quadrature in one dimension), else Monte Carlo in
+    output space. `scalar`: the network returned (B,).
+    """
+    law = inner_law(likelihood, function.mean)
+    leaf: type[Prediction] = ValuePrediction
+    if isinstance(law, CategoricalLaw):
+        leaf = ClassPrediction
+    elif isinstance(law, BernoulliLaw):
+        leaf = LabelPrediction
+    seed = None
+    if generator is not None:
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    return leaf(
+        function,
+        likelihood,
+        link=choose_link(link, function, likelihood),
+        samples=SAMPLES if samples is None else samples,
+        seed=seed,
+        score=novelty,
+        scalar=scalar,
+    )
+
+
+def choose_link(link: str, function: FunctionDistribution, likelihood: Likelihood) -> str:
+    """The link asked for if it is possible; for "auto" the best that is."""
+    possible = [name for name in likelihood.links if _possible(name, function, likelihood)]
+    if link == "auto":
+        return "quadrature" if "quadrature" in possible else possible[0]
+    if link not in possible:
+        raise UnsupportedOperation(
+            f'link="{link}" is not possible for {type(likelihood).__name__} with {function.mean.shape[-1]} outputs and '
+            f'{type(function).__name__}: use "auto", {", ".join(repr(name) for name in possible)}.'
+        )
+    return link
+
+
+def _possible(name: str, function: FunctionDistribution, likelihood: Likelihood) -> bool:
+    """Quadrature and closed forms are for Gaussian f; the former needs two classes, or the covariance of an item."""
+    if name not in ("exact", "quadrature"):
+        return True
+    if not isinstance(function, GaussianFunction):
+        return False
+    law = inner_law(likelihood, function.mean)
+    if name == "exact" or isinstance(law, BernoulliLaw):
+        return True
+    pairs = not isinstance(law, CategoricalLaw) or function.mean.shape[-1] == 2
+    return pairs and function.has_covariance
