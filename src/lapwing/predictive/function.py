@@ -115,7 +115,9 @@ class GaussianFunction(FunctionDistribution):
 
     @property
     def has_covariance(self) -> bool:
-        return self._sampler is None and (self._covariance is not None or self.mean.shape[-1] == 1)
+        if self._covariance is None:
+            return self.mean.shape[-1] == 1 and self._variance is not None
+        return self._sampler is None or self.mean.ndim == 2  # tokens and pixels: rather by samples
 
     @cached_property
     def covariance(self) -> Tensor:

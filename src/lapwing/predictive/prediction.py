@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
+from torch.distributions import Poisson as PoissonLaw
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
@@ -365,13 +366,13 @@ def choose_link(link: str, function: FunctionDistribution, likelihood: Likelihoo
 
 
 def _possible(name: str, function: FunctionDistribution, likelihood: Likelihood) -> bool:
-    """Quadrature and closed forms are for Gaussian f; the former needs two classes, or the covariance of an item."""
+    """Quadrature and closed forms are for Gaussian f; two classes and two parameters a target need its covariance."""
     if name not in ("exact", "quadrature"):
         return True
     if not isinstance(function, GaussianFunction):
         return False
     law = inner_law(likelihood, function.mean)
-    if name == "exact" or isinstance(law, BernoulliLaw):
+    if name == "exact" or isinstance(law, BernoulliLaw | PoissonLaw):
         return True
     pairs = not isinstance(law, CategoricalLaw) or function.mean.shape[-1] == 2
     return pairs and function.has_covariance
