@@ -5,7 +5,7 @@ from lapwing.model.jacobian import Linearization
 from lapwing.model.module import unwrap
 from lapwing.model.network import Network, last_layer
 from lapwing.model.params import Params
-from lapwing.model.plan import Block, Plan
+from lapwing.model.plan import Block, Plan, PlanChanged, dynamic_plan
 from lapwing.model.select import Subnetwork, choose_weights, select_names, subnetwork
 
 __all__ = [
@@ -16,9 +16,11 @@ __all__ = [
     "Network",
     "Params",
     "Plan",
+    "PlanChanged",
     "Subnetwork",
     "batch_size",
     "choose_weights",
+    "dynamic_plan",
     "last_layer",
     "select_names",
     "subnetwork",

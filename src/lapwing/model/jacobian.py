@@ -14,7 +14,7 @@ from lapwing.linalg import DenseRows, Jacobian, Layout, MatrixRows, Rows, Term
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.module import output_tensor
 from lapwing.model.params import Params
-from lapwing.model.plan import Block, Plan, Source, Step, bind
+from lapwing.model.plan import Block, Plan, PlanChanged, Source, Step, bind
 from lapwing.model.rules import MatrixRule, RowsRule
 from lapwing.model.samples import Samples
 from lapwing.model.tape import Pass, Record
@@ -73,8 +73,11 @@ class Linearization:
         else:
             each = [self._grad(edges, v, batched=False) for v in directions]
             found = [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]  # type: ignore[arg-type]
+        for g, reaches in zip(found, self.plan.reaching, strict=False):
+            if g is None and reaches:  # the graph of this batch lost a record that the self-check saw
+                raise PlanChanged
         return [
-            record.out.new_zeros(()).expand(r, *record.out.shape) if g is None else g
+            record.out.new_zeros(()).expand(r, *record.out.shape) if g is None else g.reshape(r, *record.out.shape)
             for g, record in zip(found, self.finished.records, strict=True)
         ]
 
@@ -140,10 +143,11 @@ class LazyRows(Sequence):
         if block.kind == "matrix":
             return self._matrix(block)
         parts = {name: self._zeros(name) for name in block.names}
+        taped = set(block.names) - set(self.looped)
         for k, step in enumerate(self.at.plan.steps):
-            if step.method != "loop" and not step.names.isdisjoint(block.names):
+            if step.method != "loop" and not step.names.isdisjoint(taped):
                 for name, rows in self._explicit(k, step).items():
-                    if name in parts and name not in self.looped:
+                    if name in taped:
                         parts[name] = parts[name] + rows.to(dtype)
         parts.update({name: rows.to(dtype) for name, rows in self.looped.items() if name in parts})
         return DenseRows(torch.cat([parts[name] for name in block.names], -1))

@@ -16,7 +16,17 @@ from lapwing.model.batches import Inputs, batch_size, call, take
 from lapwing.model.jacobian import Linearization, Outputs
 from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
 from lapwing.model.params import Params
-from lapwing.model.plan import Plan, Step, make_plan, read_steps, source_of, unseen_names
+from lapwing.model.plan import (
+    Plan,
+    PlanChanged,
+    Step,
+    aligned,
+    dynamic_plan,
+    make_plan,
+    read_steps,
+    source_of,
+    unseen_names,
+)
 from lapwing.model.samples import close
 from lapwing.model.tape import Pass, Record, first_reached, run
 
@@ -98,12 +108,21 @@ class Network:
         return f.detach(), torch.stack(results).detach()
 
     def linearize(self, plan: Plan, inputs: Inputs, create_graph: bool = False) -> Linearization:
-        """The network at a batch. Call, and use the result, inside `borrow()`."""
-        finished = self._tape(inputs)
-        if not plan.matches(finished.records) or plan.distinct < min(CHECK_SAMPLES, batch_size(inputs)):
-            plan = self.plan(inputs)
-            if not plan.matches(finished.records):
-                finished = self._tape(inputs)
+        """The network at a batch. Call, and use the result, inside `borrow()`.
+
+        A batch that runs other operations than the plan's (another sequence length) is planned anew; raises
+        `PlanChanged` where parameters would then fall into other blocks.
+        """
+        if plan.dynamic:
+            finished = Pass(output_tensor(call(self.module, inputs)), (), {})
+        else:
+            finished = self._tape(inputs)
+            n = batch_size(inputs)
+            if not plan.matches(finished.records, n) or plan.distinct < min(CHECK_SAMPLES, n):
+                anew = self.plan(inputs)
+                if not (plan.compatible(anew) and anew.matches(finished.records, n)):
+                    raise PlanChanged
+                plan = anew
         f = self.outputs(finished.outputs)
         return Linearization(self.module, self.params, plan, inputs, finished, self.outputs, f, create_graph)
 
@@ -138,18 +157,24 @@ class _Check:
         network = self.network
         whole, single = network._tape(self.few), network._tape(self.alone)
         f, f_alone = network.outputs(whole.outputs), network.outputs(single.outputs)
+        if not aligned(whole, single):
+            self._independent(f, f_alone, ())
+            return dynamic_plan(network.params, "a loop over samples for all weights: the operations depend on the data")
         steps = read_steps(whole, single, self.n, self.which, self.ids, self.rtol)
-        if f.shape[0] != self.n or not close(f[self.which : self.which + 1], f_alone, self.rtol):
-            self._refuse(f, f_alone, steps)
+        self._independent(f, f_alone, steps)
         looped = unseen_names(whole, self.ids)
         notes = _notes(whole, steps, looped)
         plan = make_plan(whole, steps, network.params, looped, notes, batched=False)
         directions = torch.randn(2, *f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(f)
         truth = self._autograd(directions)
         plan = self._settle(plan, whole, f, directions, truth)
-        return replace(self._try_batched(plan, whole, f, directions, truth), distinct=self.distinct)
+        plan = self._try_batched(plan, whole, f, directions, truth)
+        return replace(plan, distinct=self.distinct, reaching=_reaching(whole, f))
 
-    def _refuse(self, f: Tensor, f_alone: Tensor, steps: tuple[Step, ...]) -> None:
+    def _independent(self, f: Tensor, f_alone: Tensor, steps: tuple[Step, ...]) -> None:
+        """Refuse a network in which samples of a batch influence each other."""
+        if f.shape[0] == self.n and close(f[self.which : self.which + 1], f_alone, self.rtol):
+            return
         mixed = next((s for s in steps if "other samples" in s.reason), None)
         name = getattr(mixed.func, "__name__", "") if mixed is not None else ""
         place = f" The first such operation on a parameter is {name}({', '.join(sorted(mixed.names))})." if mixed else ""
@@ -239,6 +264,14 @@ class _Check:
                 return plan if self._wrong(self._tape_rows(trial, whole, f, directions), truth) else trial
         except (RuntimeError, UserWarning):
             return plan
+
+
+def _reaching(whole: Pass, f: Tensor) -> tuple[bool, ...]:
+    """Which records the outputs depend on."""
+    if not whole.records or not f.requires_grad:
+        return (False,) * len(whole.records)
+    edges = [record.edge for record in whole.records]
+    return tuple(g is not None for g in torch.autograd.grad(f.sum(), edges, retain_graph=True, allow_unused=True))
 
 
 def _to_generic(plan: Plan, whole: Pass, params: Params, bad: list[str]) -> Plan:

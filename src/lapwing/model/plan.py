@@ -66,9 +66,17 @@ class Block:
         return self.index.numel()
 
 
+class PlanChanged(Exception):
+    """A later batch runs other operations, so that parameters would fall into other blocks."""
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The reading of a network's tape."""
+    """The reading of a network's tape.
+
+    Where the operations depend on the data (routing, early exits), `dynamic` plans do without the tape: every row
+    comes from a loop over samples.
+    """
 
     steps: tuple[Step, ...]
     blocks: tuple[Block, ...]
@@ -76,16 +84,41 @@ class Plan:
     batched: bool = False  # whether several directions may share one backward pass
     distinct: int = 0  # samples it was made from: one alone cannot tell how a batch is laid out
     notes: tuple[str, ...] = ()
+    dynamic: bool = False
+    reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
 
     @cached_property
     def layout(self) -> Layout:
         return Layout(sum(b.size for b in self.blocks), tuple(b.index for b in self.blocks))
 
-    def matches(self, records: tuple[Record, ...]) -> bool:
-        """Whether a later pass has the same operations, so that this plan can read it."""
+    def matches(self, records: tuple[Record, ...], n: int) -> bool:
+        """Whether a later pass of n samples has the same operations, so that this plan can read it."""
         return len(records) == len(self.steps) and all(
-            r.func == s.func and len(r.tensors) == len(s.args) for r, s in zip(records, self.steps, strict=True)
+            r.func == s.func
+            and len(r.tensors) == len(s.args)
+            and (s.method == "loop" or (s.out is not None and s.out.fits(r.out.shape, n) and not r.shuffled))
+            for r, s in zip(records, self.steps, strict=True)
         )
+
+
+    def compatible(self, other: Plan) -> bool:
+        """Whether both plans cut the parameters into the same blocks."""
+        return len(self.blocks) == len(other.blocks) and all(
+            a.names == b.names
+            and (a.kind, a.shape, a.bias) == (b.kind, b.shape, b.bias)
+            and {s for _, s in a.uses} == {s for _, s in b.uses}
+            and torch.equal(a.index, b.index)
+            for a, b in zip(self.blocks, other.blocks, strict=True)
+        )
+
+
+def dynamic_plan(params: Params, note: str) -> Plan:
+    """Every parameter by a loop over samples, one block a module."""
+    groups = _row_groups((), params, set(params.names), set())
+    blocks = tuple(
+        Block(group, "rows", torch.cat([_positions(params, name).reshape(-1) for name in group])) for group in groups
+    )
+    return Plan((), blocks, params.names, distinct=1 << 30, notes=(note,), dynamic=True)
 
 
 def bind(record: Record) -> tuple[Rule, Call] | None:
@@ -122,22 +155,25 @@ def source_of(tensor: Tensor, names: dict[int, str]) -> Source:
 
 def read_steps(whole: Pass, single: Pass, n: int, which: int, names: dict[int, str], rtol: float) -> tuple[Step, ...]:
     """Find the sample axes of every record and choose how it is read."""
-    aligned = len(whole.records) == len(single.records) and all(
-        a.func == b.func and len(a.tensors) == len(b.tensors) for a, b in zip(whole.records, single.records, strict=False)
-    )
     steps = []
-    for k, record in enumerate(whole.records):
+    for record, alone in zip(whole.records, single.records, strict=True):
         sources = tuple(source_of(record.tensors[j], names) for j in record.live)
-        if not aligned:
-            empty = (None,) * len(record.tensors)
-            steps.append(Step(record.func, "loop", None, empty, sources, "the operations depend on the data"))
-            continue
-        steps.append(_read(record, single.records[k], sources, n, which, rtol))
+        steps.append(_read(record, alone, sources, n, which, rtol))
     return tuple(steps)
+
+
+def aligned(whole: Pass, single: Pass) -> bool:
+    """Whether the batch and one sample alone run the same operations."""
+    return len(whole.records) == len(single.records) and all(
+        a.func == b.func and len(a.tensors) == len(b.tensors) and a.live == b.live
+        for a, b in zip(whole.records, single.records, strict=True)
+    )
 
 
 def _read(record: Record, alone: Record, sources: tuple[Source, ...], n: int, which: int, rtol: float) -> Step:
     none = (None,) * len(record.tensors)
+    if record.shuffled:
+        return Step(record.func, "loop", None, none, sources, "data decide which rows it sees")
     try:
         out = locate(record.out, alone.out, n, which, rtol)
         args = tuple(
@@ -174,7 +210,7 @@ def make_plan(whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[
         blocks.append(Block(group, kind, torch.cat([_positions(params, name).reshape(-1) for name in group])))
     order = {name: k for k, name in enumerate(params.names)}
     blocks.sort(key=lambda b: min(order[name] for name in b.names))
-    return Plan(steps, tuple(blocks), tuple(name for name in params.names if name in looped), batched, notes)
+    return Plan(steps, tuple(blocks), tuple(name for name in params.names if name in looped), batched, notes=notes)
 
 
 def _positions(params: Params, name: str) -> Tensor:

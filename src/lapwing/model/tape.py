@@ -17,10 +17,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lapwing.errors import UnsupportedModel
 from lapwing.model.batches import Inputs, call, tensors_in
 from lapwing.model.decompose import DECOMPOSED
 from lapwing.model.module import output_tensor
 
+SHUFFLING = ("nonzero", "argwhere", "where", "masked_select", "unique", "unique_consecutive", "_pack_padded_sequence")
+READING = ("index_select", "gather", "take", "take_along_dim", "repeat_interleave")
+WRITING = ("index_add", "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_")
 INPLACE_ADDITIONS = ("add_", "sub_", "__iadd__", "__isub__")
 
 
@@ -37,6 +41,7 @@ class Record:
     upstream: tuple[Any, ...]  # autograd nodes of the data arguments
     out: Tensor
     edge: GradientEdge
+    shuffled: bool = False  # which rows it has depends on the data
 
     @property
     def name(self) -> str:
@@ -79,6 +84,7 @@ class Tape(TorchFunctionMode):
         self.data: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for tensor in inputs:
             self.data[tensor] = True
+        self.shuffled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.records: list[Record] = []
 
     def __torch_function__(self, func: Callable, types_: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -90,26 +96,50 @@ class Tape(TorchFunctionMode):
                 out = WRITTEN_OUT[func](*args, **kwargs)
             if out is not None:
                 return out
+        if live and func is nn.functional.embedding and _renormalizes(*args, **kwargs):
+            raise UnsupportedModel(
+                "an embedding with max_norm overwrites its own weights in the forward pass; renormalize them once and "
+                "set max_norm=None, or freeze the embedding"
+            )
         meets_data = any(t in self.data for t in tensors)
         if not live or not meets_data:
             out = func(*args, **kwargs)
-            self._follow(out, tensors, meets_data, bool(live))
+            self._follow(out, tensors, meets_data, bool(live), meets_data and self._shuffles(func, args, tensors))
             return out
         versions = tuple(t._version for t in tensors)
         upstream = tuple(t.grad_fn for k, t in enumerate(tensors) if k not in live and t.grad_fn is not None)
         out = func(*args, **kwargs)
-        self._follow(out, tensors, True, False)
+        shuffled = self._shuffles(func, args, tensors)
         if isinstance(out, Tensor) and out.requires_grad and self._recordable(func, out, tensors):
-            edge = get_gradient_edge(out)
-            self.records.append(Record(func, args, kwargs, tensors, live, versions, upstream, out, edge))
+            edge, out = _edge(out, keep=any(out is t for t in tensors))
+            if edge is not None:
+                record = Record(func, args, kwargs, tensors, live, versions, upstream, out, edge, shuffled)
+                self.records.append(record)
+        self._follow(out, tensors, True, False, shuffled)
         return out
+
+    def _shuffles(self, func: Callable, args: tuple, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether data decide which rows a result has: then a batch tells nothing of where samples sit in another."""
+        if any(t in self.shuffled for t in tensors):
+            return True
+        name = getattr(func, "__name__", "")
+        if name in SHUFFLING:
+            return name != "where" or len(args) == 1
+        if name == "__getitem__" and isinstance(args[0], Tensor) and args[0] in self.data:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            first = next((i for i in index if i is not None), None)
+            return isinstance(first, Tensor) and first in self.data
+        if name in READING or name in WRITING:
+            axis = next((a for a in args[1:2] if isinstance(a, int)), 0)
+            return axis == 0 and any(t in self.data for t in tensors[1:]) and (name in WRITING or tensors[0] in self.data)
+        return False
 
     @staticmethod
     def _recordable(func: Callable, out: Tensor, tensors: tuple[Tensor, ...]) -> bool:
         # an in-place operation overwrites what a rule would need, except for sums; the graph walk finds what is left out
         return all(out is not t for t in tensors) or getattr(func, "__name__", "") in INPLACE_ADDITIONS
 
-    def _follow(self, out: Any, tensors: tuple[Tensor, ...], meets_data: bool, live: bool) -> None:
+    def _follow(self, out: Any, tensors: tuple[Tensor, ...], meets_data: bool, live: bool, shuffled: bool) -> None:
         results = [out] if isinstance(out, Tensor) else list(tensors_in(out)) if isinstance(out, (tuple, list)) else []
         if not results and out is None and tensors:  # in-place by protocol: __setitem__
             results = [tensors[0]]
@@ -117,8 +147,31 @@ class Tape(TorchFunctionMode):
             if meets_data:
                 self.data[tensor] = True
                 self.derived.pop(id(tensor), None)
+                if shuffled:
+                    self.shuffled[tensor] = True
             elif live and tensor.requires_grad:
                 self.derived[id(tensor)] = tensor
+
+
+def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
+    """Where the gradient of a result is read, and the result to hand on.
+
+    A view is read at its base: were the view changed in place later, its own node would drop out of the graph. What is
+    not just a reshaped base is handed on as a copy (None where the very tensor must be kept).
+    """
+    base = out._base
+    if base is None:
+        return get_gradient_edge(out), out
+    if base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous() and base.requires_grad:
+        return get_gradient_edge(base), out
+    if keep:
+        return None, out
+    copy = out.clone()
+    return get_gradient_edge(copy), copy
+
+
+def _renormalizes(*args: Any, **kwargs: Any) -> bool:
+    return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
 
 
 def _opened(function: types.FunctionType) -> Callable:

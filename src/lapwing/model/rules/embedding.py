@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.errors import UnsupportedOperation
 from lapwing.model.rules.rule import Call, MatrixRule
 from lapwing.model.samples import Samples
 
@@ -23,11 +22,6 @@ class Embedding(MatrixRule):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Call | None:
-        if max_norm is not None:
-            raise UnsupportedOperation(
-                "an embedding with max_norm overwrites its own weights in the forward pass; renormalize them once and "
-                "set max_norm=None, or freeze the embedding"
-            )
         if padding_idx is not None and padding_idx < 0:
             padding_idx += weight.shape[0]
         return Call(input, weight, None, {"padding": padding_idx})

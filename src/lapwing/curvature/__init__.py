@@ -1,0 +1,149 @@
+"""Curvature of the log-likelihood: a factor (which directions) times a structure (what is kept of them)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from lapwing.curvature.blockdiag import BlockDiag
+from lapwing.curvature.diag import Diag
+from lapwing.curvature.ekfac import EKFAC
+from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, Hessian, MCFisher
+from lapwing.curvature.full import Full
+from lapwing.curvature.kron import Kron
+from lapwing.curvature.lowrank import LowRank
+from lapwing.curvature.problem import Problem, Totals, available_memory, pose
+from lapwing.curvature.structure import CHEAPER, Accumulator, Curvature, Estimate, Structure, layout_of
+from lapwing.errors import UnsupportedOperation
+from lapwing.model import PlanChanged, dynamic_plan
+
+CHEAPER.extend([EKFAC(), Kron(), Diag()])
+
+STRUCTURES: dict[str, type[Structure]] = {
+    "diag": Diag,
+    "blockdiag": BlockDiag,
+    "kron": Kron,
+    "ekfac": EKFAC,
+    "full": Full,
+    "lowrank": LowRank,
+}
+FACTORS: dict[str, type[Factor]] = {
+    "ggn": GGN,
+    "mc": MCFisher,
+    "empirical": EmpiricalFisher,
+    "hessian": Hessian,
+}
+FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights
+
+
+def resolve_structure(structure: str | Structure) -> Structure | None:
+    """What the front door accepts as `structure=`; None for "auto"."""
+    if isinstance(structure, Structure):
+        return structure
+    if structure == "auto":
+        return None
+    if structure not in STRUCTURES:
+        raise UnsupportedOperation(f"structure is one of {sorted(STRUCTURES)} or 'auto', got {structure!r}")
+    return STRUCTURES[structure]()
+
+
+def resolve_factor(factor: str | Factor) -> Factor | None:
+    """What the front door accepts as `factor=`; None for "auto"."""
+    if isinstance(factor, Factor):
+        return factor
+    if factor == "auto":
+        return None
+    if factor not in FACTORS:
+        raise UnsupportedOperation(f"factor is one of {sorted(FACTORS)} or 'auto', got {factor!r}")
+    return FACTORS[factor]()
+
+
+def choose_structure(problem: Problem) -> tuple[Structure, str]:
+    """The structure for "auto", and why."""
+    params, plan = problem.network.params, problem.plan
+    itemsize = torch.finfo(params.dtype).bits // 8
+    if params.index is not None or isinstance(problem.factor, Hessian):
+        return Full(), "full, because the selection asks for a dense structure"
+    if params.size <= FULL_BELOW:
+        return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
+    if problem.batches.reiterable and EKFAC().bytes(plan, itemsize) <= problem.memory:
+        return EKFAC(), f"ekfac, because {params.size:,} weights are too many for a full matrix"
+    if Kron().bytes(plan, itemsize) <= problem.memory:
+        return Kron(), "kron, because the data can be read only once or ekfac exceeds the memory budget"
+    return Diag(), "diag, because Kronecker factors exceed the memory budget"
+
+
+def estimate_curvature(problem: Problem, structure: Structure | None, n_data: float | None = None) -> Curvature:
+    """Run the structure over the data and scale the result to the size of the data set that it stands for."""
+    notes = problem.plan.notes
+    if structure is None:
+        structure, why = choose_structure(problem)
+        notes = (f"structure: {why}", *notes)
+    if isinstance(problem.factor, Hessian) and not isinstance(structure, (Full, BlockDiag, Diag)):
+        raise UnsupportedOperation(f"the exact Hessian needs a dense structure (full, blockdiag, diag), not {structure.name}")
+    structure.require(problem)
+    try:
+        estimate = structure.estimate(problem)
+    except PlanChanged:
+        problem.batches.require_reiterable("a network whose operations change from batch to batch")
+        note = "a loop over samples for all weights: the operations change from batch to batch"
+        problem = replace(problem, plan=dynamic_plan(problem.network.params, note))
+        notes = (*notes, note)
+        structure.require(problem)
+        estimate = structure.estimate(problem)
+    return _finish(problem, structure, estimate, n_data, notes)
+
+
+def _finish(
+    problem: Problem, structure: Structure, estimate: Estimate, n_data: float | None, notes: tuple[str, ...]
+) -> Curvature:
+    totals = estimate.totals
+    n = totals.seen if n_data is None else float(n_data)
+    ratio = n / totals.seen
+    unused = [name for block in problem.plan.blocks if block.kind == "unused" for name in block.names]
+    if unused:
+        notes = (*notes, f"no curvature (the prior alone): {', '.join(unused)} do not reach the outputs")
+    subnetwork = problem.network.params.index is not None
+    names = (problem.network.params.names,) if subnetwork else tuple(block.names for block in problem.plan.blocks)
+    return Curvature(
+        matrix=estimate.matrix if ratio == 1 else estimate.matrix.scale(ratio),
+        layout=layout_of(problem),
+        names=names,
+        statistics=totals.statistics * ratio,
+        n_data=n,
+        seen=totals.seen,
+        structure=structure,
+        factor=problem.factor,
+        gradient=None if totals.gradient is None else totals.gradient * ratio,
+        notes=(*notes, *estimate.notes),
+        state={"accumulator": estimate.accumulator, "totals": totals},
+    )
+
+
+__all__ = [
+    "EKFAC",
+    "FACTORS",
+    "GGN",
+    "STRUCTURES",
+    "Accumulator",
+    "BlockDiag",
+    "Curvature",
+    "Diag",
+    "EmpiricalFisher",
+    "Factor",
+    "Full",
+    "Hessian",
+    "Kron",
+    "LowRank",
+    "MCFisher",
+    "Problem",
+    "Structure",
+    "Totals",
+    "available_memory",
+    "choose_structure",
+    "estimate_curvature",
+    "pose",
+    "resolve_factor",
+    "resolve_structure",
+]

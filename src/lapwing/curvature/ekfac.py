@@ -1,0 +1,86 @@
+"""Kronecker eigenbases with exact second moments in them (EKFAC)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.kron import KronAccumulator, Sharing, kept_as, resolve_sharing
+from lapwing.curvature.problem import Problem
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, MatrixRows
+from lapwing.model import Plan
+
+
+class MomentAccumulator(Accumulator):
+    """E_ij = Σ_{n,r} (U_Gᵀ (Σ_t g aᵀ) U_A)²_ij for every Kronecker block of a given basis; other blocks directly."""
+
+    def __init__(self, problem: Problem, basis: BlockDiagonal) -> None:
+        params = problem.network.params
+        self.basis, self.blocks = basis, problem.plan.blocks
+        self.tensors = {}
+        for k, block in enumerate(self.blocks):
+            shape = (block.size, block.size) if kept_as(block) == "dense" else (block.size,)
+            dtype = torch.float64 if kept_as(block) == "kron" else params.dtype
+            self.tensors[str(k)] = torch.zeros(shape, dtype=dtype, device=params.device)
+
+    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+        for k, block in enumerate(self.blocks):
+            if block.kind == "unused":
+                continue
+            rows, base = jacobian.rows[k], self.basis.blocks[k]
+            if isinstance(base, Kronecker):
+                assert isinstance(rows, MatrixRows)
+                rotated = rows.rotate(base.left_spectrum.vectors, base.right_spectrum.vectors)
+                self.tensors[str(k)] += rotated.square_sum()
+            else:
+                self.tensors[str(k)] += rows.gram() if kept_as(block) == "dense" else rows.square_sum()
+
+    def finish(self) -> BlockDiagonal:
+        blocks: list[PSD] = []
+        for k, base in enumerate(self.basis.blocks):
+            total = self.tensors[str(k)]
+            if isinstance(base, Kronecker):
+                bases = base.left_spectrum.vectors, base.right_spectrum.vectors
+                blocks.append(EigenKronecker(*bases, total.reshape(base.shape)))
+            else:
+                blocks.append(Dense(0.5 * (total + total.mT)) if total.ndim == 2 else Diagonal(total))
+        return BlockDiagonal(self.basis.layout, tuple(blocks), self.basis.names)
+
+
+@dataclass(frozen=True, eq=False)
+class EKFAC(Structure):
+    """Kronecker eigenbasis, exact diagonal in it: the trace is exact, the evidence a lower bound of the block one.
+
+    Two passes over the data. `basis` is the factor of the first pass: None for the same as the fit's, or a cheaper one
+    such as `MCFisher()`; any orthonormal basis is valid. `sharing` is that of `Kron`.
+    """
+
+    basis: Factor | None = None
+    sharing: Sharing = "auto"
+    subnetworks = False
+
+    def passes(self) -> int:
+        return 2
+
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        total = 0
+        for block in plan.blocks:
+            kept = kept_as(block)
+            if kept == "kron":
+                assert block.shape is not None
+                q, o, i = block.shape
+                total += q * ((o**2 + i**2) * (2 * itemsize + 16) + 2 * o * i * 8)
+            else:
+                total += (block.size**2 if kept == "dense" else block.size) * (itemsize + 16)
+        return total
+
+    def estimate(self, problem: Problem) -> Estimate:
+        sharing = resolve_sharing(self.sharing, problem)
+        first = KronAccumulator(problem, sharing)
+        problem.sweep(first.update, self.basis, label="fit (basis)")
+        moments = MomentAccumulator(problem, first.finish())
+        totals = problem.sweep(moments.update, label="fit (moments)")
+        return Estimate(moments.finish(), totals, None, (f"weight sharing of the basis: {sharing}",))

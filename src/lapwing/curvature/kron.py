@@ -1,0 +1,164 @@
+"""Kronecker factors: Σ_n E[g gᵀ] ⊗ E[a aᵀ] for every weight matrix (KFAC), with weight sharing expanded or reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.problem import Problem
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, layout_of, one_pass
+from lapwing.errors import UnsupportedOperation
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker, MatrixRows, Term
+from lapwing.model import Block, Plan
+
+Sharing = Literal["auto", "expand", "reduce"]
+
+DENSE_ROWS = 512  # small parameters (norms, raw tensors) keep a dense block up to this size, a diagonal beyond
+LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary) keeps its diagonal
+
+
+def kept_as(block: Block) -> Literal["kron", "dense", "diag"]:
+    """How a Kronecker structure keeps a block."""
+    if block.kind == "matrix":
+        assert block.shape is not None
+        return "kron" if max(block.shape[1:]) <= LARGEST_FACTOR else "diag"
+    return "dense" if block.kind == "rows" and block.size <= DENSE_ROWS else "diag"
+
+
+def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "reduce"]:
+    """Reduce where positions are pooled into one output a sample, expand where each position has its own loss."""
+    if sharing == "auto":
+        return "expand" if problem.event else "reduce"
+    return sharing
+
+
+class KronAccumulator(Accumulator):
+    """Sums for each block: input and gradient covariances of each orientation, or a dense or diagonal block."""
+
+    def __init__(self, problem: Problem, sharing: Literal["expand", "reduce"]) -> None:
+        params = problem.network.params
+        self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
+        like = {"dtype": params.dtype, "device": params.device}
+        self.tensors: dict[str, Tensor] = {}
+        for k, block in enumerate(self.blocks):
+            if kept_as(block) == "dense":
+                self.tensors[f"{k}.dense"] = torch.zeros(block.size, block.size, **like)
+            elif kept_as(block) == "diag":
+                self.tensors[f"{k}.diag"] = torch.zeros(block.size, **like)
+            else:
+                assert block.shape is not None
+                q, o, i = block.shape
+                for swapped in orientations(block):
+                    key = f"{k}.{'swapped' if swapped else 'plain'}"
+                    self.tensors[f"{key}.left"] = torch.zeros(q, o, o, **like)
+                    self.tensors[f"{key}.right"] = torch.zeros(q, i, i, **like)
+                    self.tensors[f"{key}.rows"] = torch.zeros((), dtype=torch.float64, device=params.device)
+
+    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+        for k, block in enumerate(self.blocks):
+            if block.kind == "unused":
+                continue
+            rows = jacobian.rows[k]
+            if kept_as(block) == "dense":
+                self.tensors[f"{k}.dense"] += rows.gram()
+            elif kept_as(block) == "diag":
+                self.tensors[f"{k}.diag"] += rows.square_sum()
+            else:
+                assert isinstance(rows, MatrixRows)
+                for swapped, term in zip(orientations(block), rows.terms, strict=True):
+                    self._add(f"{k}.{'swapped' if swapped else 'plain'}", swapped, term, fresh)
+
+    def _add(self, key: str, swapped: bool, term: Term, fresh: bool) -> None:
+        """Input side: once a batch, it does not depend on the direction. Gradient side: every time."""
+        inputs, gradients = (term.left, term.right) if swapped else (term.right, term.left)
+        input_name, gradient_name = ("left", "right") if swapped else ("right", "left")
+        if self.sharing == "reduce":
+            gradients = gradients.sum(2, keepdim=True)
+        self.tensors[f"{key}.{gradient_name}"] += _covariance(gradients)
+        if fresh:
+            if self.sharing == "reduce":
+                inputs = inputs.mean(2, keepdim=True)
+            self.tensors[f"{key}.{input_name}"] += _covariance(inputs)
+            self.tensors[f"{key}.rows"] += inputs.shape[0] * inputs.shape[2]
+
+    def finish(self) -> BlockDiagonal:
+        names = tuple(", ".join(block.names) for block in self.blocks)
+        return BlockDiagonal(self.layout, tuple(self._block(k, b) for k, b in enumerate(self.blocks)), names)
+
+    def _block(self, k: int, block: Block) -> PSD:
+        kept = kept_as(block)
+        if kept == "dense":
+            matrix = self.tensors[f"{k}.dense"]
+            return Dense(0.5 * (matrix + matrix.mT))
+        if kept == "diag":
+            return Diagonal(self.tensors[f"{k}.diag"])
+        pairs = [self._pair(k, swapped) for swapped in orientations(block)]
+        left, right = pairs[0] if len(pairs) == 1 else _nearest_product(pairs)
+        return Kronecker(left, right)
+
+    def _pair(self, k: int, swapped: bool) -> tuple[Tensor, Tensor]:
+        key = f"{k}.{'swapped' if swapped else 'plain'}"
+        left, right, rows = (self.tensors[f"{key}.{part}"] for part in ("left", "right", "rows"))
+        count = max(float(rows), 1.0)
+        return (left / count, right) if swapped else (left, right / count)
+
+
+def orientations(block: Block) -> tuple[bool, ...]:
+    """Orientations of a block's terms, in the order in which rows have them."""
+    return tuple(dict.fromkeys(swapped for _, swapped in block.uses))
+
+
+def _covariance(vectors: Tensor) -> Tensor:
+    """Σ_{n,r,t} v vᵀ for each group: (n, r, t, q, d) -> (q, d, d)."""
+    flat = vectors.flatten(0, 2).transpose(0, 1)  # (q, rows, d)
+    return flat.mT @ flat
+
+
+def _nearest_product(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One product with the partial traces of Σ_k L_k ⊗ R_k: for a matrix used in both orientations (tied head)."""
+    traces = [(_trace(left), _trace(right)) for left, right in pairs]
+    left = sum(p[0] * t[1] for p, t in zip(pairs, traces, strict=True))
+    right = sum(p[1] * t[0] for p, t in zip(pairs, traces, strict=True))
+    total = sum(a * b for a, b in traces)
+    assert isinstance(left, Tensor) and isinstance(right, Tensor) and isinstance(total, Tensor)
+    return left, torch.where(total > 0, right / total, torch.zeros_like(right))
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Kron(Structure):
+    """KFAC. `sharing`: "expand" treats positions as samples (right for per-token losses), "reduce" sums gradients and
+    averages inputs over positions (closer for pooled outputs); "auto" takes reduce unless outputs have positions.
+
+    Norm scales, raw parameters and other explicit rows keep dense blocks (diagonal ones when large).
+    """
+
+    sharing: Sharing = "auto"
+    subnetworks = False
+
+    def __post_init__(self) -> None:
+        if self.sharing not in ("auto", "expand", "reduce"):
+            raise UnsupportedOperation(f"sharing is 'auto', 'expand' or 'reduce', got {self.sharing!r}")
+
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        total = 0
+        for block in plan.blocks:
+            kept = kept_as(block)
+            if kept == "kron":
+                assert block.shape is not None
+                q, o, i = block.shape
+                total += q * (o**2 + i**2) * (2 * itemsize + 16)
+            else:
+                total += (block.size**2 if kept == "dense" else block.size) * (itemsize + 16)
+        return total
+
+    def estimate(self, problem: Problem) -> Estimate:
+        sharing = resolve_sharing(self.sharing, problem)
+        notes = (f"weight sharing: {sharing}",)
+        return one_pass(problem, KronAccumulator(problem, sharing), notes)

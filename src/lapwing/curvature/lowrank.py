@@ -1,0 +1,85 @@
+"""The largest eigenpairs of the curvature, from one pass that keeps the leading subspace of the rows seen so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.problem import Problem
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, one_pass
+from lapwing.errors import BadData
+from lapwing.linalg import Jacobian
+from lapwing.linalg import LowRank as LowRankMatrix
+from lapwing.model import Plan
+
+
+class LowRankAccumulator(Accumulator):
+    """Rows R (k, P) with RᵀR ⪯ Σ J Jᵀ, the best of rank k at each step; `dropped` is the trace that was cut off."""
+
+    def __init__(self, problem: Problem, rank: int) -> None:
+        params = problem.network.params
+        self.rank = min(rank, params.size)
+        self.tensors = {
+            "rows": torch.zeros(0, params.size, dtype=params.dtype, device=params.device),
+            "dropped": torch.zeros((), dtype=torch.float64, device=params.device),
+        }
+
+    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+        self._absorb(jacobian.dense().flatten(0, 1))
+
+    def merge(self, other: Accumulator) -> None:
+        self._absorb(other.tensors["rows"].to(self.tensors["rows"]))
+        self.tensors["dropped"] = self.tensors["dropped"] + other.tensors["dropped"]
+
+    def _absorb(self, rows: Tensor) -> None:
+        stacked = torch.cat([self.tensors["rows"], rows])
+        if len(stacked) <= 2 * self.rank:  # cut only when there is twice too much: half the decompositions
+            self.tensors["rows"] = stacked
+        else:
+            self._cut(stacked, self.rank)
+
+    def _cut(self, stacked: Tensor, rank: int) -> None:
+        small = stacked.double() @ stacked.double().T
+        values, vectors = torch.linalg.eigh(0.5 * (small + small.T))
+        keep = min(rank, len(values))
+        self.tensors["dropped"] = self.tensors["dropped"] + values[:-keep].clamp(min=0).sum()
+        self.tensors["rows"] = vectors[:, -keep:].T.to(stacked) @ stacked
+
+    def finish(self) -> LowRankMatrix:
+        if len(self.tensors["rows"]) > self.rank:
+            self._cut(self.tensors["rows"], self.rank)
+        rows = self.tensors["rows"]
+        values = rows.double().square().sum(1)
+        unit = torch.where(values > 0, values, torch.ones_like(values)).rsqrt().to(rows)
+        basis = rows * unit[:, None]
+        if len(basis) == 0:
+            basis, values = rows.new_zeros(1, rows.shape[1]), values.new_zeros(1)
+        return LowRankMatrix(basis, values, rows.new_zeros(rows.shape[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Structure):
+    """Uᵀ diag(d) U with `rank` rows: exact once the rank reaches that of the curvature, a lower bound before."""
+
+    rank: int = 100
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise BadData(f"the rank must be at least 1, got {self.rank}")
+
+    @property
+    def name(self) -> str:
+        return "lowrank"
+
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        return 4 * self.rank * sum(block.size for block in plan.blocks) * (itemsize + 8)
+
+    def estimate(self, problem: Problem) -> Estimate:
+        accumulator = LowRankAccumulator(problem, self.rank)
+        estimate = one_pass(problem, accumulator)
+        dropped = float(accumulator.tensors["dropped"])
+        total = dropped + float(estimate.matrix.trace())
+        share = dropped / total if total > 0 else 0.0
+        return Estimate(estimate.matrix, estimate.totals, accumulator, (f"rank {self.rank} drops {share:.2%} of the trace",))

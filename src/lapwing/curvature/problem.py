@@ -1,0 +1,174 @@
+"""One loop over data for every structure: forward with the tape, directions, rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lapwing.curvature.factor import GGN, Factor, MCFisher
+from lapwing.errors import BadData
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Jacobian
+from lapwing.model import Batch, Batches, Linearization, Network, Plan, batch_size, tensors_in
+from lapwing.model.tape import run
+
+Update = Callable[[Jacobian, bool], None]  # rows, and whether they are the first of a batch
+
+
+def available_memory() -> int:
+    """Half of the memory that the machine says is free, in bytes; 4 GB where it does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        return free // 2
+    except (OSError, StopIteration):
+        pages = getattr(os, "sysconf", lambda _: 0)("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        return pages * os.sysconf("SC_PAGE_SIZE") // 2 if pages else 4 * 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """What a pass over the data adds up besides the curvature."""
+
+    statistics: Tensor
+    seen: float
+    gradient: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A network, data and a likelihood: everything a structure needs to estimate its curvature."""
+
+    network: Network
+    plan: Plan
+    batches: Batches
+    likelihood: Likelihood
+    factor: Factor
+    event: tuple[int, ...]  # event dimensions of the outputs of the first batch
+    generator: torch.Generator | None = None
+    memory: int = field(default_factory=available_memory)
+    progress: bool | None = None
+    first: Batch | None = None  # already read from a one-shot iterator
+    rest: Iterator[Batch] | None = None
+
+    def sweep(self, update: Update, factor: Factor | None = None, label: str = "fit") -> Totals:
+        """Pass over the data once, handing rows to `update` in chunks of directions."""
+        factor = factor or self.factor
+        statistics, seen, gradient = None, 0.0, None
+        with self.network.borrow():
+            for batch in self._batches(label):
+                at = self.network.linearize(self.plan, batch.inputs)
+                y = self.prepare(batch, at.f)
+                with torch.no_grad():
+                    part = self.likelihood.statistics(at.f, y, batch.weights)
+                statistics = part if statistics is None else statistics + part
+                seen += self.likelihood.count(at.f, y, batch.weights)
+                if isinstance(factor, GGN):
+                    gradient = self._add_gradient(gradient, at, y, batch)
+                self._feed(update, factor, at, y, batch)
+        assert statistics is not None
+        return Totals(statistics, seen, gradient)
+
+    def prepare(self, batch: Batch, f: Tensor) -> Tensor:
+        """Validated targets; errors name the batch, and the operation where values stopped being finite."""
+        if not bool(f.isfinite().all()):
+            raise BadData(self._not_finite(batch))
+        try:
+            return self.likelihood.targets(f.detach(), batch.targets)
+        except BadData as error:
+            raise BadData(f"batch {batch.number}: {error}") from error
+
+    def _not_finite(self, batch: Batch) -> str:
+        bad = [t for t in tensors_in(batch.inputs) if t.is_floating_point() and not bool(t.isfinite().all())]
+        if bad:
+            where = (~bad[0].isfinite()).nonzero()[0].tolist()
+            return f"batch {batch.number}: the inputs hold {bad[0][tuple(where)].item()} at index {tuple(where)}"
+        names = dict(self.network.module.named_parameters())
+        ids = {id(p): name for name, p in names.items()}
+        for name, p in names.items():
+            if not bool(p.isfinite().all()):
+                return f"batch {batch.number}: parameter {name!r} of the network is not finite"
+        finished = run(self.network.module, batch.inputs, {n: names[n] for n in self.network.params.names})
+        for record in finished.records:
+            if not bool(record.out.isfinite().all()):
+                owners = ", ".join(ids.get(id(record.tensors[j]), "a derived weight") for j in record.live)
+                return f"batch {batch.number}: the outputs of layer {record.name}({owners}) are not finite"
+        return f"batch {batch.number}: the outputs of the network are not finite, after its last layer with weights"
+
+    def _batches(self, label: str) -> Iterator[Batch]:
+        source: Any = self.batches
+        if self.rest is not None and self.first is not None:
+            source = chain([self.first], self.rest)
+        hide = None if self.progress is None else not self.progress
+        yield from tqdm(source, desc=label, total=self.batches.length, disable=hide, delay=0 if self.progress else 1, leave=False)
+
+    def _add_gradient(self, gradient: Tensor | None, at: Linearization, y: Tensor, batch: Batch) -> Tensor:
+        """Σ_n φ·∇_θ log p(y_n | f_n), flat: how far the weights are from a mode."""
+        params = self.network.params
+        score = self.likelihood.score(at.f.detach(), y) * self.likelihood.dispersion.detach().to(at.f)
+        score = _weighted(score, batch.weights)
+        live = dict(self.network.module.named_parameters())
+        leaves = [live[name] for name in params.names]
+        found: tuple = (None,) * len(leaves)
+        if at.f.requires_grad:
+            found = torch.autograd.grad(at.f, leaves, score.to(at.f.dtype), retain_graph=True, allow_unused=True)
+        flat = params.flatten(
+            {n: torch.zeros_like(p) if g is None else g.to_dense() for n, p, g in zip(params.names, leaves, found, strict=True)}
+        )
+        flat = (flat if params.index is None else flat[params.index]).double()
+        return flat if gradient is None else gradient + flat
+
+    def _feed(self, update: Update, factor: Factor, at: Linearization, y: Tensor, batch: Batch) -> None:
+        width = sum(record.out.numel() for record in at.finished.records) * 4
+        per_chunk = max(1, min(factor.count(at.f), int(self.memory / 8 / max(width, 1))))
+        chunk: list[Tensor] = []
+        fresh = True
+        with torch.no_grad():
+            for s in factor.directions(self.likelihood, at.f.detach(), y, self.generator):
+                chunk.append(_weighted(s, None if batch.weights is None else batch.weights.to(s).sqrt()))
+                if len(chunk) == per_chunk:
+                    update(at.jacobian(torch.stack(chunk)), fresh)
+                    chunk, fresh = [], False
+            if chunk:
+                update(at.jacobian(torch.stack(chunk)), fresh)
+
+
+def _weighted(s: Tensor, weights: Tensor | None) -> Tensor:
+    """Directions (n, ...) times one weight a sample."""
+    return s if weights is None else s * weights.to(s).reshape(-1, *(1,) * (s.ndim - 1))
+
+
+def pose(
+    network: Network, batches: Batches, likelihood: Likelihood, factor: Factor | None = None, **options: Any
+) -> Problem:
+    """Read the first batch, plan the tape and check it. `factor=None` chooses: exact where feasible, else sampled."""
+    iterator = iter(batches)
+    first = next(iterator)
+    if not batches.reiterable:
+        options |= {"first": first, "rest": iterator}
+    f = network.forward(first.inputs)
+    if f.shape[0] != batch_size(first.inputs):
+        raise BadData(f"a batch of {batch_size(first.inputs)} samples gave outputs of shape {tuple(f.shape)}")
+    notes: tuple[str, ...] = ()
+    if factor is None:
+        factor = GGN()
+        if f[0].numel() > factor.limit:
+            factor = MCFisher()
+            notes = (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions a sample",)
+    if isinstance(factor, GGN):
+        factor.require(f)
+    with network.borrow():
+        if not bool(f.isfinite().all()):  # before the self-check, which would only see that numbers disagree
+            Problem(network, Plan((), (), ()), batches, likelihood, factor, ()).prepare(first, f)
+        plan = network.plan(first.inputs)
+    plan = replace(plan, notes=plan.notes + notes)
+    problem = Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), **options)
+    problem.prepare(first, f)
+    return problem

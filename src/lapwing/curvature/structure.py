@@ -1,0 +1,152 @@
+"""What a structure is: a way to keep Σ Jᵀ S Sᵀ J, and the accumulator that adds it up over batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.problem import Problem, Totals
+from lapwing.errors import TooLarge, UnsupportedOperation
+from lapwing.linalg import PSD, Jacobian, Layout
+from lapwing.model import Block, Plan
+
+
+class Accumulator(ABC):
+    """Sums over data, held as named tensors, so that shards, processes and resumed runs merge exactly."""
+
+    tensors: dict[str, Tensor]
+
+    @abstractmethod
+    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+        """Add rows; `fresh` is true for the first rows of a batch."""
+
+    @abstractmethod
+    def finish(self) -> PSD:
+        """The curvature of the data added so far."""
+
+    def merge(self, other: Accumulator) -> None:
+        """Add what another accumulator of the same kind has seen."""
+        for name, value in other.tensors.items():
+            self.tensors[name] = self.tensors[name] + value.to(self.tensors[name])
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """A structure's result: the matrix, the sums behind it, and the totals of the pass."""
+
+    matrix: PSD
+    totals: Totals
+    accumulator: Accumulator | None = None  # None where data cannot be added exactly
+    notes: tuple[str, ...] = ()
+
+
+class Structure(ABC):
+    """How the curvature is kept. A leaf says what it costs and makes its accumulator."""
+
+    subnetworks = True  # whether single weights can be selected
+
+    @abstractmethod
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        """Memory of the curvature and of its decomposition."""
+
+    @abstractmethod
+    def estimate(self, problem: Problem) -> Estimate:
+        """Pass over the data as often as needed."""
+
+    def passes(self) -> int:
+        """How often the data is read."""
+        return 1
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def require(self, problem: Problem) -> None:
+        """Refuse before allocation what does not fit, with the number and the alternatives."""
+        itemsize = torch.finfo(problem.network.params.dtype).bits // 8
+        plan = shrunk(problem.plan, problem.network.params.size) if problem.network.params.index is not None else problem.plan
+        needed = self.bytes(plan, itemsize)
+        if needed > problem.memory:
+            raise TooLarge(
+                f"structure={self.name!r} for {problem.network.params.size:,} weights needs about {_gigabytes(needed)}, the "
+                f"budget is {_gigabytes(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
+            )
+        if problem.network.params.index is not None and not self.subnetworks:
+            raise UnsupportedOperation(
+                f"structure={self.name!r} keeps whole weight matrices and cannot take single weights. "
+                "Use structure='full', 'diag' or 'lowrank' with a subnetwork."
+            )
+        if self.passes() > 1:
+            problem.batches.require_reiterable(f"structure={self.name!r}")
+
+    def alternatives(self, plan: Plan, itemsize: int, memory: int) -> str:
+        fits = [s for s in CHEAPER if s.bytes(plan, itemsize) <= memory]
+        ways = ", ".join(f"structure={s.name!r} ({_gigabytes(s.bytes(plan, itemsize))})" for s in fits)
+        return f"Use {ways + ', ' if ways else ''}select='last_layer' or fewer weights, or raise memory=."
+
+
+CHEAPER: list[Structure] = []  # filled by the package: alternatives to name in errors, cheapest last
+
+
+def shrunk(plan: Plan, size: int) -> Plan:
+    """The plan of a subnetwork: one block of explicit rows."""
+    return replace(plan, blocks=(Block(("subnetwork",), "rows", torch.arange(size)),))
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
+
+
+def blocks_of(problem: Problem) -> tuple[Block, ...]:
+    """The blocks that rows come in: the plan's, or a single one for a subnetwork."""
+    params = problem.network.params
+    return problem.plan.blocks if params.index is None else shrunk(problem.plan, params.size).blocks
+
+
+def layout_of(problem: Problem) -> Layout:
+    params = problem.network.params
+    return problem.plan.layout if params.index is None else Layout.contiguous([params.size])
+
+
+def one_pass(problem: Problem, accumulator: Accumulator, notes: tuple[str, ...] = ()) -> Estimate:
+    """Feed an accumulator from one sweep."""
+    totals = problem.sweep(accumulator.update)
+    return Estimate(accumulator.finish(), totals, accumulator, notes)
+
+
+@dataclass(frozen=True, eq=False)
+class Curvature:
+    """Σ Jᵀ S Sᵀ J over the data at unit dispersion, without prior, noise or temperature.
+
+    `statistics` give the log-likelihood for any noise, `gradient` is Σ φ·∇θ log p (None for sampled factors). Both and
+    the matrix are scaled to `n_data`; `seen` counts the data that were read.
+    """
+
+    matrix: PSD
+    layout: Layout
+    names: tuple[tuple[str, ...], ...]
+    statistics: Tensor
+    n_data: float
+    seen: float
+    structure: Structure
+    factor: Factor
+    gradient: Tensor | None = None
+    notes: tuple[str, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def dispersion_power(self) -> int:
+        return self.factor.dispersion_power
+
+    @property
+    def size(self) -> int:
+        return self.matrix.size
+
+    def dense(self) -> Tensor:
+        """The curvature as a (P, P) tensor in the flat order of the parameters."""
+        return self.matrix.dense()
