@@ -32,6 +32,8 @@ LAYOUTS = [
     "learned_queries",
     "mixture_of_experts_routed",
     "mlp_mixer",
+    "lstm_residual_inplace",
+    "residual_inplace_tokens",
 ]
 
 

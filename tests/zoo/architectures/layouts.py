@@ -234,3 +234,17 @@ def square_matrix_left():
     return Net(
         lambda s, x: (s.c @ torch.tanh(s.b @ torch.tanh(s.a @ x.T))).T, a=weight(3, 3), b=weight(3, 3), c=weight(3, 3)
     )
+
+
+@architecture(floats(3, 3), "tokens")
+def residual_inplace_tokens():
+    """In-place additions on the views that linear and matmul return for tokens."""
+
+    def call(s, x):
+        h = s.a(x)
+        h += x
+        h = torch.tanh(h) @ s.m
+        h.add_(x).relu_()
+        return s.head(h)
+
+    return Net(call, a=nn.Linear(3, 3), m=weight(3, 3), head=nn.Linear(3, 2))

@@ -146,3 +146,16 @@ def conv_gru():
         new=nn.Conv1d(3, 2, 3, padding=1, padding_mode="circular"),
         head=nn.Linear(2, 2),
     )
+
+
+@architecture(floats(2, 3))
+def lstm_residual_inplace():
+    """`+=` on what a linear layer returns, which is a view for some batch sizes and layouts and not for others."""
+
+    def call(s, x):
+        h, _ = s.rnn(x)
+        r = s.fc(h)
+        r += h
+        return s.head(r).mean(1)
+
+    return Net(call, rnn=nn.LSTM(3, 1, batch_first=True), fc=nn.Linear(1, 1), head=nn.Linear(1, 2, bias=False))
