@@ -1,19 +1,24 @@
 """The evidence, and choosing priors, noise, temperature and models by it or by held-out data."""
 
 from lapwing.evidence.by_evidence import tune_evidence
+from lapwing.evidence.by_validation import tune_validation
 from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
+from lapwing.evidence.scoring import Score, linked
 from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest, widest
 
 __all__ = [
     "Groups",
     "Rule",
+    "Score",
     "Setting",
     "Tuning",
     "effective_parameters",
+    "linked",
     "log_evidence",
     "lowest",
     "stationarity",
     "tune_evidence",
+    "tune_validation",
     "widest",
 ]

@@ -187,7 +187,7 @@ def _by_name(
 def _check(value: Any, where: str, good: Callable[[Tensor], Tensor], allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         raise TypeError(f"{where} must be a number or a tensor, not {type(value).__name__}")
-    values = torch.as_tensor(value).detach()
+    values = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if values.ndim > 1:
         raise IncompatiblePrior(f"{where} has shape {tuple(values.shape)}; use a scalar or a flat tensor")
     values = values.double() if not values.is_floating_point() else values

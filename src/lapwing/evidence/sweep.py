@@ -1,0 +1,163 @@
+"""What one pass over held-out data keeps, so that every prior, temperature and noise can be scored without another."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import BadData, IncompatiblePrior, TooLarge
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.nodes import Nodes
+from lapwing.evidence.scoring import Score, items
+from lapwing.evidence.tuning import Setting, with_dispersion
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Rows
+from lapwing.linalg.shifts import blocks_of, shifted_quadratics
+
+CHUNK = 2**22  # elements of f that one Monte Carlo step holds
+Batch = tuple[Tensor, Tensor, Rows]
+"""f (B, *event, C), canonical targets, and rows (B, *event·C flattened) of ∂f/∂θ."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """Outputs f (N, *event, C), targets, and grams (G, m, N·event, C(C+1)/2): J (H + ρ_j I)⁻¹ Jᵀ of each group."""
+
+    f: Tensor
+    y: Tensor
+    grams: Tensor
+    nodes: Nodes
+    likelihood: Likelihood
+    power: int
+    tempers_prior: bool
+    score: Score
+
+    @property
+    def items(self) -> int:
+        """How many targets count."""
+        return items(self.f, self.y, self.likelihood)
+
+    def _rho(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> tuple[Tensor, Tensor]:
+        """c = T/φ^k and ρ = τ/c of each group."""
+        c = temperature / dispersion**self.power
+        return c, (temperature * tau if self.tempers_prior else tau) / c
+
+    def rho(self, setting: Setting) -> Tensor:
+        """τ/c of each group, (G,)."""
+        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+        scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)
+        return self._rho(setting.precision.double(), scalars[0], scalars[1])[1]
+
+    def coefficients(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> Tensor:
+        """How much of each gram the covariance holds, (G, m); differentiable."""
+        c, rho = self._rho(tau.expand(self.grams.shape[0]), temperature, dispersion)
+        return self.nodes.coefficients(rho) / c
+
+    def covariance(self, coefficients: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """(items, C, C) of items start … stop − 1."""
+        grams = self.grams[:, :, start:stop]
+        flat = coefficients.to(grams).reshape(-1) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
+        return unpack_symmetric(flat.reshape(grams.shape[2:]), self.f.shape[-1])
+
+    def nll(self, setting: Setting) -> float:
+        """The mean NLL per item under a setting."""
+        phi = self.likelihood.dispersion.detach() if setting.dispersion is None else torch.tensor(setting.dispersion)
+        T = torch.tensor(setting.temperature, dtype=torch.float64)
+        with torch.no_grad():
+            coefficients = self.coefficients(setting.precision.double(), T, phi.double().cpu())
+            total = sum(part.item() for part in self.parts(coefficients, phi))
+        return total / self.items
+
+    def parts(self, coefficients: Tensor, dispersion: Tensor) -> Iterator[Tensor]:
+        """Σ −log p(y) over chunks of items."""
+        likelihood = self.likelihood
+        if float(dispersion.detach()) != float(likelihood.dispersion.detach()) or dispersion.requires_grad:
+            likelihood = with_dispersion(likelihood, dispersion)
+        classes = self.f.shape[-1]
+        f = self.f.reshape(-1, classes)
+        y = self.y.reshape(f.shape[0], *self.y.shape[self.f.ndim - 1 :])
+        step = max(1, CHUNK // (256 * classes))
+        for start in range(0, len(f), step):
+            stop = min(len(f), start + step)
+            covariance = self.covariance(coefficients, start, stop)
+            yield -self.score(f[start:stop], covariance, y[start:stop], likelihood).double().sum()
+
+
+def collect(
+    matrix: PSD,
+    groups: Groups,
+    batches: Iterable[Batch],
+    nodes: Nodes,
+    likelihood: Likelihood,
+    *,
+    power: int,
+    tempers_prior: bool,
+    score: Score,
+    memory: int,
+) -> Sweep:
+    """Read the data once."""
+    outputs: list[Tensor] = []
+    targets: list[Tensor] = []
+    grams: list[Tensor] = []
+    used = 0
+    for f, y, rows in batches:
+        part = _grams(matrix, groups, rows, nodes, f)
+        used += part.numel() * part.element_size()
+        if 2 * used > memory:
+            read = sum(len(part) for part in outputs) + len(f)
+            raise TooLarge(
+                f"tuning on held-out data keeps {groups.count} × {len(nodes.shifts)} covariances of {f.shape[-1]} "
+                f"outputs an item, more than {memory / 1e9:.3g} GB after {read} data. Use fewer validation data, "
+                "prior='scalar', a narrower grid, or raise memory="
+            )
+        outputs.append(f.detach())
+        targets.append(y)
+        grams.append(part)
+    if not outputs:
+        raise BadData("the validation data hold no batch")
+    return Sweep(
+        torch.cat(outputs), torch.cat(targets), torch.cat(grams, 2), nodes, likelihood, power, tempers_prior, score
+    )
+
+
+def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor) -> Tensor:
+    """(G, m, B·event, C(C+1)/2) of one batch."""
+    classes = f.shape[-1]
+    places = f[0, ..., 0].numel()
+    if rows.r != places * classes or rows.n != f.shape[0]:
+        raise ValueError(f"rows of {rows.n} samples and {rows.r} directions do not fit outputs {tuple(f.shape)}")
+    low, high = torch.tril_indices(classes, classes, device=f.device)
+    total = f.new_zeros(groups.count, len(nodes.shifts), rows.n * places, len(low))
+    with torch.no_grad():
+        for block, part, group in _blocks(matrix, groups, rows):
+            gram = shifted_quadratics(block, part, nodes.shifts.to(f.device))  # (m, n, r, r)
+            inner = gram.unflatten(3, (places, classes)).unflatten(2, (places, classes))
+            each = inner.diagonal(dim1=2, dim2=4).movedim(-1, 2)  # (m, n, event, C, C)
+            total[group] += each.flatten(1, 2)[..., low, high].to(total)
+    return total
+
+
+def _blocks(matrix: PSD, groups: Groups, rows: Rows) -> Iterator[tuple[PSD, Rows, int]]:
+    """Blocks with an eigenbasis inside one group, with their rows."""
+    if isinstance(matrix, Diagonal) and isinstance(rows, Jacobian):
+        layout = rows.layout
+        matrix = BlockDiagonal(layout, tuple(map(Diagonal, layout.gather(matrix.values))))
+    parts = matrix.layout.gather(groups.index) if isinstance(matrix, BlockDiagonal) else (groups.index,)
+    pieces = matrix._parts(rows) if isinstance(matrix, BlockDiagonal) else (rows,)
+    for block, index, part in zip(blocks_of(matrix), parts, pieces, strict=True):
+        if bool((index != index[0]).any()):
+            raise IncompatiblePrior(
+                f"held-out tuning needs one precision per block of the curvature, and a {type(block).__name__} block "
+                "spans several. Use prior='scalar', or structure 'diag', 'blockdiag', 'kron' or 'ekfac'"
+            )
+        yield block, part, int(index[0])
+
+
+def unpack_symmetric(flat: Tensor, size: int) -> Tensor:
+    """(*b, C(C+1)/2), the lower triangle row by row -> (*b, C, C)."""
+    low, high = torch.tril_indices(size, size, device=flat.device)
+    where = torch.empty(size, size, dtype=torch.long, device=flat.device)
+    where[low, high] = torch.arange(len(low), device=flat.device)
+    where[high, low] = where[low, high]
+    return flat[..., where]

@@ -1,0 +1,295 @@
+"""Tuning on held-out data: one pass against brute-force posteriors, and the choices that follow."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from lapwing.errors import BadData, IncompatiblePrior, TooLarge, UnsupportedOperation
+from lapwing.evidence import Groups, Setting, Tuning, linked, lowest, tune_validation, widest
+from lapwing.evidence.nodes import Nodes
+from lapwing.evidence.scoring import baselines
+from lapwing.evidence.sweep import Batch
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from lapwing.linalg import DenseRows, Diagonal
+from lapwing.posterior import Prior, Tempered
+from lapwing.predictive import GaussianFunction, predict_targets
+from tests.evidence.problems import Problem, mlp
+
+STRUCTURES = ("full", "diag", "blockdiag", "kron", "ekfac")
+
+
+def held_out(problem: Problem, n: int = 40, size: int = 16, seed: int = 9) -> tuple[Tensor, list[Batch]]:
+    """Inputs of which half are far from the training data, targets from a rougher truth, in batches."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, problem.x.shape[1], dtype=torch.float64, generator=generator)
+    x[: n // 2] *= 3
+    f, _ = problem.rows(x)
+    noisy = f + torch.randn(f.shape, dtype=torch.float64, generator=generator)
+    y = noisy if isinstance(problem.likelihood, Gaussian) else problem.likelihood.sample_target(noisy, generator)
+    batches = []
+    for k in range(0, n, size):
+        part, rows = problem.rows(x[k : k + size])
+        batches.append((part, y[k : k + size], rows))
+    return x, batches
+
+
+def groups_of(problem: Problem, kind: str) -> Groups:
+    if kind == "layerwise":
+        return Groups.layerwise(problem.names, problem.flat_names, problem.sizes)
+    return Groups.scalar(problem.theta.numel())
+
+
+def run(problem: Problem, structure: str, kind: str = "scalar", **kwargs: Any) -> Tuning:
+    batches = kwargs.pop("batches", None) or held_out(problem)[1]
+    groups = groups_of(problem, kind)
+    return tune_validation(problem.curvature(structure), problem.likelihood, groups, batches, **kwargs)
+
+
+def brute_force(
+    problem: Problem, structure: str, prior: Prior, tempered: Tempered, likelihood: Likelihood, score: Any
+) -> float:
+    """The NLL from a posterior formed for this setting alone."""
+    _, precision = prior.resolve(problem.flat_names, problem.sizes)
+    scale = tempered.likelihood_scale(likelihood.dispersion)
+    posterior = problem.matrix(structure).scale(scale) + precision.scale(tempered.prior_scale)
+    total = count = 0.0
+    for f, y, rows in held_out(problem)[1]:
+        total -= score(f, posterior.quadratic(rows), y, likelihood).sum().item()
+        count += len(f)
+    return total / count
+
+
+CASES = [(s, k, False) for s in STRUCTURES for k in ("scalar", "layerwise") if (s, k) != ("full", "layerwise")]
+
+
+@pytest.mark.parametrize(("structure", "kind", "tempers_prior"), [*CASES, ("ekfac", "layerwise", True)])
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.5)], ids=lambda v: type(v).__name__)
+def test_one_pass_equals_a_posterior_for_each_setting(
+    likelihood: Likelihood, structure: str, kind: str, tempers_prior: bool
+) -> None:
+    problem = mlp(likelihood, outputs=3)
+    learn = ("prior", "temperature", "noise") if isinstance(likelihood, Gaussian) else ("prior", "temperature")
+    grid = {"prior": (1e-3, 0.1, 1e4), "temperature": (0.1, 100.0)}
+    if "noise" in learn:
+        grid["noise"] = (0.3, 1.2)
+    tuning = run(problem, structure, kind, grid=grid, learn=learn, temperature=Tempered(1.0, tempers_prior), steps=3)
+    assert len(tuning.settings) == (12 if "noise" in learn else 6) + 2
+    groups = groups_of(problem, kind)
+    for setting, score in zip(tuning.settings, tuning.scores.tolist()):
+        if setting.deterministic:
+            continue
+        same = likelihood if setting.dispersion is None else Gaussian(math.sqrt(setting.dispersion))
+        tempered = Tempered(setting.temperature, tempers_prior)
+        expected = brute_force(problem, structure, groups.prior(setting.precision), tempered, same, linked())
+        assert score == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_variances_are_within_the_stated_error() -> None:
+    nodes = Nodes.spanning(1e-6, 1e6, 1e5)
+    rho = torch.logspace(-6, 6, 97, dtype=torch.float64)
+    stated = nodes.error(rho)
+    assert stated < 1e-3
+    e = 10 ** (20 * torch.rand(5000, dtype=torch.float64) - 15)
+    approximate = (nodes.coefficients(rho)[:, None] / (e[:, None] + nodes.shifts)).sum(-1)
+    exact = 1 / (e + rho[:, None])
+    assert (approximate / exact - 1).abs().max() <= 1.05 * stated
+
+
+def test_node_coefficients_are_differentiable() -> None:
+    nodes = Nodes.spanning(1e-1, 1e1, 10.0)
+    rho = torch.tensor([0.3, 4.0], dtype=torch.float64, requires_grad=True)
+    e = torch.tensor([0.0, 0.5, 9.0], dtype=torch.float64)
+
+    def kernel(rho: Tensor) -> Tensor:
+        return (nodes.coefficients(rho)[:, None] / (e[:, None] + nodes.shifts)).sum(-1)
+
+    assert torch.autograd.gradcheck(kernel, rho, atol=1e-6)
+    (slope,) = torch.autograd.grad(kernel(rho).sum(), rho)
+    expected = -(1 / (e + rho.detach()[:, None]).square()).sum(1)
+    torch.testing.assert_close(slope, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["scalar", "layerwise"])
+def test_descent_improves_on_the_grid_and_is_stationary(kind: str) -> None:
+    problem = mlp(Categorical(), outputs=3)
+    tuning = run(problem, "ekfac", kind, steps=60)
+    grid = [s for s, setting in zip(tuning.scores.tolist(), tuning.settings) if not setting.deterministic][:-1]
+    refined = tuning.settings[-2]
+    assert tuning.scores[-2] <= min(grid) + 1e-9
+    assert tuning.iterations > 0
+    if kind == "layerwise":
+        assert refined.precision[0] != refined.precision[1]
+    groups = groups_of(problem, kind)
+    centre = tuning.scores[-2].item()
+    for factor in (0.8, 1.25):
+        moved = groups.prior(refined.precision * factor)
+        nearby = brute_force(problem, "ekfac", moved, Tempered(refined.temperature), problem.likelihood, linked())
+        assert nearby > centre - 5e-4
+
+
+def test_regression_learns_the_noise() -> None:
+    problem = mlp(Gaussian(5.0))
+    tuning = run(problem, "full", learn=("prior", "noise"))
+    assert isinstance(tuning.likelihood, Gaussian)
+    assert float(tuning.likelihood.noise) < 2.0
+    fixed = run(problem, "full", learn=("prior",))
+    assert tuning.score < fixed.score - 0.1
+    assert tuning.score <= tuning.baselines["MAP, noise fitted"]
+
+
+def test_temperature_alone_keeps_a_layerwise_prior() -> None:
+    problem = mlp(Categorical(), outputs=3)
+    start = torch.tensor([0.5, 8.0])
+    tuning = run(problem, "kron", "layerwise", start=start, learn=("temperature",))
+    for setting in tuning.settings[:-1]:
+        torch.testing.assert_close(setting.precision, start.double(), rtol=1e-6, atol=0)
+    assert len({s.temperature for s in tuning.settings[:-1]}) == 10
+
+
+def test_deterministic_limit_wins_and_says_so() -> None:
+    """Targets that are always the network's own label: every widening hurts."""
+    problem = mlp(Categorical(), outputs=3, scale=3.0)
+    sure = [(f, f.argmax(-1), rows) for f, _, rows in held_out(problem)[1]]
+    tuning = run(problem, "full", batches=sure, grid={"prior": (0.1, 1.0, 10.0), "temperature": (1.0,)}, steps=0)
+    assert tuning.deterministic
+    assert tuning.score == pytest.approx(tuning.baselines["MAP"])
+    assert "no posterior beat" in tuning.messages[0]
+    _, precision = tuning.prior.resolve(problem.flat_names, problem.sizes)
+    rows = sure[0][2]
+    wide = (problem.matrix("full") + precision).quadratic(rows)
+    assert wide.abs().max() < 1e-6
+    assert "deterministic" in tuning.table()
+
+
+def test_widest_rule() -> None:
+    settings = [Setting(torch.tensor([t])) for t in (0.1, 1.0, 10.0)] + [Setting(torch.empty(0), deterministic=True)]
+    scores = torch.tensor([0.50, 0.30, 0.25, 0.31])
+    assert lowest(settings, scores, {"MAP": 0.31}) == 2
+    assert widest()(settings, scores, {"MAP": 0.31}) == 1
+    assert widest()(settings, scores, {"MAP": 0.31, "temperature scaling": 0.27}) == 2
+    assert widest(0.2)(settings, scores, {"MAP": 0.31}) == 0
+    assert widest()(settings, scores, {"MAP": 0.1}) == 2
+    problem = mlp(Categorical(), outputs=3)
+    narrow, wide = run(problem, "ekfac"), run(problem, "ekfac", rule=widest())
+    assert wide.setting.narrow <= narrow.setting.narrow
+    assert wide.score <= min(wide.baselines.values()) or wide.score == narrow.score
+
+
+def test_score_is_that_of_the_prediction() -> None:
+    """The faster way for classes converges to the prediction's own log_prob; every other link goes through it."""
+    problem = mlp(Categorical(), outputs=3)
+    posterior = problem.matrix("full") + Diagonal(torch.ones(problem.theta.numel()).double())
+    f, y, rows = held_out(problem)[1][0]
+    covariance = posterior.quadratic(rows)
+    function = GaussianFunction(f, covariance)
+    for link, samples, tolerance in (("auto", 4096, 3e-3), ("probit", 256, 0.0), ("bridge", 256, 0.0)):
+        expected = predict_targets(function, problem.likelihood, link=link, samples=samples).log_prob(y)
+        got = linked(link, samples)(f, covariance, y, problem.likelihood)
+        torch.testing.assert_close(got, expected, rtol=0, atol=max(tolerance, 1e-12))
+    ignored = torch.where(torch.arange(len(y)) < 3, -100, y)
+    got = linked()(f, covariance, ignored, problem.likelihood)
+    assert (got[:3] == 0).all()
+    torch.testing.assert_close(got[3:], linked()(f, covariance, y, problem.likelihood)[3:])
+
+
+def test_gaussian_score_is_the_closed_form() -> None:
+    problem = mlp(Gaussian(0.5))
+    posterior = problem.matrix("full").scale(4.0) + Diagonal(torch.ones(problem.theta.numel()).double())
+    f, y, rows = held_out(problem)[1][0]
+    covariance = posterior.quadratic(rows)
+    normal = MultivariateNormal(f, covariance + 0.25 * torch.eye(2).double())
+    torch.testing.assert_close(linked()(f, covariance, y, problem.likelihood), normal.log_prob(y))
+
+
+def test_baselines() -> None:
+    problem = mlp(Categorical(), outputs=3, scale=4.0)
+    f = torch.cat([b[0] for b in held_out(problem)[1]])
+    y = torch.cat([b[1] for b in held_out(problem)[1]])
+    found = baselines(f, y, problem.likelihood, noise=False)
+    cross_entropy = torch.nn.functional.cross_entropy
+    assert found["MAP"] == pytest.approx(cross_entropy(f, y).item())
+    tried = [cross_entropy(f * s, y).item() for s in torch.logspace(-2, 2, 2001).tolist()]
+    assert found["temperature scaling"] == pytest.approx(min(tried), abs=1e-4)
+    assert found["temperature scaling"] <= min(tried) + 1e-9
+    regression = mlp(Gaussian(0.5))
+    f, y = regression.f, regression.y
+    found = baselines(f, y, regression.likelihood, noise=True)
+    tried = [-Gaussian(s).log_prob(f, y).mean().item() for s in torch.logspace(-2, 1, 2001).tolist()]
+    assert found["MAP, noise fitted"] == pytest.approx(min(tried), abs=1e-5)
+
+
+def test_other_likelihoods_and_event_dimensions() -> None:
+    binary = mlp(Bernoulli(), outputs=2)
+    assert run(binary, "ekfac", grid={"prior": (0.1, 10.0), "temperature": (1.0, 10.0)}, steps=2).score > 0
+    problem = mlp(Categorical(), outputs=6)
+    tokens = replace(problem, likelihood=Categorical())
+    f, _, rows = held_out(problem, n=12, size=12)[1][0]
+    batch = (f.reshape(12, 2, 3), torch.arange(24).reshape(12, 2) % 3, rows)
+    batch[1][0, 0] = -100
+    tuning = tune_validation(
+        problem.curvature("ekfac"),
+        tokens.likelihood,
+        groups_of(problem, "scalar"),
+        [batch],
+        grid={"prior": (0.3,), "temperature": (2.0,)},
+        steps=0,
+    )
+    posterior = problem.matrix("ekfac").scale(2.0) + Diagonal(torch.full((problem.theta.numel(),), 0.3).double())
+    whole = posterior.quadratic(rows).reshape(12, 2, 3, 2, 3)
+    covariance = torch.stack([whole[:, 0, :, 0], whole[:, 1, :, 1]], 1)
+    total = linked()(batch[0].reshape(24, 3), covariance.reshape(24, 3, 3), batch[1].reshape(24), tokens.likelihood)
+    assert tuning.scores[0].item() == pytest.approx(-total.sum().item() / 23, rel=1e-4)
+
+
+def test_memory_and_refusals() -> None:
+    problem = mlp(Categorical(), outputs=3)
+    with pytest.raises(TooLarge, match="prior='scalar'"):
+        run(problem, "ekfac", memory=10_000)
+    with pytest.raises(IncompatiblePrior, match="Dense block spans several"):
+        run(problem, "full", "layerwise")
+    with pytest.raises(UnsupportedOperation, match="no noise"):
+        run(problem, "full", learn=("noise",))
+    with pytest.raises(ValueError, match="can choose"):
+        run(problem, "full", learn=("depth",))
+    with pytest.raises(ValueError, match="not in learn"):
+        run(problem, "full", learn=("prior",), grid={"temperature": (1.0,)})
+    with pytest.raises(ValueError, match="positive"):
+        run(problem, "full", grid={"prior": (0.0, 1.0)})
+    with pytest.raises(BadData, match="no batch"):
+        tune_validation(problem.curvature(), problem.likelihood, groups_of(problem, "scalar"), [])
+    gaussian = mlp(Gaussian(0.3))
+    with pytest.raises(BadData, match="no batch"):
+        tune_validation(
+            gaussian.curvature(), gaussian.likelihood, groups_of(gaussian, "scalar"), iter(()), learn=("noise",)
+        )
+    f, y, rows = held_out(problem)[1][0]
+    with pytest.raises(ValueError, match="do not fit outputs"):
+        run(problem, "full", batches=[(f[:2], y[:2], rows)])
+
+
+def test_data_are_read_once() -> None:
+    problem = mlp(Gaussian(0.5))
+
+    def once() -> Iterator[Batch]:
+        yield from held_out(problem)[1]
+
+    tuning = tune_validation(
+        problem.curvature(), problem.likelihood, groups_of(problem, "scalar"), once(), learn=("prior", "noise")
+    )
+    assert len(tuning.settings) == 17 * 15 + 2
+
+
+def test_dense_rows_serve_every_structure() -> None:
+    problem = mlp(Categorical(), outputs=3)
+    factored = held_out(problem)[1]
+    dense = [(f, y, DenseRows(rows.dense())) for f, y, rows in factored]
+    grid = {"prior": (0.1, 10.0), "temperature": (1.0,)}
+    for structure in STRUCTURES:
+        a, b = (run(problem, structure, batches=batches, grid=grid, steps=0) for batches in (factored, dense))
+        torch.testing.assert_close(a.scores, b.scores)
