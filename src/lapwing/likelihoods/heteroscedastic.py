@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData
 from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require_finite
-from lapwing.likelihoods.marginal import Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
+from lapwing.likelihoods.marginal import SPACING, Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,25 +105,37 @@ class HeteroscedasticGaussian(Likelihood):
         or 1 (mean). So y | ρ ~ N(a(m + b(ρ − ρ̄)), a²r + σ²), E[σ²] is the aleatoric part and Var μ = E[a²r] +
         Var[a(m + b(ρ − ρ̄))] the epistemic one: the whole 2 × 2 covariance counts, not Var(f₁) alone.
         """
-        first, second = (part.double() for part in self.split(f.mean))
+        dtype, k = promote(f.mean).dtype, f.mean.shape[-1] // 2
         covariance = f.item_covariance.double()
-        k = first.shape[-1]
         diagonal = covariance.diagonal(dim1=-2, dim2=-1)
         cross = covariance[..., :k, k:].diagonal(dim1=-2, dim2=-1)
         slope = torch.where(diagonal[..., k:] > 0, cross / diagonal[..., k:].clamp(min=1e-300), 0.0)
         rest = (diagonal[..., :k] - slope * cross).clamp(min=0)
-        x, log_weights = normal_nodes(first)
-        step = safe_sqrt(diagonal[..., k:]) * x.reshape(-1, *(1,) * first.ndim)  # (Q, B, *event, K)
-        center, noise = self.moments(torch.cat([first + slope * step, second + step], -1))
-        gain = noise if self.parametrization == "natural" else torch.ones_like(noise)
-        weights = log_weights.exp().reshape(-1, *(1,) * first.ndim)
+        x, log_weights = normal_nodes(covariance)
+        x, weights = (part.reshape(-1, *(1,) * slope.ndim) for part in (x, log_weights.exp()))
+        scale = safe_sqrt(diagonal[..., k:])
+        center, noise, known, drift = self._given(f.mean.double(), slope, rest, scale * x)
         mean = (weights * center).sum(0)
-        epistemic = (weights * (gain.square() * rest + (center - mean).square())).sum(0)
-        law = Normal(center, (gain.square() * rest + noise).sqrt(), validate_args=False)
-        dtype = promote(f.mean).dtype
-        return MixtureMarginal(
-            law, log_weights, mean.to(dtype), (weights * noise).sum(0).to(dtype), epistemic.to(dtype)
-        )
+        epistemic = (weights * (known + (center - mean).square())).sum(0)
+        variance = known + noise
+        coarse = drift.abs() * scale * SPACING > variance.sqrt()
+        if bool(coarse.any()):
+            # Neighbors stand apart: spread such a node over its cell, N(0, 1) = Σ w N(x_q √(1−h²), h²).
+            shrunk = self._given(f.mean.double(), slope, rest, scale * x * math.sqrt(1 - SPACING**2))
+            center = torch.where(coarse, shrunk[0], center)
+            spread = shrunk[1] + shrunk[2] + (shrunk[3] * scale * SPACING).square()
+            variance = torch.where(coarse, spread, variance)
+        law = Normal(center, variance.sqrt(), validate_args=False)
+        aleatoric = (weights * noise).sum(0)
+        return MixtureMarginal(law, log_weights, mean.to(dtype), aleatoric.to(dtype), epistemic.to(dtype))
+
+    def _given(self, f: Tensor, slope: Tensor, rest: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """At ρ = ρ̄ + step: E[μ|ρ], σ², Var(μ|ρ) and the derivative of E[μ|ρ] in ρ, each (Q, B, *event, K)."""
+        first, second = self.split(f)
+        center, noise = self.moments(torch.cat([first + slope * step, second + step], -1))
+        if self.parametrization == "mean":
+            return center, noise, rest.expand(noise.shape), slope.expand(noise.shape)
+        return center, noise, noise.square() * rest, noise * (slope - center * (second + step).sigmoid())
 
     def spec(self) -> dict[str, Any]:
         return {"family": "HeteroscedasticGaussian", "parametrization": self.parametrization}

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
-from torch.distributions import Distribution, Normal, Poisson
+from torch.distributions import Distribution, Normal
 
 from lapwing.errors import UnsupportedOperation
 
@@ -111,53 +111,37 @@ class MixtureMarginal(Marginal):
     def log_prob(self, y: Tensor) -> Tensor | None:
         if self.event_dims and not self.whole and y.shape[-1] > 1:
             return None
-        parts = self.components.log_prob(y.to(self.log_weights.dtype))
-        if self.event_dims:
-            parts = parts.sum(-1)
-        return (parts + self._log_weights(parts.ndim)).logsumexp(0).to(self.mean.dtype)
+        return self._log_density(y.to(self.log_weights.dtype)).to(self.mean.dtype)
+
+    def _log_density(self, y: Tensor) -> Tensor:
+        """log p over the outputs together, for y (*n, *shape of y) with any leading dimensions."""
+        lead = y.ndim - self.mean.ndim
+        parts = self.components.log_prob(y.unsqueeze(lead))  # (*n, Q, *shape of y)
+        parts = parts.sum(-1) if self.event_dims else parts
+        return (parts + self._log_weights(parts.ndim - lead)).logsumexp(lead)
 
     def quantile(self, level: float) -> Tensor:
-        """By bisection of Σ_q w_q F_q(y) = level; for counts the smallest y that reaches the level."""
+        """By bisection of Σ_q w_q F_q(y) = level."""
         lower, upper = self._bracket()
         for _ in range(80):
             middle = (lower + upper) / 2
-            parts = distribution_function(self.components, middle)
+            parts = self.components.cdf(middle)
             reached = (parts * self._log_weights(parts.ndim).exp()).sum(0) >= level
             lower, upper = torch.where(reached, lower, middle), torch.where(reached, middle, upper)
-        if isinstance(self.components, Poisson):
-            upper = upper.floor()
         return upper.to(self.mean.dtype)
 
     def entropy(self) -> Tensor | None:
-        """For one output: −Σ_q w_q E_q[log p(y)] with y at Gauss–Hermite nodes, or summed over all likely counts."""
-        if self.whole or not self.event_dims or self.mean.shape[-1] > 1:
+        """For one output with Gaussian components: −Σ_q w_q E_q[log p(y)], y at Gauss–Hermite nodes."""
+        law = self.components
+        if self.whole or not self.event_dims or self.mean.shape[-1] > 1 or not isinstance(law, Normal):
             return None
-        if isinstance(self.components, Normal):
-            return self._normal_entropy()
-        return self._count_entropy() if isinstance(self.components, Poisson) else None
-
-    def _normal_entropy(self) -> Tensor:
-        assert isinstance(self.components, Normal)
         outer = (self.log_weights > math.log(1e-12)).nonzero()[::2, 0]  # every second node is a good rule too
-        weights = self.log_weights[outer].softmax(0)
         x, inner = (torch.from_numpy(part).to(self.log_weights) for part in hermegauss(10))
-        total = torch.zeros_like(self.components.loc[0, ..., 0])
-        for w, q in zip(weights, outer):
-            for v, z in zip(inner / inner.sum(), x):
-                log_p = self.log_prob(self.components.loc[q] + z * self.components.scale[q])
-                assert log_p is not None
-                total = total - w * v * log_p
-        return total.to(self.mean.dtype)
-
-    def _count_entropy(self) -> Tensor | None:
-        largest = int(self.quantile(1 - 1e-9).max())
-        if largest > 4096:
-            return None
-        total = torch.zeros_like(self.components.mean[0, ..., 0])
-        for count in range(largest + 1):
-            log_p = self.log_prob(torch.full_like(self.mean, count))
-            assert log_p is not None
-            total = total - log_p.exp() * log_p
+        shape = (-1,) + (1,) * self.mean.ndim
+        total = torch.zeros_like(law.loc[0, ..., 0])
+        for weight, q in zip(self.log_weights[outer].softmax(0), outer):
+            log_p = self._log_density(law.loc[q] + x.reshape(shape) * law.scale[q])
+            total = total - weight * torch.tensordot(inner / inner.sum(), log_p, 1)
         return total.to(self.mean.dtype)
 
     def _bracket(self) -> tuple[Tensor, Tensor]:
@@ -170,14 +154,6 @@ class MixtureMarginal(Marginal):
         return lower if bound is None else lower.clamp(min=bound), upper
 
 
-def distribution_function(law: Distribution, y: Tensor) -> Tensor:
-    """P(Y ≤ y); torch has none for the Poisson law."""
-    if not isinstance(law, Poisson):
-        return law.cdf(y)
-    count = y.floor()
-    return torch.where(count < 0, 0.0, torch.special.gammaincc(count.clamp(min=0) + 1, law.rate))
-
-
 def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
     """Nodes x (Q,) and log weights with Σ w g(x) ≈ E[g(x)], x ~ N(0, 1), in the dtype of `like`.
 
@@ -187,6 +163,10 @@ def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
     x = torch.linspace(-_RANGE, _RANGE, _NODES, dtype=torch.float64)
     log_weights = (-x.square() / 2).log_softmax(0)
     return x.to(like), log_weights.to(like)
+
+
+SPACING = 2 * _RANGE / (_NODES - 1)
+"""Between two nodes."""
 
 
 def safe_sqrt(values: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from torch.distributions import Independent
 from torch.distributions import Poisson as PoissonLaw
 
 from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require, require_finite
-from lapwing.likelihoods.marginal import Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
+from lapwing.likelihoods.marginal import SPACING, Marginal, Outputs, normal_nodes, safe_sqrt
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +49,79 @@ class Poisson(Likelihood):
         return torch.poisson(promote(f).detach().exp(), generator=generator)
 
     def marginal(self, f: Outputs) -> Marginal:
-        """A mixture over nodes of log rates; the moments are those of a lognormal rate, exactly: with E = exp(m + v/2),
-        E[y] = E[Var(y|f)] = E and Var(E[y|f]) = E²(e^v − 1)."""
-        mean, variance = promote(f.mean), promote(f.variance)
-        x, log_weights = normal_nodes(mean.double())
-        nodes = mean.double() + safe_sqrt(variance.double()) * x.reshape(-1, *(1,) * mean.ndim)
-        rate = (mean + variance / 2).exp()
-        spread = rate.square() * variance.expm1()
-        return MixtureMarginal(PoissonLaw(nodes.exp(), validate_args=False), log_weights, rate, rate, spread)
+        return LognormalPoisson(promote(f.mean), promote(f.variance))
 
     def spec(self) -> dict[str, Any]:
         return {"family": "Poisson"}
+
+
+@dataclass(frozen=True, eq=False)
+class LognormalPoisson(Marginal):
+    """Counts whose log rate is N(center, spread), output by output; (B, *event, K).
+
+    With E = exp(m + v/2): E[y] = E[Var(y|f)] = E and Var(E[y|f]) = E²(e^v − 1), exactly.
+    """
+
+    center: Tensor
+    spread: Tensor
+
+    @property
+    def mean(self) -> Tensor:  # type: ignore[override]
+        return (self.center + self.spread / 2).exp()
+
+    @property
+    def aleatoric(self) -> Tensor:  # type: ignore[override]
+        return self.mean
+
+    @property
+    def epistemic(self) -> Tensor:  # type: ignore[override]
+        return self.mean.square() * self.spread.expm1()
+
+    def log_prob(self, y: Tensor) -> Tensor | None:
+        if y.shape[-1] > 1:
+            return None
+        return self._log_mass(y.double())[..., 0].to(self.center.dtype)
+
+    def _log_mass(self, y: Tensor) -> Tensor:
+        """log ∫ N(f; m, v) Poisson(y; e^f) df by quadrature around the mode of the integrand, for any rate."""
+        m, v = self.center.double(), self.spread.double().clamp(min=1e-12)
+        with torch.no_grad():
+            # Newton for (f − m)/v + e^f = y, a convex increasing function, from the right of its root: monotone.
+            mode = torch.maximum(m, (y + 1).log())
+            for _ in range(40):
+                rate = mode.exp()
+                mode = mode - ((mode - m) / v + rate - y) / (1 / v + rate)
+            width = (1 / v + mode.exp()).rsqrt()
+            x, _ = normal_nodes(m)
+            f = mode + width * x.reshape(-1, *(1,) * mode.ndim)  # (Q, ...)
+        log_normal = -(f - m).square() / (2 * v) - (2 * math.pi * v).log() / 2
+        log_poisson = y * f - f.exp() - torch.lgamma(y + 1)
+        return (log_normal + log_poisson).logsumexp(0) + (width * SPACING).log()
+
+    def quantile(self, level: float) -> Tensor:
+        """The smallest count whose probability not to be exceeded reaches the level, by bisection."""
+        x, log_weights = normal_nodes(self.center.double())
+        x, log_weights = x[log_weights > math.log(1e-12)], log_weights[log_weights > math.log(1e-12)]
+        shape = (-1,) + (1,) * self.center.ndim
+        rate = (self.center.double() + safe_sqrt(self.spread.double()) * x.reshape(shape)).exp()
+        weights = log_weights.exp().reshape(shape)
+        lower = torch.full_like(self.center, -1.0, dtype=torch.float64)
+        upper = (rate + 40 * rate.sqrt() + 40).amax(0).ceil()
+        while bool((upper - lower > 1).any()):
+            middle = ((lower + upper) / 2).floor()
+            at_most = (weights * torch.special.gammaincc(middle.clamp(min=0) + 1, rate)).sum(0)
+            reached = (at_most >= level) & (middle >= 0)
+            lower, upper = torch.where(reached, lower, middle), torch.where(reached, middle, upper)
+        return upper.to(self.center.dtype)
+
+    def entropy(self) -> Tensor | None:
+        """For one output: the sum over all likely counts, where they are not too many."""
+        largest = int(self.quantile(1 - 1e-9).max())
+        if self.center.shape[-1] > 1 or largest > 4096:
+            return None
+        total = torch.zeros_like(self.center, dtype=torch.float64)
+        for counts in torch.arange(largest + 1, device=total.device).split(64):
+            y = counts.double().reshape(-1, *(1,) * total.ndim).expand(-1, *total.shape)
+            log_p = self._log_mass(y)
+            total = total - (log_p.exp() * log_p).sum(0)
+        return total[..., 0].to(self.center.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -71,6 +72,7 @@ class FunctionDistribution(ABC):
         return torch.cat(list(self.blocks(n, generator)))
 
 
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class GaussianFunction(FunctionDistribution):
     """f ~ N(mean, covariance), the linearized predictive of the outputs.
 
@@ -101,9 +103,6 @@ class GaussianFunction(FunctionDistribution):
         fields = {"mean": mean, "covariance": covariance, "variance": variance, "sampler": sampler, "joint": joint}
         for name, value in fields.items():
             object.__setattr__(self, f"_{name}", value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"GaussianFunction is frozen: build a new one instead of setting {name!r}.")
 
     @property
     def mean(self) -> Tensor:
@@ -194,6 +193,7 @@ class GaussianFunction(FunctionDistribution):
                 yield mean + (noise[..., None, :] @ root)[..., 0, :]
 
 
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class SampledFunction(FunctionDistribution):
     """The outputs of S sampled networks, samples (S, B, *event, C), with equal weights: `method="sampled"`.
 
@@ -208,9 +208,6 @@ class SampledFunction(FunctionDistribution):
         object.__setattr__(self, "samples", samples)
         if self._mean.shape != samples.shape[1:]:
             raise ValueError(f"samples {tuple(samples.shape)} do not fit a mean of shape {tuple(self._mean.shape)}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"SampledFunction is frozen: build a new one instead of setting {name!r}.")
 
     @property
     def mean(self) -> Tensor:
@@ -240,6 +237,7 @@ class SampledFunction(FunctionDistribution):
         yield from self.samples.split(size)
 
 
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class MixtureFunction(FunctionDistribution):
     """Σ_k w_k p_k(f): several posteriors of one problem, for instance a Laplace approximation at each of K modes."""
 
@@ -251,9 +249,6 @@ class MixtureFunction(FunctionDistribution):
         weights = like.new_ones(len(parts)) if weights is None else weights.to(like)
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "weights", weights / weights.sum())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"MixtureFunction is frozen: build a new one instead of setting {name!r}.")
 
     @property
     def has_covariance(self) -> bool:
