@@ -1,5 +1,7 @@
 """What `import lapwing` offers: sorted, documented, complete, and light."""
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -25,11 +27,11 @@ CONTRACT = {
 
 
 def built() -> set[str]:
-    """Contract names that some room of the package defines."""
+    """Contract names that some module of the package defines."""
     names: set[str] = set()
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("lapwing."):
-            names |= CONTRACT & {name for name, value in vars(module).items() if getattr(value, "__doc__", None)}
+    for found in pkgutil.walk_packages(lapwing.__path__, "lapwing."):
+        if not found.name.endswith("__main__"):
+            names |= CONTRACT & set(vars(importlib.import_module(found.name)))
     return names
 
 

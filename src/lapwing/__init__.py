@@ -3,6 +3,7 @@
 Curvature × Prior × Likelihood → Posterior → Prediction.
 """
 
+from lapwing.curvature import EKFAC, GGN, BlockDiag, Diag, EmpiricalFisher, Full, Hessian, Kron, LowRank, MCFisher
 from lapwing.errors import (
     BadData,
     CorruptFile,
@@ -16,21 +17,64 @@ from lapwing.errors import (
     UnsupportedOperation,
     VersionMismatch,
 )
-from lapwing.evaluation import metrics
+from lapwing.evaluation import metrics, plots
+from lapwing.evaluation.evaluate import evaluate
+from lapwing.evaluation.report import Report
+from lapwing.evaluation.temperature import TemperatureScaled
+from lapwing.evidence import log_evidence
+from lapwing.likelihoods import (
+    Bernoulli,
+    BradleyTerry,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+)
+from lapwing.model import subnetwork
+from lapwing.posterior import Posterior, Prior, Tempered
+from lapwing.predictive import Prediction
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BadData",
+    "Bernoulli",
+    "BlockDiag",
+    "BradleyTerry",
+    "Categorical",
     "CorruptFile",
+    "Diag",
+    "EKFAC",
+    "EmpiricalFisher",
+    "Full",
+    "GGN",
+    "Gaussian",
+    "Hessian",
+    "HeteroscedasticGaussian",
     "IncompatiblePrior",
+    "Kron",
     "LapwingError",
+    "Likelihood",
+    "LowRank",
+    "MCFisher",
     "NotConverged",
     "NotPositiveDefinite",
     "NotReiterable",
+    "Poisson",
+    "Posterior",
+    "Prediction",
+    "Prior",
+    "Report",
+    "TemperatureScaled",
+    "Tempered",
     "TooLarge",
     "UnsupportedModel",
     "UnsupportedOperation",
     "VersionMismatch",
+    "evaluate",
+    "log_evidence",
     "metrics",
+    "plots",
+    "subnetwork",
 ]

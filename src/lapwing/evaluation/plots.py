@@ -100,10 +100,12 @@ def entropies(
             for (place, others), color in zip(outside.get(name, {}).items(), OUTSIDE):
                 area = metrics.auroc(scores, others)
                 _histogram(axes, others, edges, color, f"{place} (AUROC {area:.3f})")
-            axes.set(title=name, xlabel=label, yticks=[], xlim=(float(edges[0]), float(edges[-1])))
-            axes.spines["left"].set_visible(False)
+            axes.set(title=name, xlabel=label, xlim=(float(edges[0]), float(edges[-1])))
+            # most test items fall into the first bin: a root scale keeps the rest visible, and zero at the bottom
+            axes.set_yscale("function", functions=(lambda y: abs(y) ** 0.5, lambda y: y**2))
+            axes.set(yticks=[0.01, 0.1, 0.3, 1.0], yticklabels=["1 %", "10 %", "30 %", "100 %"], ylim=(0, 1))
             axes.legend(loc="upper right", handlelength=1)
-        panels[0][0].set_ylabel("share of items")
+        panels[0][0].set_ylabel("share of items (root scale)")
         return figure
 
 

@@ -1,0 +1,206 @@
+"""Run models over data and keep what a report needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evaluation.meter import measure
+from lapwing.evaluation.report import Gallery, Outside, Report, Result
+from lapwing.evaluation.scoring import Items, Task, task_of
+from lapwing.evaluation.temperature import TemperatureScaled, device_of
+from lapwing.likelihoods import Likelihood, resolve_likelihood
+from lapwing.model.batches import LABEL_KEYS, Batch, Batches, batch_size, call
+from lapwing.model.module import borrowed, output_tensor
+from lapwing.predictive import Prediction, SampledFunction, predict_targets
+
+PICTURES = 16
+
+
+def evaluate(
+    models: Mapping[str, Any],
+    data: Any,
+    *,
+    ood: Mapping[str, Any] | None = None,
+    likelihood: str | Likelihood | None = None,
+    bins: int = 15,
+    split: Callable[[Any], tuple] | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Score models on the same test data, and on data unlike what they were trained on.
+
+    `models` maps names to networks, `TemperatureScaled` networks or `Laplace` objects (anything with `.predict(x)`
+    returning a `Prediction`). `data` is read as in `lapwing.fit`; the sets of `ood` need no targets, and a tensor of
+    inputs is enough. Plain networks are scored under `likelihood`; without it, under that of the first model that
+    has one. Classification is scored by accuracy, NLL, ECE with `bins` bins, Brier score and entropy; regression by
+    NLL, RMSE, CRPS, coverage and standard deviation; `ood` adds AUROC and FPR95; all get seconds and peak memory.
+    `progress`: True shows a bar, False none, None only on a terminal.
+
+    Example:
+        >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"notMNIST": images})
+        >>> print(report.table("accuracy", "nll", "ece", "auroc notMNIST"))
+    """
+    if not models:
+        raise BadData("evaluate needs at least one model: pass {'MAP': model, 'Laplace': la}")
+    shared = find_likelihood(models, likelihood)
+    runs = {name: run_of(model, shared) for name, model in models.items()}
+    for source in (data, *(ood or {}).values()):
+        if len(runs) > 1 and not isinstance(source, Tensor):
+            Batches(source, nn.Identity(), torch.device("cpu")).require_reiterable("evaluating several models")
+    results = {}
+    with tqdm(total=len(runs), desc="evaluate", disable=None if progress is None else not progress) as bar:
+        for name, run in runs.items():
+            bar.set_postfix_str(name)
+            results[name], task = evaluate_one(run, data, ood or {}, split)
+            bar.update()
+    return Report(results, task, bins)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A model as a function from inputs to a prediction, where its inputs belong, and the module behind it."""
+
+    predict: Callable[[Any], Prediction]
+    device: torch.device
+    module: nn.Module
+
+
+def run_of(model: Any, likelihood: Likelihood | None) -> Run:
+    """A network, a temperature-scaled network, or an object with `.predict`, as a `Run`."""
+    if hasattr(model, "predict"):
+        module = getattr(getattr(model, "network", None), "module", None)
+        module = module if isinstance(module, nn.Module) else nn.Identity()
+        return Run(model.predict, device_of(module), module)
+    if not isinstance(model, nn.Module | TemperatureScaled):
+        kind = type(model).__name__
+        raise BadData(f"a model is a {kind}: pass an nn.Module, a TemperatureScaled or a Laplace object")
+    if likelihood is None:
+        raise BadData("a plain network has no likelihood: pass likelihood='classification', 'regression', …")
+    module = model.model if isinstance(model, TemperatureScaled) else model
+    return Run(lambda inputs: point_prediction(model, inputs, likelihood), device_of(module), module)
+
+
+def point_prediction(model: nn.Module | TemperatureScaled, inputs: Any, likelihood: Likelihood) -> Prediction:
+    """p(y | f(x)) for a network without a posterior: the distribution of f is one point."""
+    module = model.model if isinstance(model, TemperatureScaled) else model
+    temperature = model.temperature if isinstance(model, TemperatureScaled) else 1.0
+    with borrowed(module), torch.no_grad():
+        raw = output_tensor(call(module, inputs)) / temperature
+    f = likelihood.outputs(raw)
+    return predict_targets(SampledFunction(None, f[None]), likelihood, scalar=raw.ndim == 1)
+
+
+def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | None) -> Likelihood | None:
+    """The one asked for, else that of the first model that has one."""
+    if likelihood is not None:
+        return resolve_likelihood(likelihood)
+    found = (getattr(model, "likelihood", None) for model in models.values())
+    return next((one for one in found if isinstance(one, Likelihood)), None)
+
+
+def evaluate_one(
+    run: Run, data: Any, ood: Mapping[str, Any], split: Callable[[Any], tuple] | None
+) -> tuple[Result, Task]:
+    """Scores of one model. Its clock runs while it predicts the test set, scores included."""
+    batches = Batches(data, run.module, run.device, split)
+    scores, cost = measure(lambda: Scores.of(run, batches, targets=True), run.device)
+    outside = {}
+    for place, others in ood.items():
+        others = (others, torch.zeros(len(others))) if isinstance(others, Tensor) else others
+        seen = Scores.of(run, Batches(others, run.module, run.device, inputs_only), targets=False)
+        outside[place] = Outside(seen.uncertainty, seen.novelty, seen.gallery)
+    result = Result(scores.items, scores.uncertainty, scores.novelty, outside, cost, scores.count, scores.gallery)
+    return result, scores.task
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The scores of one pass over a data set."""
+
+    task: Task
+    items: Items
+    uncertainty: Tensor
+    novelty: Tensor | None
+    gallery: Gallery | None
+    count: int
+
+    @classmethod
+    def of(cls, run: Run, batches: Batches, *, targets: bool) -> Scores:
+        parts = [one_batch(run, batch, targets) for batch in batches]
+        items = {name: torch.cat([part.items[name] for part in parts]) for name in parts[0].items}
+        novelties = [part.novelty for part in parts if part.novelty is not None]
+        galleries = [part.gallery for part in parts if part.gallery is not None]
+        return cls(
+            parts[0].task,
+            items,
+            torch.cat([part.uncertainty for part in parts]),
+            torch.cat(novelties) if novelties else None,
+            merge(galleries) if len(galleries) == len(parts) else None,
+            sum(part.count for part in parts),
+        )
+
+
+def one_batch(run: Run, batch: Batch, targets: bool) -> Scores:
+    """Scores of one batch, flat, in float64 on the CPU; what the likelihood ignores is left out."""
+    prediction = run.predict(batch.inputs)
+    task = task_of(prediction)
+    y = prediction.likelihood.targets(prediction.function.mean, batch.targets) if targets else None
+    mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)
+    uncertainty = task.uncertainty(prediction)
+    items = {} if y is None else task.items(prediction, y)
+    return Scores(
+        task,
+        {name: flat(values, mask) for name, values in items.items()},
+        flat(uncertainty, mask),
+        novelty_of(prediction),
+        gallery_of(task, prediction, batch.inputs, y, uncertainty),
+        batch_size(batch.inputs),
+    )
+
+
+def flat(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Counted entries in one row. A mask is for items; scores of parts of items come with likelihoods without one."""
+    values = values.detach()
+    return (values if mask is None else values[mask]).flatten().double().cpu()
+
+
+def novelty_of(prediction: Prediction) -> Tensor | None:
+    try:
+        return flat(prediction.novelty, None)
+    except UnsupportedOperation:
+        return None
+
+
+def gallery_of(
+    task: Task, prediction: Prediction, inputs: Any, y: Tensor | None, uncertainty: Tensor
+) -> Gallery | None:
+    """The most uncertain pictures of a batch, where inputs are pictures and there is one uncertainty each."""
+    if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
+        return None
+    scores = uncertainty.detach().reshape(len(inputs), -1).double().mean(-1).cpu()
+    order = scores.argsort(descending=True)[:PICTURES]
+    captions = tuple(task.caption(prediction, y, int(index)) for index in order)
+    return Gallery(inputs[order.to(inputs.device)].detach().cpu(), scores[order], captions)
+
+
+def merge(galleries: list[Gallery]) -> Gallery:
+    """The most uncertain of several galleries."""
+    images, scores = torch.cat([g.images for g in galleries]), torch.cat([g.scores for g in galleries])
+    captions = [caption for g in galleries for caption in g.captions]
+    order = scores.argsort(descending=True)[:PICTURES]
+    return Gallery(images[order], scores[order], tuple(captions[int(index)] for index in order))
+
+
+def inputs_only(raw: Any) -> tuple[Any, None]:
+    """The inputs of a batch that may or may not have targets."""
+    if isinstance(raw, Mapping):
+        return {key: value for key, value in raw.items() if key not in LABEL_KEYS}, None
+    if isinstance(raw, tuple | list):
+        return raw[0], None
+    return raw, None

@@ -1,0 +1,239 @@
+"""One table and a few pictures that say how models compare on the same data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lapwing.errors import BadData
+from lapwing.evaluation import html, metrics, plots
+from lapwing.evaluation.meter import Cost
+from lapwing.evaluation.scoring import LEVELS, Classes, Column, Items, Task
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COST_COLUMNS = (Column("seconds", False), Column("peak_mb", False))
+TITLES = {"nll": "NLL", "ece": "ECE", "rmse": "RMSE", "crps": "CRPS", "brier": "Brier", "peak_mb": "peak MB"}
+
+
+@dataclass(frozen=True, eq=False)
+class Gallery:
+    """The most uncertain pictures of a data set, with their uncertainty and a caption each."""
+
+    images: Tensor
+    scores: Tensor
+    captions: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """Scores of one out-of-distribution set: the uncertainty of y and, where the model has one, the novelty."""
+
+    uncertainty: Tensor
+    novelty: Tensor | None
+    gallery: Gallery | None
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What one model did: scores of the test items, of the outside items, and what predicting the test set cost."""
+
+    items: Items
+    uncertainty: Tensor
+    novelty: Tensor | None
+    outside: Mapping[str, Outside]
+    cost: Cost
+    count: int
+    gallery: Gallery | None
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """How models compare on the same data. Made by `lapwing.evaluate`.
+
+    Example:
+        >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"notMNIST": other_loader})
+        >>> print(report.table())
+        >>> report.to_html("report.html")
+    """
+
+    results: Mapping[str, Result]
+    task: Task
+    bins: int = 15
+
+    def columns(self) -> tuple[Column, ...]:
+        """The columns that at least one model fills, in order."""
+        places = list(next(iter(self.results.values())).outside)
+        outside = tuple(
+            Column(f"{name} {place}", more)
+            for place in places
+            for name, more in (("auroc", True), ("fpr95", False), ("auroc_novelty", True))
+        )
+        rows = [self.row(name) for name in self.results]
+        return tuple(c for c in (*self.task.columns, *outside, *COST_COLUMNS) if any(c.name in row for row in rows))
+
+    def row(self, name: str) -> dict[str, float]:
+        """The values of one model by column."""
+        result = self.results[name]
+        row = self.task.summary(result.items, self.bins)
+        for place, outside in result.outside.items():
+            row[f"auroc {place}"] = metrics.auroc(result.uncertainty, outside.uncertainty).item()
+            row[f"fpr95 {place}"] = metrics.fpr95(result.uncertainty, outside.uncertainty).item()
+            if result.novelty is not None and outside.novelty is not None:
+                row[f"auroc_novelty {place}"] = metrics.auroc(result.novelty, outside.novelty).item()
+        row["seconds"] = result.cost.seconds
+        if result.cost.peak_bytes is not None:
+            row["peak_mb"] = result.cost.peak_bytes / 1e6
+        return row
+
+    def table(self, *columns: str) -> str:
+        """The report as plain text, one line a model; `columns` such as "nll" or "auroc notMNIST" choose and order."""
+        chosen = self._chosen(columns)
+        lines = [["", *(title(c.name) for c in chosen)]]
+        for name in self.results:
+            row = self.row(name)
+            lines.append([name, *(cell(c.name, row.get(c.name)) for c in chosen)])
+        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:]))]).rstrip()
+            for line in lines
+        )
+
+    __str__ = table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in the table, ready for JSON: {"task", "bins", "models": {name: {…, "ood": {place: {…}}}}}."""
+        models = {}
+        for name, result in self.results.items():
+            row = self.row(name)
+            places: dict[str, dict[str, float]] = {place: {} for place in result.outside}
+            for place in places:
+                for metric in ("auroc", "fpr95", "auroc_novelty"):
+                    if f"{metric} {place}" in row:
+                        places[place][metric] = row.pop(f"{metric} {place}")
+            models[name] = {**row, "items": result.count, "ood": places}
+        return {"task": type(self.task).__name__.lower(), "bins": self.bins, "models": models}
+
+    def figures(self) -> dict[str, Figure]:
+        """The pictures by name. Those of images show the last model, the one that is usually looked at."""
+        return {name: figure for name, _, figure in self._pictures()}
+
+    def to_html(self, path: str | Path, *, heading: str = "Evaluation", notes: tuple[str, ...] = ()) -> Path:
+        """Write the table and the pictures into one self-contained file and return its path."""
+        columns = self._chosen(())
+        best = {column.name: self._best(column) for column in columns}
+        rows = [
+            [(name, False), *((cell(c.name, row.get(c.name)), name in best[c.name]) for c in columns)]
+            for name, row in ((name, self.row(name)) for name in self.results)
+        ]
+        page = html.render(
+            title=heading,
+            notes=notes,
+            header=["", *(title(c.name) for c in columns)],
+            rows=rows,
+            legend=self._legend(),
+            pictures=self._pictures(),
+        )
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+        return path
+
+    def _chosen(self, names: tuple[str, ...]) -> tuple[Column, ...]:
+        known = {column.name: column for column in self.columns()}
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise BadData(f"the report has no column {missing[0]!r}: choose from {', '.join(known)}")
+        return tuple(known[name] for name in names) if names else tuple(known.values())
+
+    def _best(self, column: Column) -> set[str]:
+        """The models that share the best printed value."""
+        if column.more_is_better is None or len(self.results) < 2:
+            return set()
+        values = {name: self.row(name).get(column.name, math.nan) for name in self.results}
+        values = {name: value for name, value in values.items() if not math.isnan(value)}
+        if not values:
+            return set()
+        top = (max if column.more_is_better else min)(values.values())
+        return {name for name, value in values.items() if cell(column.name, value) == cell(column.name, top)}
+
+    def _legend(self) -> str:
+        count = next(iter(self.results.values())).count
+        words = [f"{count:,} test items; NLL in nats per item."]
+        if isinstance(self.task, Classes):
+            words.append(f"ECE: expected calibration error of the top class, {self.bins} equal-width bins.")
+        if any(result.outside for result in self.results.values()):
+            words.append(
+                f"AUROC and FPR95: test against outside items by {self.task.uncertainty_name}; FPR95 is the share of "
+                "outside items accepted when 95 % of test items are."
+            )
+            if any(result.novelty is not None for result in self.results.values()):
+                words.append("“by novelty” uses the posterior's own out-of-distribution score.")
+        words.append("Seconds and peak memory are for predicting the test set.")
+        return " ".join(words)
+
+    def _pictures(self) -> list[tuple[str, str, Figure]]:
+        pictures = [self._calibration()]
+        label = self.task.uncertainty_name
+        outside = {name: {p: o.uncertainty for p, o in r.outside.items()} for name, r in self.results.items()}
+        if any(outside.values()):
+            inside = {name: result.uncertainty for name, result in self.results.items()}
+            text = f"The {label} of predictions for test items and for items unlike the training data."
+            figure = plots.entropies(inside, outside, label=label)
+            pictures.append((f"{label.capitalize()} in and out of distribution", text, figure))
+        for place in next(iter(outside.values())):
+            curves = {name: scores[place] for name, scores in outside.items()}
+            text = "Share of outside items at or below each value: the lower the line, the more doubt, as it should be."
+            pictures.append((f"{label.capitalize()} on {place}", text, plots.ecdf(curves, label=label)))
+        return pictures + self._galleries()
+
+    def _calibration(self) -> tuple[str, str, Figure]:
+        if isinstance(self.task, Classes):
+            curves = {n: (r.items["confidence"], r.items["correct"]) for n, r in self.results.items()}
+            text = "Accuracy among predictions of similar confidence. Points on the dashed line are calibrated."
+            return "Reliability", text, plots.reliability(curves, self.bins)
+        shares = {n: [r.items[f"covered {level}"].mean().item() for level in LEVELS] for n, r in self.results.items()}
+        text = "Share of targets inside central intervals. Below the dashed line a model is overconfident."
+        return "Coverage", text, plots.coverage(LEVELS, shares)
+
+    def _galleries(self) -> list[tuple[str, str, Figure]]:
+        name, result = list(self.results.items())[-1]
+        galleries = {"test": result.gallery, **{place: o.gallery for place, o in result.outside.items()}}
+        arrow = "truth → prediction, and its probability" if type(self.task) is Classes else "uncertainty"
+        return [
+            (
+                f"Most uncertain: {place}",
+                f"The {len(gallery.captions)} items with the highest {self.task.uncertainty_name} under {name} "
+                f"({arrow if place == 'test' else 'prediction and its probability'}).",
+                plots.uncertain_images(gallery.images, gallery.scores, gallery.captions),
+            )
+            for place, gallery in galleries.items()
+            if gallery is not None
+        ]
+
+
+def title(column: str) -> str:
+    """How a column is headed."""
+    name, _, place = column.partition(" ")
+    if not place:
+        return TITLES.get(name, name)
+    if name == "auroc_novelty":
+        return f"AUROC {place} by novelty"
+    return f"{name.upper()} {place}"
+
+
+def cell(column: str, value: float | None) -> str:
+    """How a value is printed."""
+    if value is None or math.isnan(value):
+        return "–"
+    if column == "accuracy":
+        return f"{100 * value:.2f} %"
+    if column == "seconds":
+        return f"{value:.2f}"
+    return f"{value:.0f}" if column == "peak_mb" else f"{value:.4f}"
