@@ -211,6 +211,13 @@ def test_answers_are_those_of_dense_algebra(name: str, kind: str, dtype: torch.d
     law(case.matrix(), case.explicit(), case.rows, dtype)
 
 
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_answers_do_not_depend_on_chunks(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.linalg.rows.CHUNK_BYTES", 1)
+    case = make(name, kind, torch.float64)
+    law(case.matrix(), case.explicit(), case.rows, torch.float64)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ALONE)
 def test_full_rank_needs_no_prior(name: str, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from lapwing.linalg import (
     DenseRows,
     Diagonal,
     EigenKronecker,
+    Jacobian,
     Kronecker,
     Layout,
     LowRank,
@@ -133,6 +134,19 @@ def test_block_diagonal_matrices_add_by_blocks() -> None:
     torch.testing.assert_close(a.logdet_ratio(b), (a + b).logdet() - b.logdet())
 
 
+def test_lowrank_ratio_counts_its_own_diagonal() -> None:
+    matrix, prior = LowRank(draw(2, 6), draw(2).square(), draw(6).square()), Diagonal(draw(6, seed=1).square())
+    torch.testing.assert_close(matrix.logdet_ratio(prior), torch.logdet((matrix + prior).dense()) - prior.logdet())
+
+
+def test_rows_in_another_layout_are_sorted_first() -> None:
+    matrix = BlockDiagonal(Layout.contiguous([3, 4]), (Dense(psd(size=3)), Dense(psd(size=4))))
+    order = torch.tensor([6, 0, 3, 1, 2, 5, 4])
+    rows = Jacobian((DenseRows(draw(2, 1, 3)), DenseRows(draw(2, 1, 4))), Layout(7, tuple(order.split([3, 4]))))
+    j = rows.dense()
+    torch.testing.assert_close(matrix.quadratic(rows), j @ torch.linalg.inv(matrix.dense()) @ j.mT)
+
+
 def test_bases_shared_by_identity_add() -> None:
     posterior = kronecker() + constant(24)
     double = posterior + posterior.scale(0.5)
@@ -235,10 +249,22 @@ def test_indefinite_matrices_say_by_how_much() -> None:
     torch.testing.assert_close(enough.logdet(), torch.logdet(enough.dense()))
 
 
-def test_indefinite_kronecker_factors_are_refused() -> None:
-    matrix = Kronecker(torch.diag(torch.tensor([1.0, -0.5]))[None], torch.eye(3)[None])
-    with pytest.raises(NotPositiveDefinite, match="left"):
-        _ = matrix + Diagonal(torch.ones(6))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_indefinite_kronecker_factors_are_refused(side: str) -> None:
+    good, bad = torch.eye(2)[None], -torch.eye(2)[None]
+    matrix = Kronecker(bad if side == "left" else good, bad)
+    with pytest.raises(NotPositiveDefinite, match=side):
+        _ = matrix + Diagonal(torch.ones(4))
+    with pytest.raises(NotPositiveDefinite, match=side):
+        matrix.logdet()
+
+
+def test_a_prior_that_is_almost_a_product_is_refused() -> None:
+    values = draw(2, 3, 1).square() * draw(2, 1, 4).square()
+    kronecker() + Diagonal(values.reshape(-1))
+    values[0, 1, 2] *= 1 + 1e-6
+    with pytest.raises(IncompatiblePrior):
+        kronecker() + Diagonal(values.reshape(-1))
 
 
 @pytest.mark.parametrize(
@@ -306,6 +332,13 @@ def test_shapes_and_scales_are_checked() -> None:
         LowRank(draw(2, 6), -torch.ones(2, dtype=F64), draw(6).square())
     with pytest.raises(UnsupportedOperation, match="Detach"):
         Kronecker(psd(1, size=2).requires_grad_(), psd(1, size=2))
+
+
+def test_contiguous_blocks_are_stored_as_ranges() -> None:
+    matrix = BlockDiagonal(Layout(7, (torch.arange(4, 7), torch.arange(4))), (Dense(psd(size=3)), constant(4)))
+    tensors, spec = pack(matrix)
+    assert not any("layout" in key for key in tensors)
+    assert torch.equal(unpack(tensors, spec).dense(), matrix.dense())
 
 
 @pytest.mark.parametrize("break_it", ["type", "tensor", "field", "shape"])

@@ -70,7 +70,10 @@ class Kronecker(PSD):
     @property
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of G (q, o) and A (q, i), float64, clamped at zero."""
-        return _clamped(self.left_spectrum, "left (output)"), _clamped(self.right_spectrum, "right (input)")
+        return (
+            _clamped(self.left_spectrum, self.left_spectrum.values, "left (output)"),
+            _clamped(self.right_spectrum, self.right_spectrum.values, "right (input)"),
+        )
 
     def _product(self) -> Tensor:
         """Eigenvalues of factor · G ⊗ A, (q, o, i)."""
@@ -83,8 +86,9 @@ class Kronecker(PSD):
     @property
     def _alone(self) -> EigenKronecker:
         """The product without a prior; eigenvalues within rounding of zero are zero, so that inverses refuse."""
-        left, right = self.left_spectrum.significant, self.right_spectrum.significant
-        return self._eigen(self._factor * left.clamp(min=0)[:, :, None] * right.clamp(min=0)[:, None, :])
+        left = _clamped(self.left_spectrum, self.left_spectrum.significant, "left (output)")
+        right = _clamped(self.right_spectrum, self.right_spectrum.significant, "right (input)")
+        return self._eigen(self._factor * left[:, :, None] * right[:, None, :])
 
     def matvec(self, v: Tensor) -> Tensor:
         grid = self._vector(v).unflatten(-1, self.shape)
@@ -195,8 +199,8 @@ class Kronecker(PSD):
         )
 
 
-def _clamped(spectrum: Spectrum, side: str) -> Tensor:
-    values = spectrum.values
+def _clamped(spectrum: Spectrum, values: Tensor, side: str) -> Tensor:
+    """values ≥ 0; refuses negative ones that are no rounding, since two indefinite factors could hide each other."""
     tolerance = torch.finfo(spectrum.dtype).eps ** 0.5
     if bool((values < -tolerance * values.abs().amax(-1, keepdim=True)).any()):
         raise NotPositiveDefinite(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
-from lapwing.linalg.rows import Rows
+from lapwing.linalg.rows import Rows, chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +73,35 @@ class LowRank(PSD):
 
     def _form(self) -> Tensor:
         # Not symmetrized by √d, whose gradient is infinite at d = 0.
-        basis = self.basis.double()
-        kernel = (basis / self._precision) @ basis.T
+        kernel = torch.zeros(len(self.values), len(self.values), dtype=torch.float64, device=self.device)
+        precision = self._precision
+        for span, basis in self._pieces():
+            kernel = kernel + (basis / precision[span]) @ basis.T
         eye = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
         return eye + self.values.double()[:, None] * kernel
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Columns of U in float64, a few at a time: the whole may be too large to hold twice."""
+        for start, length in chunks(self.size, 8 * len(self.values)):
+            yield slice(start, start + length), self.basis[:, start : start + length].double()
+
+    def _project(self, v: Tensor) -> Tensor:
+        """U v: (*b, P) → (*b, k)."""
+        total = v.new_zeros(*v.shape[:-1], len(self.values))
+        for span, basis in self._pieces():
+            total = total + v[..., span] @ basis.T
+        return total
+
+    def _combine(self, z: Tensor) -> Tensor:
+        """Uᵀ z: (*b, k) → (*b, P)."""
+        return torch.cat([z @ basis for _, basis in self._pieces()], -1)
+
+    def _apply(self, rows: Rows) -> Tensor:
+        """U D⁻¹ Jᵀ, (k, n, r), for float64 rows."""
+        precision = self._precision
+        spans = chunks(len(self.values), self.size)  # one byte an entry: larger pieces, since a few vectors cost as one
+        parts = [rows.matvec(self.basis.narrow(0, *span).double() / precision) for span in spans]
+        return torch.cat(parts) if parts else precision.new_zeros(0, rows.n, rows.r)
 
     def _middle(self) -> Tensor:
         """M = (I + diag(d) K)⁻¹ diag(d), symmetric (k, k) float64."""
@@ -90,9 +116,9 @@ class LowRank(PSD):
         return self._solve(self._vector(v).double()).to(self.dtype)
 
     def _solve(self, v: Tensor) -> Tensor:
-        basis, precision = self.basis.double(), self._precision
+        precision = self._precision
         scaled = v / precision
-        return scaled - ((scaled @ basis.T) @ self._middle()) @ basis / precision
+        return scaled - self._combine(self._project(scaled) @ self._middle()) / precision
 
     def logdet(self) -> Tensor:
         return self._precision.log().sum() + torch.linalg.slogdet(self._capacitance).logabsdet
@@ -101,8 +127,9 @@ class LowRank(PSD):
         return self.shift.to(self.dtype) + self.values.to(self.dtype) @ self.basis.square()
 
     def inverse_diagonal(self) -> Tensor:
-        basis, precision = self.basis.double(), self._precision
-        return (1 / precision - ((self._middle() @ basis) * basis).sum(0) / precision.square()).to(self.dtype)
+        middle = self._middle()
+        lost = torch.cat([((middle @ basis) * basis).sum(0) for _, basis in self._pieces()])
+        return (1 / self._precision - lost / self._precision.square()).to(self.dtype)
 
     def smallest_eigenvalue(self) -> Tensor:
         return self.shift.double().min()
@@ -110,7 +137,7 @@ class LowRank(PSD):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn(n, self.size + len(self.values), dtype=self.dtype, device=self.device, generator=generator)
         free, bound = noise.double().split((self.size, len(self.values)), -1)
-        right = free * self._precision.sqrt() + (bound * self._roots) @ self.basis.double()
+        right = free * self._precision.sqrt() + self._combine(bound * self._roots)
         return self._solve(right).to(self.dtype)  # A⁻¹ (D^½ ε₁ + Uᵀ d^½ ε₂) has covariance A⁻¹ A A⁻¹
 
     def scale(self, c: Scalar) -> LowRank:
@@ -139,24 +166,23 @@ class LowRank(PSD):
     def whiten(self, rows: Rows) -> Tensor:
         """J A⁻¹ [D^½, Uᵀ d^½], (n, r, P + k): W Wᵀ = J A⁻¹ A A⁻¹ Jᵀ."""
         solved = self._solve(self._rows(rows).dense().double())
-        return torch.cat((solved * self._precision.sqrt(), (solved @ self.basis.double().T) * self._roots), -1).to(
-            self.dtype
-        )
+        parts = solved * self._precision.sqrt(), self._project(solved) * self._roots
+        return torch.cat(parts, -1).to(self.dtype)
 
     def quadratic(self, rows: Rows) -> Tensor:
         rows = self._rows(rows).to(torch.float64)
-        half = rows.matvec(self.basis.double() / self._precision)  # (k, n, r)
+        half = self._apply(rows)
         correction = torch.einsum("anr,ab,bns->nrs", half, self._middle(), half)
         return (rows.weighted_gram(1 / self._precision) - correction).to(self.dtype)
 
     def variance(self, rows: Rows) -> Tensor:
         rows = self._rows(rows).to(torch.float64)
-        half = rows.matvec(self.basis.double() / self._precision)
+        half = self._apply(rows)
         correction = torch.einsum("anr,ab,bnr->nr", half, self._middle(), half)
         return (rows.weighted_norm(1 / self._precision) - correction).to(self.dtype)
 
     def joint(self, rows: Rows) -> Tensor:
         rows = self._rows(rows).to(torch.float64)
-        half = rows.matvec(self.basis.double() / self._precision)
+        half = self._apply(rows)
         correction = torch.einsum("anr,ab,bms->nrms", half, self._middle(), half)
         return (rows.joint_gram(1 / self._precision) - correction).to(self.dtype)

@@ -124,7 +124,7 @@ class MatrixRows(Rows):
         total = self.terms[0].matrix()
         for term in self.terms[1:]:
             total = total + term.matrix()
-        return total.expand(-1, self.r, -1, -1, -1)
+        return total
 
     def dense(self) -> Tensor:
         return self.matrix().reshape(self.n, self.r, self.size)
@@ -162,7 +162,7 @@ class MatrixRows(Rows):
         total = part.terms[0].matvec(v)
         for term in part.terms[1:]:
             total = total + term.matvec(v)
-        return total.expand(-1, -1, self.r)
+        return total
 
     def square_sum(self) -> Tensor:
         if self._outer:
@@ -205,7 +205,7 @@ class MatrixRows(Rows):
         total = torch.zeros(self.n * self.r, self.n * self.r, dtype=self.dtype, device=self.device)
         for start, length in chunks(self.o, 2 * self.n * self._block_bytes // max(1, self.o)):
             terms = tuple(Term(t.left.narrow(-1, start, length), t.right) for t in self.terms)
-            block = MatrixRows(terms).matrix().expand(-1, self.r, -1, -1, -1).reshape(self.n * self.r, -1)
+            block = MatrixRows(terms).matrix().reshape(self.n * self.r, -1)
             total = total + (block * grid.narrow(1, start, length).reshape(-1)) @ block.T
         return total.reshape(self.n, self.r, self.n, self.r)
 
