@@ -18,6 +18,7 @@ from lapwing.linalg import (
     Kronecker,
     Layout,
     LowRank,
+    move,
     pack,
     unpack,
 )
@@ -339,6 +340,14 @@ def test_contiguous_blocks_are_stored_as_ranges() -> None:
     tensors, spec = pack(matrix)
     assert not any("layout" in key for key in tensors)
     assert torch.equal(unpack(tensors, spec).dense(), matrix.dense())
+
+
+def test_moving_keeps_every_part() -> None:
+    matrix = BlockDiagonal(Layout.contiguous([24, 3]), (kronecker().scale(2.0), constant(3)), ("fc", "norm"))
+    moved = move(matrix, "cpu")
+    assert torch.equal(moved.dense(), matrix.dense())
+    assert isinstance(moved, BlockDiagonal)
+    assert moved.names == matrix.names
 
 
 @pytest.mark.parametrize("break_it", ["type", "tensor", "field", "shape"])
