@@ -22,6 +22,8 @@ from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.evidence import log_evidence
+from lapwing.interfaces.api import fit, load
+from lapwing.interfaces.laplace import Laplace
 from lapwing.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -54,6 +56,7 @@ __all__ = [
     "HeteroscedasticGaussian",
     "IncompatiblePrior",
     "Kron",
+    "Laplace",
     "LapwingError",
     "Likelihood",
     "LowRank",
@@ -73,6 +76,8 @@ __all__ = [
     "UnsupportedOperation",
     "VersionMismatch",
     "evaluate",
+    "fit",
+    "load",
     "log_evidence",
     "metrics",
     "plots",

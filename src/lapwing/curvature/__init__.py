@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -76,23 +77,55 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
 
 def estimate_curvature(problem: Problem, structure: Structure | None, n_data: float | None = None) -> Curvature:
     """Run the structure over the data and scale the result to the size of the data set that it stands for."""
-    notes = problem.plan.notes
+    notes: tuple[str, ...] = ()
     if structure is None:
         structure, why = choose_structure(problem)
-        notes = (f"structure: {why}", *notes)
-    if isinstance(problem.factor, Hessian) and not isinstance(structure, (Full, BlockDiag, Diag)):
-        raise UnsupportedOperation(f"the exact Hessian needs a dense structure (full, blockdiag, diag), not {structure.name}")
+        notes = (f"structure: {why}",)
+    _require(problem, structure)
+    problem, estimate = _robustly(problem, structure, structure.estimate)
+    return _finish(problem, structure, estimate, n_data, (*notes, *problem.plan.notes, *estimate.notes))
+
+
+def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:
+    """Add the problem's data to a curvature; n_data grows by what is seen."""
+    structure = curvature.structure
+    _require(problem, structure)
+    ratio = curvature.n_data / curvature.seen
+    raw = curvature.matrix if ratio == 1 else curvature.matrix.scale(1 / ratio)
+    extend: Callable[[Problem], Estimate] = lambda p: structure.extend(p, raw, curvature.state)  # noqa: E731
+    problem, estimate = _robustly(problem, structure, extend)
+    if not curvature.layout.same_as(layout_of(problem)):
+        raise UnsupportedOperation("the new data run other operations of the network than the data of the fit")
+    more = estimate.totals
+    gradient = None
+    if curvature.gradient is not None and more.gradient is not None:
+        gradient = curvature.gradient / ratio + more.gradient
+    totals = Totals(curvature.statistics / ratio + more.statistics, curvature.seen + more.seen, gradient)
+    notes = tuple(dict.fromkeys((*curvature.notes, *estimate.notes)))
+    n_data = curvature.n_data + more.seen
+    return _finish(problem, structure, replace(estimate, totals=totals), n_data, notes)
+
+
+def _require(problem: Problem, structure: Structure) -> None:
+    if isinstance(problem.factor, Hessian) and not isinstance(structure, Full | BlockDiag | Diag):
+        raise UnsupportedOperation(
+            f"the exact Hessian needs a dense structure (full, blockdiag, diag), not {structure.name}"
+        )
     structure.require(problem)
+
+
+def _robustly(
+    problem: Problem, structure: Structure, estimate: Callable[[Problem], Estimate]
+) -> tuple[Problem, Estimate]:
+    """Where the operations change from batch to batch, start over without the tape."""
     try:
-        estimate = structure.estimate(problem)
+        return problem, estimate(problem)
     except PlanChanged:
         problem.batches.require_reiterable("a network whose operations change from batch to batch")
         note = "a loop over samples for all weights: the operations change from batch to batch"
         problem = replace(problem, plan=dynamic_plan(problem.network.params, note))
-        notes = (*notes, note)
         structure.require(problem)
-        estimate = structure.estimate(problem)
-    return _finish(problem, structure, estimate, n_data, notes)
+        return problem, estimate(problem)
 
 
 def _finish(
@@ -116,8 +149,8 @@ def _finish(
         structure=structure,
         factor=problem.factor,
         gradient=None if totals.gradient is None else totals.gradient * ratio,
-        notes=(*notes, *estimate.notes),
-        state={"accumulator": estimate.accumulator, "totals": totals},
+        notes=tuple(dict.fromkeys(notes)),
+        state=estimate.state,
     )
 
 
@@ -143,6 +176,7 @@ __all__ = [
     "available_memory",
     "choose_structure",
     "estimate_curvature",
+    "extend_curvature",
     "pose",
     "resolve_factor",
     "resolve_structure",

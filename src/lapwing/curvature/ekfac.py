@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.kron import KronAccumulator, Sharing, kept_as, resolve_sharing
@@ -31,10 +32,9 @@ class MomentAccumulator(Accumulator):
             if block.kind == "unused":
                 continue
             rows, base = jacobian.rows[k], self.basis.blocks[k]
-            if isinstance(base, Kronecker):
+            if isinstance(base, Kronecker | EigenKronecker):
                 assert isinstance(rows, MatrixRows)
-                rotated = rows.rotate(base.left_spectrum.vectors, base.right_spectrum.vectors)
-                self.tensors[str(k)] += rotated.square_sum()
+                self.tensors[str(k)] += rows.rotate(*_bases(base)).square_sum()
             else:
                 self.tensors[str(k)] += rows.gram() if kept_as(block) == "dense" else rows.square_sum()
 
@@ -42,12 +42,18 @@ class MomentAccumulator(Accumulator):
         blocks: list[PSD] = []
         for k, base in enumerate(self.basis.blocks):
             total = self.tensors[str(k)]
-            if isinstance(base, Kronecker):
-                bases = base.left_spectrum.vectors, base.right_spectrum.vectors
-                blocks.append(EigenKronecker(*bases, total.reshape(base.shape)))
+            if isinstance(base, Kronecker | EigenKronecker):
+                blocks.append(EigenKronecker(*_bases(base), total.reshape(base.shape)))
             else:
                 blocks.append(Dense(0.5 * (total + total.mT)) if total.ndim == 2 else Diagonal(total))
         return BlockDiagonal(self.basis.layout, tuple(blocks), self.basis.names)
+
+
+def _bases(block: Kronecker | EigenKronecker) -> tuple[Tensor, Tensor]:
+    """U_G (q, o, o) and U_A (q, i, i)."""
+    if isinstance(block, EigenKronecker):
+        return block.left, block.right
+    return block.left_spectrum.vectors, block.right_spectrum.vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,4 +89,18 @@ class EKFAC(Structure):
         problem.sweep(first.update, self.basis, label="fit (basis)")
         moments = MomentAccumulator(problem, first.finish())
         totals = problem.sweep(moments.update, label="fit (moments)")
-        return Estimate(moments.finish(), totals, None, (f"weight sharing of the basis: {sharing}",))
+        return Estimate(moments.finish(), totals, notes=(f"weight sharing of the basis: {sharing}",))
+
+    def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
+        """Add second moments in the basis of the first fit: a valid EKFAC of the union, not the one a new fit finds."""
+        assert isinstance(matrix, BlockDiagonal)
+        moments = MomentAccumulator(problem, matrix)
+        totals = problem.sweep(moments.update, label="update (moments)")
+        total = []
+        for old, new in zip(matrix.blocks, moments.finish().blocks, strict=True):
+            if isinstance(old, EigenKronecker) and isinstance(new, EigenKronecker):
+                total.append(replace(old, values=old.values + new.values))
+            else:
+                total.append(old + new)
+        note = "updated in the eigenbasis of the first fit (a new fit on all data would find another)"
+        return Estimate(BlockDiagonal(matrix.layout, tuple(total), matrix.names), totals, notes=(note,))

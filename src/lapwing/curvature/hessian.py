@@ -57,6 +57,10 @@ def _second(problem: Problem, loss: Tensor) -> tuple[Tensor, Tensor]:
     slope = flat(torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True))
     rows = []
     for entry in slope:
-        found = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True) if entry.requires_grad else (None,) * len(leaves)
+        found = (
+            torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True)
+            if entry.requires_grad
+            else (None,) * len(leaves)
+        )
         rows.append(flat(found).detach())
     return slope.detach().double(), torch.stack(rows)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure, layout_of, one_pass
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, layout_of
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker, MatrixRows, Term
 from lapwing.model import Block, Plan
@@ -159,6 +159,16 @@ class Kron(Structure):
         return total
 
     def estimate(self, problem: Problem) -> Estimate:
+        return self._sweep(problem, {})
+
+    def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
+        """Merge the sums of both data sets: Kronecker products themselves do not add."""
+        return self._sweep(problem, state)
+
+    def _sweep(self, problem: Problem, state: dict[str, Tensor]) -> Estimate:
         sharing = resolve_sharing(self.sharing, problem)
-        notes = (f"weight sharing: {sharing}",)
-        return one_pass(problem, KronAccumulator(problem, sharing), notes)
+        accumulator = KronAccumulator(problem, sharing)
+        totals = problem.sweep(accumulator.update)
+        for name, value in state.items():
+            accumulator.tensors[name] = accumulator.tensors[name] + value.to(accumulator.tensors[name])
+        return Estimate(accumulator.finish(), totals, accumulator.tensors, (f"weight sharing: {sharing}",))

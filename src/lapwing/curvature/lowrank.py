@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure, one_pass
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData
-from lapwing.linalg import Jacobian
+from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.model import Plan
 
@@ -77,9 +77,22 @@ class LowRank(Structure):
         return 4 * self.rank * sum(block.size for block in plan.blocks) * (itemsize + 8)
 
     def estimate(self, problem: Problem) -> Estimate:
+        return self._sweep(problem, LowRankAccumulator(problem, self.rank))
+
+    def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
+        """Start from the rows that were kept: what the first fit dropped stays dropped."""
+        assert isinstance(matrix, LowRankMatrix)
         accumulator = LowRankAccumulator(problem, self.rank)
-        estimate = one_pass(problem, accumulator)
-        dropped = float(accumulator.tensors["dropped"])
-        total = dropped + float(estimate.matrix.trace())
-        share = dropped / total if total > 0 else 0.0
-        return Estimate(estimate.matrix, estimate.totals, accumulator, (f"rank {self.rank} drops {share:.2%} of the trace",))
+        accumulator._absorb(matrix.basis * matrix.values.sqrt().to(matrix.basis)[:, None])
+        accumulator.tensors["dropped"] = accumulator.tensors["dropped"] + state["dropped"].to(
+            accumulator.tensors["dropped"]
+        )
+        return self._sweep(problem, accumulator)
+
+    def _sweep(self, problem: Problem, accumulator: LowRankAccumulator) -> Estimate:
+        totals = problem.sweep(accumulator.update)
+        matrix = accumulator.finish()
+        dropped = accumulator.tensors["dropped"]
+        total = float(dropped) + float(matrix.trace())
+        share = float(dropped) / total if total > 0 else 0.0
+        return Estimate(matrix, totals, {"dropped": dropped}, (f"rank {self.rank} drops {share:.2%} of the trace",))

@@ -107,7 +107,9 @@ class Problem:
         if self.rest is not None and self.first is not None:
             source = chain([self.first], self.rest)
         hide = None if self.progress is None else not self.progress
-        yield from tqdm(source, desc=label, total=self.batches.length, disable=hide, delay=0 if self.progress else 1, leave=False)
+        yield from tqdm(
+            source, desc=label, total=self.batches.length, disable=hide, delay=0 if self.progress else 1, leave=False
+        )
 
     def _add_gradient(self, gradient: Tensor | None, at: Linearization, y: Tensor, batch: Batch) -> Tensor:
         """Σ_n φ·∇_θ log p(y_n | f_n), flat: how far the weights are from a mode."""
@@ -120,7 +122,10 @@ class Problem:
         if at.f.requires_grad:
             found = torch.autograd.grad(at.f, leaves, score.to(at.f.dtype), retain_graph=True, allow_unused=True)
         flat = params.flatten(
-            {n: torch.zeros_like(p) if g is None else g.to_dense() for n, p, g in zip(params.names, leaves, found, strict=True)}
+            {
+                n: torch.zeros_like(p) if g is None else g.to_dense()
+                for n, p, g in zip(params.names, leaves, found, strict=True)
+            }
         )
         flat = (flat if params.index is None else flat[params.index]).double()
         return flat if gradient is None else gradient + flat

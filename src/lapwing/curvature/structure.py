@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class Estimate:
 
     matrix: PSD
     totals: Totals
-    accumulator: Accumulator | None = None  # None where data cannot be added exactly
+    state: dict[str, Tensor] = field(default_factory=dict)  # sums that adding more data needs beside the matrix
     notes: tuple[str, ...] = ()
 
 
@@ -58,6 +57,11 @@ class Structure(ABC):
     def estimate(self, problem: Problem) -> Estimate:
         """Pass over the data as often as needed."""
 
+    def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
+        """Add the problem's data to an earlier curvature (unscaled); equal to a fit on the union unless said otherwise."""
+        more = self.estimate(problem)
+        return replace(more, matrix=matrix + more.matrix)
+
     def passes(self) -> int:
         """How often the data is read."""
         return 1
@@ -69,7 +73,11 @@ class Structure(ABC):
     def require(self, problem: Problem) -> None:
         """Refuse before allocation what does not fit, with the number and the alternatives."""
         itemsize = torch.finfo(problem.network.params.dtype).bits // 8
-        plan = shrunk(problem.plan, problem.network.params.size) if problem.network.params.index is not None else problem.plan
+        plan = (
+            shrunk(problem.plan, problem.network.params.size)
+            if problem.network.params.index is not None
+            else problem.plan
+        )
         needed = self.bytes(plan, itemsize)
         if needed > problem.memory:
             raise TooLarge(
@@ -116,7 +124,7 @@ def layout_of(problem: Problem) -> Layout:
 def one_pass(problem: Problem, accumulator: Accumulator, notes: tuple[str, ...] = ()) -> Estimate:
     """Feed an accumulator from one sweep."""
     totals = problem.sweep(accumulator.update)
-    return Estimate(accumulator.finish(), totals, accumulator, notes)
+    return Estimate(accumulator.finish(), totals, notes=notes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +145,7 @@ class Curvature:
     factor: Factor
     gradient: Tensor | None = None
     notes: tuple[str, ...] = ()
-    state: dict[str, Any] = field(default_factory=dict, repr=False)
+    state: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def dispersion_power(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lapwing.errors import BadData, NotReiterable
 from lapwing.model.module import is_causal_language_model
@@ -53,13 +54,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
-def call(module: nn.Module, inputs: Inputs) -> Any:
-    """model(x), model(*x) for a tuple or list, model(**x) for a mapping."""
+def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given."""
+    args: tuple = (inputs,)
+    kwargs: dict = {}
     if isinstance(inputs, Mapping):
-        return module(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return module(*inputs)
-    return module(inputs)
+        args, kwargs = (), dict(inputs)
+    elif isinstance(inputs, (tuple, list)):
+        args = tuple(inputs)
+    if weights is None:
+        return module(*args, **kwargs)
+    return functional_call(module, dict(weights), args, kwargs)
 
 
 def batch_size(inputs: Inputs) -> int:
@@ -127,14 +132,28 @@ class Batches:
                 "Pass a DataLoader or a list of batches: list(data) makes one."
             )
 
-    def __iter__(self) -> Iterator[Batch]:
+    def raw(self) -> Iterator[Any]:
+        """The batches as they come."""
         source: Iterable = _rows_of(self.data) if _looks_like_tensors(self.data) else self.data
         if isinstance(source, Tensor) or not hasattr(source, "__iter__"):
             raise BadData(
                 f"data is a {type(source).__name__}; expected a DataLoader, a list of batches, or a pair (X, y) of tensors"
             )
+        yield from source
+
+    def inputs_of(self, raw: Any) -> Inputs:
+        """The inputs of a batch that may come without targets."""
+        if isinstance(raw, Tensor):
+            return raw
+        if isinstance(raw, Mapping) and not any(key in raw for key in LABEL_KEYS):
+            return raw
+        if isinstance(raw, (tuple, list)) and len(raw) == 1 and self.split is None:
+            return raw[0]
+        return self._split(raw)[0]
+
+    def __iter__(self) -> Iterator[Batch]:
         seen = 0
-        for number, raw in enumerate(source):
+        for number, raw in enumerate(self.raw()):
             inputs, targets, weights = self._split(raw)
             inputs = map_tensors(lambda t: t.to(self.device), inputs)
             if batch_size(inputs) == 0:

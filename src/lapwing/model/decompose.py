@@ -19,7 +19,9 @@ def _as_data(state: Tensor, step: Tensor) -> Tensor:
     return state + 0 * step.sum(-1, keepdim=True)
 
 
-def _lstm_step(gates_in: Tensor, state: tuple[Tensor, Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None) -> tuple[Tensor, Tensor]:
+def _lstm_step(
+    gates_in: Tensor, state: tuple[Tensor, Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
+) -> tuple[Tensor, Tensor]:
     h, c = state
     i, f, g, o = (gates_in + linear(h, w_hh, b_hh)).chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -40,12 +42,15 @@ def _layers(params: Any, has_biases: bool, projected: bool, num_layers: int, dir
     flat = list(params)
     cut = [flat[k * per : (k + 1) * per] for k in range(num_layers * directions)]
     named = [
-        (p[0], p[1], p[2] if has_biases else None, p[3] if has_biases else None, p[-1] if projected else None) for p in cut
+        (p[0], p[1], p[2] if has_biases else None, p[3] if has_biases else None, p[-1] if projected else None)
+        for p in cut
     ]
     return [named[k * directions : (k + 1) * directions] for k in range(num_layers)]
 
 
-def _recurrent(step: Callable, states: list[list[Tensor]], inputs: Tensor, layers: list[list[tuple]], batch_first: bool) -> Any:
+def _recurrent(
+    step: Callable, states: list[list[Tensor]], inputs: Tensor, layers: list[list[tuple]], batch_first: bool
+) -> Any:
     """Run `step` over time for every layer and direction. states[k]: the parts (h,) or (h, c) of layer-direction k."""
     x = inputs.transpose(0, 1) if batch_first else inputs  # (t, b, i)
     finals = []
@@ -76,7 +81,9 @@ def lstm(inputs: Tensor, hx: Any, params: Any, has_biases: Any, *rest: Any) -> A
     layers = _layers(params, has_biases, h0.shape[-1] != c0.shape[-1], num_layers, 1 + bidirectional)
     states = [[h, c] for h, c in zip(h0, c0, strict=True)]
 
-    def step(gates: Tensor, state: list[Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None) -> list[Tensor]:
+    def step(
+        gates: Tensor, state: list[Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
+    ) -> list[Tensor]:
         return list(_lstm_step(gates, (state[0], state[1]), w_hh, b_hh, w_hr))
 
     out, finals = _recurrent(step, states, inputs, layers, batch_first)
@@ -106,13 +113,17 @@ def _rnn_step(activation: Callable) -> Callable:
 
 
 def _cell(step: Callable) -> Callable:
-    def kernel(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Tensor:
+    def kernel(
+        x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+    ) -> Tensor:
         return step(linear(x, w_ih, b_ih), _as_data(h, x), w_hh, b_hh)
 
     return kernel
 
 
-def lstm_cell(x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:
+def lstm_cell(
+    x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Any:
     """torch.lstm_cell."""
     h, c = (_as_data(part, x) for part in hx)
     return _lstm_step(linear(x, w_ih, b_ih), (h, c), w_hh, b_hh, None)

@@ -34,6 +34,7 @@ class Linearization:
     finished: Pass
     outputs: Outputs
     f: Tensor
+    leaves: dict[str, Tensor]  # the selected parameters as the forward pass saw them
     create_graph: bool = False
 
     @property
@@ -96,14 +97,13 @@ class Linearization:
 
     def _loop(self, directions: Tensor) -> dict[str, Tensor]:
         """Rows of the parameters that the tape cannot read: every sample alone, {name: (n, r, size)}."""
-        live = dict(self.module.named_parameters())
-        wanted = [live[name] for name in self.plan.looped]
+        wanted = [self.leaves[name] for name in self.plan.looped]
         size = batch_size(self.inputs)
         rows: list[list[Tensor]] = [[] for _ in wanted]
         with torch.enable_grad():
             for k in range(self.n):
                 alone = take(self.inputs, slice(k, k + 1), size)
-                f = self.outputs(output_tensor(call(self.module, alone)))
+                f = self.outputs(output_tensor(call(self.module, alone, self.leaves)))
                 for v in directions[:, k : k + 1]:
                     grads = torch.autograd.grad(
                         f, wanted, v.to(f.dtype), retain_graph=True, create_graph=self.create_graph, allow_unused=True
@@ -225,7 +225,12 @@ class LazyRows(Sequence):
                 result = replay()
                 for v in g[m]:
                     grads = torch.autograd.grad(
-                        result, leaves, v.reshape(result.shape), retain_graph=True, create_graph=self.at.create_graph, allow_unused=True
+                        result,
+                        leaves,
+                        v.reshape(result.shape),
+                        retain_graph=True,
+                        create_graph=self.at.create_graph,
+                        allow_unused=True,
                     )
                     for rows, grad, leaf in zip(found, grads, leaves, strict=True):
                         rows.append(torch.zeros_like(leaf) if grad is None else grad.to_dense())
@@ -236,8 +241,7 @@ class LazyRows(Sequence):
         if source.direct:
             own = rows.transpose(-1, -2) if source.transposed else rows
             return {source.names[0]: own.reshape(*rows.shape[:2], -1)}
-        live = dict(self.at.module.named_parameters())
-        leaves = [live[name] for name in source.names]
+        leaves = [self.at.leaves[name] for name in source.names]
         n, r = rows.shape[:2]
         if samples is None:
             grads = _vjps(tensor, leaves, rows.flatten(0, 1), self.at.create_graph)
@@ -284,12 +288,16 @@ def _vjps(tensor: Tensor, leaves: list[Tensor], cotangents: Tensor, create_graph
     """vᵀ ∂tensor/∂leaf for cotangents (k, *tensor.shape) -> (k, *leaf.shape) each; a loop, because it always works."""
     each = []
     for v in cotangents:
-        grads = torch.autograd.grad(tensor, leaves, v.to(tensor.dtype), retain_graph=True, create_graph=create_graph, allow_unused=True)
+        grads = torch.autograd.grad(
+            tensor, leaves, v.to(tensor.dtype), retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
         each.append([torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, leaves, strict=True)])
     return [torch.stack(rows) for rows in zip(*each, strict=True)]
 
 
-def _sample_call(record: Record, layouts: tuple[Samples | None, ...], m: int, n: int, create_graph: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _sample_call(
+    record: Record, layouts: tuple[Samples | None, ...], m: int, n: int, create_graph: bool
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """The recorded call with its arguments cut to sample m, and fresh leaves in place of the weights."""
     pieces: dict[int, Tensor] = {}
     leaves: list[Tensor] = []

@@ -56,13 +56,15 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
 @contextmanager
 def differentiable_kernels() -> Iterator[None]:
     """Kernels that have forward-mode and second derivatives: math attention, no fused encoder, no fused RNN."""
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags() would do, but warns about TF32 on some builds
     try:
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        torch._C._set_mkldnn_enabled(fused)
 
 
 def output_tensor(output: object) -> Tensor:

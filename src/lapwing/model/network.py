@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lapwing.errors import UnsupportedModel
-from lapwing.model.batches import Inputs, batch_size, call, take
+from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take
 from lapwing.model.jacobian import Linearization, Outputs
 from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
 from lapwing.model.params import Params
@@ -57,19 +56,17 @@ class Network:
 
     def forward(self, inputs: Inputs) -> Tensor:
         """f (n, *event, c), no gradients."""
-        with self.borrow(), torch.no_grad():
+        with borrowed(self.module), torch.no_grad():
             return self.outputs(output_tensor(call(self.module, inputs)))
 
     def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
-        """f at other weights theta (P,)."""
-        with self.borrow():
+        """f at other weights theta (P,); gradients flow into theta and the inputs where the caller has them on."""
+        wanted = torch.is_grad_enabled()
+        with borrowed(self.module), torch.set_grad_enabled(wanted):
             return self._functional(self.params.unflatten(theta), inputs)
 
     def _functional(self, values: dict[str, Tensor], inputs: Inputs) -> Tensor:
-        args, kwargs = ((), dict(inputs)) if hasattr(inputs, "keys") else ((inputs,), {})
-        if isinstance(inputs, (tuple, list)):
-            args = tuple(inputs)
-        return self.outputs(output_tensor(functional_call(self.module, values, args, kwargs)))
+        return self.outputs(output_tensor(call(self.module, inputs, values)))
 
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c), one forward-mode pass each."""
@@ -79,9 +76,7 @@ class Network:
             f = None
             for v in tangents:
                 try:
-                    f, out = torch.func.jvp(
-                        lambda p: self._functional(p, inputs), (values,), (self.params.tangent(v),)
-                    )
+                    f, out = torch.func.jvp(lambda p: self._functional(p, inputs), (values,), (self.params.tangent(v),))
                 except (NotImplementedError, RuntimeError) as error:
                     if "forward" not in str(error).lower() and "jvp" not in str(error).lower():
                         raise
@@ -113,22 +108,30 @@ class Network:
         A batch that runs other operations than the plan's (another sequence length) is planned anew; raises
         `PlanChanged` where parameters would then fall into other blocks.
         """
+        # a graph that outlives this call must not end in the user's parameters, whose .grad it would fill
+        leaves = self._aliases() if create_graph else self._leaves()
         if plan.dynamic:
-            finished = Pass(output_tensor(call(self.module, inputs)), (), {})
+            finished = Pass(output_tensor(call(self.module, inputs, leaves if create_graph else None)), (), {})
         else:
-            finished = self._tape(inputs)
+            finished = run(self.module, inputs, leaves, replaced=create_graph)
             n = batch_size(inputs)
             if not plan.matches(finished.records, n) or plan.distinct < min(CHECK_SAMPLES, n):
-                anew = self.plan(inputs)
+                anew = self.plan(map_tensors(Tensor.detach, inputs))
                 if not (plan.compatible(anew) and anew.matches(finished.records, n)):
                     raise PlanChanged
                 plan = anew
         f = self.outputs(finished.outputs)
-        return Linearization(self.module, self.params, plan, inputs, finished, self.outputs, f, create_graph)
+        return Linearization(self.module, self.params, plan, inputs, finished, self.outputs, f, leaves, create_graph)
+
+    def _leaves(self) -> dict[str, Tensor]:
+        live = dict(self.module.named_parameters())
+        return {name: live[name] for name in self.params.names}
+
+    def _aliases(self) -> dict[str, Tensor]:
+        return {name: p.detach().requires_grad_() for name, p in self._leaves().items()}
 
     def _tape(self, inputs: Inputs) -> Pass:
-        live = dict(self.module.named_parameters())
-        return run(self.module, inputs, {name: live[name] for name in self.params.names})
+        return run(self.module, inputs, self._leaves())
 
     def plan(self, inputs: Inputs) -> Plan:
         """Read the network from a few samples, and check the rows against autograd (call inside `borrow()`)."""
@@ -150,7 +153,10 @@ class _Check:
         live = dict(network.module.named_parameters())
         self.leaves = {name: live[name] for name in network.params.names}
         self.ids = {id(p): name for name, p in self.leaves.items()}
-        narrowest = min((p.dtype for p in network.module.parameters()), key=lambda d: torch.finfo(d).bits if d.is_floating_point else 64)
+        narrowest = min(
+            (p.dtype for p in network.module.parameters()),
+            key=lambda d: torch.finfo(d).bits if d.is_floating_point else 64,
+        )
         self.rtol = TOLERANCES.get(narrowest, 5e-2)
 
     def plan(self) -> Plan:
@@ -159,7 +165,9 @@ class _Check:
         f, f_alone = network.outputs(whole.outputs), network.outputs(single.outputs)
         if not aligned(whole, single):
             self._independent(f, f_alone, ())
-            return dynamic_plan(network.params, "a loop over samples for all weights: the operations depend on the data")
+            return dynamic_plan(
+                network.params, "a loop over samples for all weights: the operations depend on the data"
+            )
         steps = read_steps(whole, single, self.n, self.which, self.ids, self.rtol)
         self._independent(f, f_alone, steps)
         looped = unseen_names(whole, self.ids)
@@ -177,7 +185,9 @@ class _Check:
             return
         mixed = next((s for s in steps if "other samples" in s.reason), None)
         name = getattr(mixed.func, "__name__", "") if mixed is not None else ""
-        place = f" The first such operation on a parameter is {name}({', '.join(sorted(mixed.names))})." if mixed else ""
+        place = (
+            f" The first such operation on a parameter is {name}({', '.join(sorted(mixed.names))})." if mixed else ""
+        )
         raise UnsupportedModel(
             f"the outputs of a sample depend on the other samples of its batch: alone it gives outputs of shape "
             f"{tuple(f_alone.shape)}, in a batch of {self.n} outputs of shape {tuple(f.shape)} with other values.{place} "
@@ -206,7 +216,7 @@ class _Check:
     def _tape_rows(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, Tensor]:
         network = self.network
         every = replace(network.params, index=None)
-        at = Linearization(network.module, every, plan, self.few, whole, network.outputs, f)
+        at = Linearization(network.module, every, plan, self.few, whole, network.outputs, f, self.leaves)
         dense = at.jacobian(directions).dense()
         return dict(zip(every.names, dense.split(every.sizes, -1), strict=True))
 
@@ -311,7 +321,9 @@ def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
         found = first_reached(finished, small)
         names = {name for record in found for name in _names_of(record, ids)}
     if not names:
-        raise UnsupportedModel("no parameter was seen to produce the outputs; name the last layer's parameters in select")
+        raise UnsupportedModel(
+            "no parameter was seen to produce the outputs; name the last layer's parameters in select"
+        )
     return tuple(name for name in free if name in names)
 
 

@@ -100,7 +100,6 @@ class Plan:
             for r, s in zip(records, self.steps, strict=True)
         )
 
-
     def compatible(self, other: Plan) -> bool:
         """Whether both plans cut the parameters into the same blocks."""
         return len(self.blocks) == len(other.blocks) and all(
@@ -194,7 +193,9 @@ def _read(record: Record, alone: Record, sources: tuple[Source, ...], n: int, wh
     return Step(record.func, "generic", out, args, sources)
 
 
-def make_plan(whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str], notes: tuple[str, ...], batched: bool) -> Plan:
+def make_plan(
+    whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str], notes: tuple[str, ...], batched: bool
+) -> Plan:
     """Group the selected parameters into blocks."""
     looped = set(looped)
     for step in steps:
@@ -261,7 +262,9 @@ def _matrix_block(
     records = {k for k, _, _ in found}
     mates = {biases.get(k) for k in records}
     bias = mates.pop() if len(mates) == 1 and not any(swaps) else None
-    if bias is not None and (bias in looped or {k for k, _, _ in uses[bias]} != records or len(uses[bias]) != len(found)):
+    if bias is not None and (
+        bias in looped or {k for k, _, _ in uses[bias]} != records or len(uses[bias]) != len(found)
+    ):
         bias = None
     names = (name,)
     if bias is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -54,7 +53,9 @@ class Record:
     def touched(self) -> bool:
         """Whether an argument was overwritten after the call, so that it no longer holds what the call saw."""
         return any(
-            t._version != v for k, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True)) if not (k == 0 and self.inplace)
+            t._version != v
+            for k, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True))
+            if not (k == 0 and self.inplace)
         )
 
 
@@ -67,11 +68,11 @@ class Pass:
     derived: dict[int, Tensor]
 
 
-def run(module: nn.Module, inputs: Inputs, selected: dict[str, Tensor]) -> Pass:
-    """Run the module under the tape. Call inside `borrowed(module, selected)`."""
+def run(module: nn.Module, inputs: Inputs, selected: dict[str, Tensor], replaced: bool = False) -> Pass:
+    """Run the module under the tape, inside `borrowed(module, selected)`; with `replaced`, at the tensors given."""
     tape = Tape(selected.values(), tensors_in(inputs))
     with tape:
-        outputs = output_tensor(call(module, inputs))
+        outputs = output_tensor(call(module, inputs, selected if replaced else None))
     return Pass(outputs, tuple(tape.records), tape.derived)
 
 
@@ -131,7 +132,9 @@ class Tape(TorchFunctionMode):
             return isinstance(first, Tensor) and first in self.data
         if name in READING or name in WRITING:
             axis = next((a for a in args[1:2] if isinstance(a, int)), 0)
-            return axis == 0 and any(t in self.data for t in tensors[1:]) and (name in WRITING or tensors[0] in self.data)
+            return (
+                axis == 0 and any(t in self.data for t in tensors[1:]) and (name in WRITING or tensors[0] in self.data)
+            )
         return False
 
     @staticmethod

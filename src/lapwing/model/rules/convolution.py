@@ -36,7 +36,14 @@ class Convolution(MatrixRule):
         self.dims = dims
 
     def bind(  # type: ignore[override]
-        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
     ) -> Call | None:
         if input.ndim != self.dims + 2:
             return None

@@ -15,7 +15,9 @@ from lapwing.model.samples import Samples
 class Norm(RowsRule):
     """Weights over one channel axis, or over the trailing axes (layer norm, RMS norm)."""
 
-    def __init__(self, read: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Callable[[], Tensor]]], trailing: bool) -> None:
+    def __init__(
+        self, read: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Callable[[], Tensor]]], trailing: bool
+    ) -> None:
         self.read = read
         self.trailing = trailing
 
@@ -44,7 +46,9 @@ class Norm(RowsRule):
         return g.reshape(n, g.shape[1], -1, *some.shape).sum(2)
 
 
-def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> tuple:
+def layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple:
     return input, weight, bias, lambda: F.layer_norm(input, normalized_shape, None, None, eps)
 
 
@@ -52,7 +56,9 @@ def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     return input, weight, None, lambda: F.rms_norm(input, normalized_shape, None, eps)
 
 
-def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> tuple:
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple:
     return input, weight, bias, lambda: F.group_norm(input, num_groups, None, None, eps)
 
 
@@ -80,6 +86,9 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> tuple:
-    return input, weight, bias, lambda: F.instance_norm(
-        input, running_mean, running_var, None, None, use_input_stats, 0.0, eps
+    return (
+        input,
+        weight,
+        bias,
+        lambda: F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, 0.0, eps),
     )

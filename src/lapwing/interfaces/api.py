@@ -1,0 +1,167 @@
+"""The front door: fit a posterior, or load one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.curvature import (
+    Diag,
+    Factor,
+    Structure,
+    available_memory,
+    estimate_curvature,
+    pose,
+    resolve_factor,
+    resolve_structure,
+)
+from lapwing.errors import BadData
+from lapwing.interfaces.laplace import Laplace, Options
+from lapwing.interfaces.storage import (
+    read,
+    require_same_module,
+    restore_curvature,
+    restore_params,
+    restore_prior,
+    restore_temperature,
+)
+from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
+from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
+from lapwing.model.batches import call
+from lapwing.model.fingerprint import checksum
+from lapwing.model.module import borrowed, output_tensor
+from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    structure: str | Structure = "auto",
+    factor: str | Factor = "ggn",
+    select: Any = "all",
+    prior: Any = 1.0,
+    temperature: float | Tempered = 1.0,
+    n_data: float | None = None,
+    split: Callable[[Any], tuple] | None = None,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    memory: int | None = None,
+    progress: bool | None = None,
+    repair: bool = False,
+) -> Laplace:
+    """Give a trained network a posterior over its weights.
+
+    `data` is any re-iterable of batches (a DataLoader, a list) or a pair (X, y); a batch is (x, y), ((x1, x2), y) or a
+    dict with labels, or what `split(batch) -> (inputs, targets[, weights])` makes of it. `likelihood` says what the
+    outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic", "preference", or an object.
+    `structure` is what is kept of the curvature, `factor` how it is computed, `select` which weights take part,
+    `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
+    `data` stands for. The module is evaluated in eval mode and given back bit-identical.
+
+        la = lapwing.fit(model, train_loader, "classification")
+        la.predict(x).probs
+    """
+    module = unwrap(model)
+    if not isinstance(module, nn.Module):
+        raise BadData(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    family = resolve_likelihood(likelihood)
+    chosen = resolve_structure(structure)
+    directions = resolve_factor(factor)
+    belief, tempered = resolve_prior(prior), resolve_temperature(temperature)
+    if n_data is not None and not n_data > 0:
+        raise BadData(f"n_data must be positive, got {n_data}")
+    where = _device(module, device)
+    batches = Batches(data, module, where, split)
+    first = next(iter(batches)) if batches.reiterable else None
+    names = _names(module, select, first)
+    with borrowed(module), torch.no_grad():
+        raw = None if first is None else output_tensor(call(module, first.inputs))
+    network = Network(module, Params.of(module, names), family.outputs)
+    budget = available_memory() if memory is None else int(memory)
+    options = {"generator": generator, "memory": budget, "progress": progress}
+    if isinstance(select, Subnetwork):
+        network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
+    problem = pose(network, batches, family, directions, **options)
+    belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
+    curvature = estimate_curvature(problem, chosen, n_data)
+    kept = Options(budget, split, progress, scalar=raw is not None and raw.ndim == 1)
+    la = Laplace(
+        network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, state=checksum(module)
+    )
+    _ = la.posterior  # refuse now what has no posterior
+    return la
+
+
+def load(path: str | Path, model: nn.Module, *, data: Any = None, likelihood: Likelihood | None = None) -> Laplace:
+    """Read a posterior that `la.save(path)` wrote, for the same model with the same weights.
+
+    `likelihood` is needed for a likelihood of your own. `data` is for posteriors that keep no matrix.
+    """
+    path, module = Path(path), unwrap(model)
+    tensors, header = read(path)
+    require_same_module(header, module, path)
+    params = restore_params(tensors, header, module)
+    family = likelihood_from_spec(header["likelihood"], likelihood)
+    return Laplace(
+        Network(module, params, family.outputs),
+        restore_curvature(tensors, header, params.device),
+        family,
+        restore_prior(tensors, header, params.device),
+        restore_temperature(header),
+        Options(header["memory"], scalar=header["scalar"]),
+        damped=header["damped"],
+        repair=header["repair"],
+        state=checksum(module),
+    )
+
+
+def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    devices = {p.device for p in module.parameters()}
+    if not devices:
+        raise BadData("the model has no parameters: there is nothing to put a posterior on")
+    if len(devices) > 1:
+        raise BadData(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); move it to one")
+    (found,) = devices
+    if device is not None and torch.device(device).type != found.type:
+        raise BadData(f"device={str(device)!r}, but the model is on {str(found)!r}: move the model first")
+    return found
+
+
+def _names(module: nn.Module, select: Any, first: Any) -> tuple[str, ...]:
+    if isinstance(select, Subnetwork):
+        select = select.within
+    if isinstance(select, str) and select == "last_layer":
+        if first is None:
+            raise BadData("select='last_layer' looks at a batch first: pass re-iterable data, or name the parameters")
+        return last_layer(module, first.inputs)
+    return select_names(module, select)
+
+
+def _narrowed(
+    network: Network,
+    select: Subnetwork,
+    batches: Batches,
+    family: Likelihood,
+    factor: Factor | None,
+    prior: Any,
+    tempered: Tempered,
+    options: dict[str, Any],
+) -> Network:
+    """The network with a posterior over k single weights."""
+    params = network.params
+    scores: Tensor = params.flat
+    if select.by == "variance":
+        batches.require_reiterable("choosing a subnetwork by variance")
+        curvature = estimate_curvature(pose(network, batches, family, factor, **options), Diag())
+        scale = tempered.likelihood_scale(family.dispersion, curvature.dispersion_power)
+        precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
+        scores = precision.inverse_diagonal()
+    index = choose_weights(scores.detach(), select.size, select.by, options["generator"])
+    return replace(network, params=Params(params.names, params.values, index))

@@ -1,0 +1,39 @@
+"""A fixed set of weight samples, used as an ensemble of networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lapwing.likelihoods import Likelihood
+from lapwing.model import Network
+from lapwing.model.batches import Inputs, map_tensors
+from lapwing.predictive import Prediction, predict_targets
+from lapwing.predictive.sampled import sampled_function
+
+
+@dataclass(frozen=True, eq=False)
+class Ensemble:
+    """n networks with weights (n, P), the same for every input. Iterating gives {name: tensor} of each member.
+
+    for weights in la.ensemble(5): torch.func.functional_call(model, weights, (x,))
+    """
+
+    network: Network
+    likelihood: Likelihood
+    weights: Tensor
+    scalar: bool = False
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.network.params.unflatten(theta) for theta in self.weights)
+
+    def predict(self, x: Inputs, *, link: str = "mc", differentiable: bool = False) -> Prediction:
+        """The mixture of the members' predictions."""
+        x = map_tensors(lambda t: t.to(self.network.params.device), x)
+        function = sampled_function(self.network, self.weights, x, differentiable)
+        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar)

@@ -1,0 +1,490 @@
+"""The Laplace object: a fitted posterior, and everything one does with it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.curvature import Curvature, extend_curvature, pose
+from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
+from lapwing.evidence import (
+    Groups,
+    Tuning,
+    effective_parameters,
+    linked,
+    log_evidence,
+    stationarity,
+    tune_evidence,
+    tune_validation,
+)
+from lapwing.interfaces.ensemble import Ensemble
+from lapwing.interfaces.storage import write
+from lapwing.likelihoods import Likelihood, resolve_likelihood
+from lapwing.linalg import PSD, Diagonal, Jacobian, move
+from lapwing.model import Batches, Network, Params, Plan, PlanChanged, dynamic_plan, tensors_in
+from lapwing.model.batches import LABEL_KEYS, Inputs, map_tensors
+from lapwing.model.fingerprint import checksum
+from lapwing.posterior import (
+    Posterior,
+    Prior,
+    Tempered,
+    factored_precision,
+    make_posterior,
+    resolve_prior,
+    resolve_temperature,
+)
+from lapwing.predictive import Prediction, predict_targets
+from lapwing.predictive.linearized import CLOSED_FORM, Linearized
+from lapwing.predictive.novelty import novelty_precision
+from lapwing.predictive.sampled import sampled_function
+
+WEIGHT_DRAWS = 128  # weight samples where f is sampled through the network
+SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """How a fit was asked to run, kept for what follows it."""
+
+    memory: int
+    split: Any = None
+    progress: bool | None = None
+    scalar: bool = False  # the network returns (B,)
+
+
+@dataclass(frozen=True, eq=False)
+class Laplace:
+    """A posterior over the selected weights of a trained network: N(θ̂, (T/φ·H + Π)⁻¹). Made by `lapwing.fit`.
+
+    Nothing here changes: `replace`, `tune`, `update` and `damping` return new objects and, but for `update`, read no
+    training data.
+    """
+
+    network: Network
+    curvature: Curvature
+    likelihood: Likelihood
+    prior: Prior
+    temperature: Tempered
+    options: Options
+    plan: Plan | None = None
+    tuning: Tuning | None = None
+    damped: bool = False
+    repair: bool = False
+    state: tuple = field(default=(), repr=False)  # checksum of the module at the fit
+    _plans: dict[str, Plan] = field(default_factory=dict, repr=False)  # the plan, once inputs were seen
+
+    # --- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> Params:
+        """Names, sizes and values of the selected parameters."""
+        return self.network.params
+
+    @property
+    def module(self) -> nn.Module:
+        """The network itself."""
+        return self.network.module
+
+    @property
+    def n_data(self) -> float:
+        """The size of the data set that the curvature stands for."""
+        return self.curvature.n_data
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """Σ log p(y | f̂) of the training data under the current noise."""
+        return self.likelihood.log_likelihood(self.curvature.statistics)
+
+    @cached_property
+    def _resolved_prior(self) -> tuple[Tensor, PSD]:
+        params = self.params
+        return self.prior.resolve(params.names, params.sizes, torch.float64, params.device, index=params.index)
+
+    @property
+    def _scale(self) -> Tensor:
+        return self.temperature.likelihood_scale(self.likelihood.dispersion, self.curvature.dispersion_power)
+
+    @cached_property
+    def posterior(self) -> Posterior:
+        """N(θ̂, Σ): `.mean`, `.precision`, `.sample(n)`, `.log_prob(theta)`, `.variance`, `.covariance()`."""
+        prior = self._resolved_prior[1]
+        if self.temperature.prior:
+            prior = prior.scale(self.temperature.prior_scale)
+        if self.damped:
+            split = max(self.curvature.n_data, 1.0) ** 0.5
+            precision = factored_precision(self.curvature.matrix, self._scale, prior, split=split)
+            return Posterior(self.params.flat, precision)
+        return make_posterior(self.params.flat, self.curvature.matrix, self._scale, prior, repair=self.repair)
+
+    # --- evidence --------------------------------------------------------------------------------------------------
+
+    def log_evidence(self, at: str = "map") -> Tensor:
+        """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
+
+        At T ≠ 1 it is that of the tempered likelihood. `at="linear-mode"` moves to the mode of the linearized model,
+        for networks that were not trained to the mode of this very prior.
+        """
+        return log_evidence(
+            self.curvature,
+            self._resolved_prior,
+            self.likelihood,
+            mean=self.params.flat.double(),
+            temperature=self.temperature,
+            at=at,
+        )
+
+    @property
+    def effective_parameters(self) -> float:
+        """γ = tr(c·H (c·H + Π)⁻¹): how many directions the data, not the prior, determine."""
+        return effective_parameters(self.curvature, self._resolved_prior, self.likelihood, temperature=self.temperature)
+
+    @property
+    def stationarity(self) -> float:
+        """½gᵀΣg in nats: what the log joint would gain by moving to the mode of the linearized model."""
+        return stationarity(
+            self.curvature,
+            self._resolved_prior,
+            self.likelihood,
+            mean=self.params.flat.double(),
+            temperature=self.temperature,
+        )
+
+    # --- changes ---------------------------------------------------------------------------------------------------
+
+    def replace(
+        self,
+        *,
+        prior: Any = None,
+        temperature: float | Tensor | Tempered | None = None,
+        likelihood: str | Likelihood | None = None,
+        repair: bool | None = None,
+    ) -> Laplace:
+        """Another prior, temperature or noise on the same curvature; no data pass.
+
+        `likelihood` may differ in a common factor of its noise only: other ratios between outputs, another family or
+        other options change the curvature and need a new fit. `repair=True` raises the prior precision by the smallest
+        sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
+        """
+        changes: dict[str, Any] = {}
+        if prior is not None:
+            changes["prior"] = resolve_prior(prior)
+        if temperature is not None:
+            changes["temperature"] = resolve_temperature(temperature)
+        if likelihood is not None:
+            new = resolve_likelihood(likelihood)
+            if not self.likelihood.same_curvature(new):
+                raise UnsupportedOperation(
+                    f"{new} gives another curvature than {self.likelihood}, on which this was fitted: only a common "
+                    "factor of a Gaussian's noise is free. Fit again with the new likelihood."
+                )
+            changes["likelihood"] = new
+        if repair is not None:
+            changes["repair"] = repair
+        return replace(self, **changes)
+
+    def damping(self, kind: str) -> Laplace:
+        """Kronecker posteriors: "exact" adds τI to G ⊗ A, "factored" damps each factor (Ritter et al., Eq. 9).
+
+        A view of the posterior for prediction and sampling; the evidence always uses the exact sum.
+        """
+        if kind not in ("exact", "factored"):
+            raise UnsupportedOperation(f"damping is 'exact' or 'factored', got {kind!r}")
+        damped = replace(self, damped=kind == "factored")
+        _ = damped.posterior  # refuse now what is not Kronecker
+        return damped
+
+    def update(self, data: Any) -> Laplace:
+        """Add data to the curvature: as if fitted on the union (diag, blockdiag, kron, full).
+
+        EKFAC keeps the eigenbasis of the first fit and adds exact second moments in it; low rank keeps what its rank
+        can hold. n_data grows by the number of new data.
+        """
+        self._require_unchanged()
+        batches = Batches(data, self.module, self.params.device, self.options.split)
+        problem = pose(
+            self.network,
+            batches,
+            self.likelihood,
+            self.curvature.factor,
+            memory=self.options.memory,
+            progress=self.options.progress,
+        )
+        return replace(self, curvature=extend_curvature(problem, self.curvature), plan=problem.plan, _plans={})
+
+    def to(self, device: torch.device | str) -> Laplace:
+        """The same posterior on another device, module included in what is *read*, so move the module first."""
+        params = self.params
+        moved = Params(
+            params.names,
+            tuple(v.to(device) for v in params.values),
+            None if params.index is None else params.index.to(device),
+        )
+        curvature = replace(
+            self.curvature,
+            matrix=move(self.curvature.matrix, device),
+            statistics=self.curvature.statistics.to(device),
+            gradient=None if self.curvature.gradient is None else self.curvature.gradient.to(device),
+            state={k: v.to(device) for k, v in self.curvature.state.items()},
+        )
+        return replace(self, network=replace(self.network, params=moved), curvature=curvature, plan=None, _plans={})
+
+    # --- prediction ------------------------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        x: Inputs,
+        *,
+        method: str = "linearized",
+        link: str = "auto",
+        samples: int | None = None,
+        joint: bool = False,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The predictive distribution at inputs x: a tensor, a tuple called as model(*x), or a dict.
+
+        `method="linearized"` uses f̂ + J(θ − θ̂), in closed form or by `samples` forward-mode products where outputs are
+        many; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
+        what is exact or nearly so, else Monte Carlo; "probit", "bridge", "mc" insist. `joint=True` keeps the
+        covariance between inputs, `differentiable=True` the gradients with respect to x. Without a generator, results
+        are the same at every call and whatever the batch.
+
+            p = la.predict(x);  p.probs, p.entropy, p.epistemic
+        """
+        self._require_unchanged()
+        inputs = self._inputs(x)
+        if method == "sampled":
+            if joint:
+                raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
+            draws = self._draws(samples or SAMPLED_DRAWS, generator)
+            function: Any = sampled_function(self.network, draws, inputs, differentiable)
+            link = "mc" if link == "auto" else link
+        elif method == "linearized":
+            function = self._robustly(
+                inputs, lambda at: at.function(inputs, joint=joint, differentiable=differentiable)
+            )
+        else:
+            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
+        if samples is None and function.mean[0].numel() > CLOSED_FORM:
+            samples = WEIGHT_DRAWS
+        return predict_targets(
+            function,
+            self.likelihood,
+            link=link,
+            samples=samples,
+            novelty=lambda: self._novelty(inputs, function.mean),
+            scalar=self.options.scalar,
+            generator=generator,
+        )
+
+    def predict_loader(self, data: Any, **options: Any) -> Iterator[Prediction]:
+        """One prediction a batch, in order. Batches may be inputs alone or come with targets, which are left unread."""
+        batches = Batches(data, self.module, self.params.device, self.options.split)
+        for raw in batches.raw():
+            yield self.predict(batches.inputs_of(raw), **options)
+
+    def ensemble(self, n: int, generator: torch.Generator | None = None) -> Ensemble:
+        """n fixed weight samples as n networks: the same ones at every input."""
+        return Ensemble(self.network, self.likelihood, self._draws(n, generator), self.options.scalar)
+
+    def _inputs(self, x: Inputs) -> Inputs:
+        if isinstance(x, Mapping):
+            x = {key: value for key, value in x.items() if key not in LABEL_KEYS}
+        x = map_tensors(lambda t: t.to(self.params.device), x)
+        if not any(True for _ in tensors_in(x)):
+            raise BadData(
+                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
+            )
+        for tensor in tensors_in(x):
+            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+                where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+                raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+        return x
+
+    def _draws(self, n: int, generator: torch.Generator | None) -> Tensor:
+        generator = torch.Generator(self.params.device).manual_seed(0) if generator is None else generator
+        return self.posterior.sample(n, generator)
+
+    def _linearized(self, inputs: Inputs) -> Linearized:
+        return Linearized(
+            self.network, self._plan_for(inputs), self.posterior.precision, self._draws, self.options.memory
+        )
+
+    def _robustly(self, inputs: Inputs, use: Any) -> Any:
+        """Where the inputs run other operations than the data of the fit, go without the tape."""
+        at = self._linearized(inputs)
+        try:
+            return use(at)
+        except PlanChanged:
+            plan = dynamic_plan(self.params, "a loop over samples: these inputs run other operations")
+            return use(replace(at, plan=plan))
+
+    def _plan_for(self, inputs: Inputs) -> Plan:
+        if self.plan is not None:
+            return self.plan
+        if "plan" not in self._plans:
+            with self.network.borrow():
+                self._plans["plan"] = self.network.plan(map_tensors(Tensor.detach, inputs))
+        return self._plans["plan"]
+
+    def _novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
+        precision = novelty_precision(self.curvature.matrix)
+        variance = self._robustly(inputs, lambda at: at._variance(inputs, mean, precision))
+        return variance.sum(-1)
+
+    def _require_unchanged(self) -> None:
+        live = dict(self.module.named_parameters())
+        for name, value in zip(self.params.names, self.params.values, strict=True):
+            if name not in live or live[name].shape != value.shape or not torch.equal(live[name].detach(), value):
+                raise UnsupportedModel(
+                    f"parameter {name!r} of the module has changed since the fit; the posterior belongs to the old "
+                    "weights. Fit again, or restore the weights."
+                )
+        if self.state and checksum(self.module) != self.state:
+            raise UnsupportedModel(
+                "a frozen parameter or a buffer of the module has changed since the fit (for example batch norm "
+                "statistics, by a forward pass in training mode). Fit again, or restore the module's state."
+            )
+
+    # --- tuning ----------------------------------------------------------------------------------------------------
+
+    def tune(
+        self,
+        data: Any = None,
+        *,
+        method: str = "auto",
+        learn: str | Sequence[str] | None = None,
+        prior: str = "scalar",
+        grid: Mapping[str, Sequence[float]] | None = None,
+        link: str = "auto",
+    ) -> Laplace:
+        """Choose prior, temperature and noise; `.tuning` of the result holds what was tried and what it scored.
+
+        With held-out `data`, by their negative log-likelihood under the link that predictions use
+        (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
+        interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature", "noise";
+        `prior` is "scalar", "layerwise" or "parameterwise"; `grid` maps those names to candidates.
+
+            la = la.tune(val_loader);  print(la.tuning.table())
+        """
+        if method == "auto":
+            method = "validation" if data is not None else "evidence"
+        learn = (learn,) if isinstance(learn, str) else learn
+        common = {"start": self._start(prior), "center": self.prior.mean, "temperature": self.temperature}
+        if method == "evidence":
+            tuning = self._tune_evidence(data, learn, prior, grid, common)
+        elif method == "validation":
+            if data is None:
+                raise BadData("method='validation' needs held-out data: tune(val_loader)")
+            tuning = tune_validation(
+                self.curvature,
+                self.likelihood,
+                self._groups(prior),
+                self._held_out(data),
+                learn=tuple(learn) if learn else ("prior", "temperature"),
+                grid=grid,
+                score=linked(link),
+                memory=self.options.memory,
+                **common,
+            )
+        else:
+            raise UnsupportedOperation(f"method is 'auto', 'validation' or 'evidence', got {method!r}")
+        return replace(
+            self, prior=tuning.prior, temperature=tuning.temperature, likelihood=tuning.likelihood, tuning=tuning
+        )
+
+    def _tune_evidence(self, data: Any, learn: Any, prior: str, grid: Any, common: dict[str, Any]) -> Tuning:
+        if grid is not None:
+            raise UnsupportedOperation(
+                "the evidence is maximized by Newton's method; a grid is for method='validation'"
+            )
+        learn = tuple(learn) if learn else ("prior",)
+        if "temperature" in learn:
+            raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
+        if data is None and self.params.size > self.n_data:
+            warnings.warn(
+                "tuning by the evidence: with more weights than data a network interpolates, and the evidence then tends "
+                "to pick too small a prior precision; check on held-out data, or pass some: tune(val_loader)",
+                stacklevel=3,
+            )
+        return tune_evidence(
+            self.curvature, self.likelihood, self._groups(prior), mean=self.params.flat.double(), learn=learn, **common
+        )
+
+    def _groups(self, prior: str) -> Groups:
+        params = self.params
+        if prior == "scalar":
+            return Groups.scalar(params.size)
+        if prior == "layerwise":
+            return Groups.layerwise(self.curvature.names, params.names, params.sizes, params.index)
+        if prior == "parameterwise":
+            return Groups.parameterwise(params.size)
+        raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}")
+
+    def _start(self, prior: str) -> Tensor:
+        """The current precision, averaged (geometrically) over each group."""
+        groups, matrix = self._groups(prior), self._resolved_prior[1]
+        if not isinstance(matrix, Diagonal):
+            raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
+        logs = matrix.values.detach().double().log().cpu()
+        counts = groups.total(torch.ones_like(logs))
+        return (groups.total(logs) / counts.clamp(min=1)).exp()
+
+    def _held_out(self, data: Any) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
+        """(f, targets, rows) of held-out data, a few samples at a time."""
+        self._require_unchanged()
+        for batch in Batches(data, self.module, self.params.device, self.options.split):
+            start = 0
+            at = self._linearized(batch.inputs)
+            for linearization, rows in at.jacobians(batch.inputs):
+                f = linearization.f.detach()
+                part = slice(start, start + f.shape[0])
+                y = self.likelihood.targets(f, batch.targets[part])
+                start += f.shape[0]
+                with torch.no_grad():
+                    yield f, y, rows
+
+    # --- reports and storage ---------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """What was fitted, how, and what to know about it."""
+        curvature, params = self.curvature, self.params
+        lines = [
+            f"Laplace posterior over {params.size:,} weights in {len(curvature.names)} blocks of {type(self.module).__name__}",
+            f"  likelihood   {self.likelihood}",
+            f"  structure    {curvature.structure.name}, factor {type(curvature.factor).__name__}",
+            f"  data         {curvature.seen:g} seen, standing for {curvature.n_data:g}",
+            f"  prior        {self.prior}",
+            f"  temperature  {self.temperature}",
+            f"  log-likelihood at the weights  {float(self.log_likelihood):.6g}",
+        ]
+        if not self.damped:
+            what = "log evidence" if self.temperature.is_bayes else "log evidence of the tempered likelihood"
+            bound = {"kron": "; KFAC's is no bound of the GGN's", "lowrank": "; an upper bound of the full GGN's"}
+            below = (
+                "; a lower bound of the full GGN's"
+                if curvature.structure.name in ("diag", "blockdiag", "ekfac")
+                else ""
+            )
+            lines.append(f"  {what}  {float(self.log_evidence()):.6g}{bound.get(curvature.structure.name, below)}")
+        if self.posterior.increase:
+            lines.append(f"  prior precision raised by {self.posterior.increase:.3g} to make it positive definite")
+        if self.tuning is not None:
+            lines.append(f"  tuned by {self.tuning.method}: {self.tuning.setting}, score {self.tuning.score:.6g}")
+        notes = [*curvature.notes, *(self.tuning.messages if self.tuning else ())]
+        return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
+
+    def save(self, path: str | Path) -> None:
+        """One file (safetensors), written atomically; `lapwing.load(path, model)` reads it."""
+        write(Path(path), self)
+
+    def __repr__(self) -> str:
+        name = self.curvature.structure.name
+        return f"Laplace({type(self.module).__name__}, {name}, {self.params.size:,} weights, {self.prior})"

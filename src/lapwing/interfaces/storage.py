@@ -1,0 +1,170 @@
+"""One file a posterior: safetensors with a JSON header, written atomically. No pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Structure
+from lapwing.errors import CorruptFile, UnsupportedModel, VersionMismatch
+from lapwing.linalg import Layout, pack, unpack
+from lapwing.model import Params
+from lapwing.model.fingerprint import fingerprint
+from lapwing.posterior import Prior, Tempered
+
+FORMAT = 1
+KEY = "lapwing"
+
+
+def write(path: Path, la: Any) -> None:
+    """Store a Laplace object: curvature, prior, temperature, likelihood and the fingerprint of the module."""
+    tensors, matrix = _prefixed("matrix.", *pack(la.curvature.matrix))
+    prior_tensors, prior = _prefixed("prior.", *la.prior.spec())
+    tensors |= prior_tensors
+    tensors |= {f"state.{name}": value for name, value in la.curvature.state.items()}
+    tensors |= {f"layout.{k}": index for k, index in enumerate(la.curvature.layout.index)}
+    tensors["statistics"] = la.curvature.statistics
+    if la.curvature.gradient is not None:
+        tensors["gradient"] = la.curvature.gradient
+    if la.params.index is not None:
+        tensors["index"] = la.params.index
+    header = {
+        "format": FORMAT,
+        "structure": _spec(la.curvature.structure),
+        "factor": _spec(la.curvature.factor),
+        "matrix": matrix,
+        "prior": prior,
+        "temperature": [float(la.temperature.T), la.temperature.prior],
+        "likelihood": la.likelihood.spec(),
+        "parameters": {name: list(shape) for name, shape in zip(la.params.names, la.params.shapes, strict=True)},
+        "blocks": [list(names) for names in la.curvature.names],
+        "n_data": la.curvature.n_data,
+        "seen": la.curvature.seen,
+        "notes": list(la.curvature.notes),
+        "scalar": la.options.scalar,
+        "memory": la.options.memory,
+        "damped": la.damped,
+        "repair": la.repair,
+        "fingerprint": fingerprint(la.module),
+    }
+    _write_atomically(path, {k: v.detach().contiguous().clone() for k, v in tensors.items()}, header)
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, Tensor], spec: Any) -> tuple[dict[str, Tensor], Any]:
+    return {prefix + name: value for name, value in tensors.items()}, spec
+
+
+def _write_atomically(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata={KEY: json.dumps(header)})
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and header of a file, or a clear error."""
+    if not path.exists():
+        raise CorruptFile(f"there is no file {str(path)!r}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if KEY not in metadata:
+                raise CorruptFile(f"{path.name!r} is a safetensors file, but not one that Lapwing wrote")
+            header = json.loads(metadata[KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(
+            f"{path.name!r} is damaged or not a Lapwing file ({error}); fit again, or restore a copy"
+        ) from error
+    if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
+        raise VersionMismatch(
+            f"{path.name!r} has format {header.get('format')}, this version reads up to {FORMAT}: update lapwing"
+        )
+    return tensors, header
+
+
+def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
+    """Refuse a module with other parameters, shapes or weights than the file was made with."""
+    live = dict(module.named_parameters())
+    for name, shape in header["parameters"].items():
+        if name not in live:
+            raise UnsupportedModel(f"{path.name!r} belongs to a model with a parameter {name!r}, which this one lacks")
+        if list(live[name].shape) != shape:
+            raise UnsupportedModel(
+                f"{path.name!r} belongs to a model whose {name!r} has shape {tuple(shape)}; here it is {tuple(live[name].shape)}"
+            )
+    if fingerprint(module) != header["fingerprint"]:
+        raise UnsupportedModel(
+            f"{path.name!r} was made with other weights or buffers than this model has now. Load the weights it was "
+            "fitted on first."
+        )
+
+
+def restore_curvature(tensors: Mapping[str, Tensor], header: Mapping[str, Any], device: torch.device) -> Curvature:
+    """The curvature that a file holds."""
+    own = lambda prefix: {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
+    try:
+        matrix = unpack(own("matrix."), header["matrix"])
+        index = tuple(tensors[f"layout.{k}"] for k in range(len(header["blocks"])))
+        return Curvature(
+            matrix=matrix,
+            layout=Layout(matrix.size, index),
+            names=tuple(tuple(names) for names in header["blocks"]),
+            statistics=tensors["statistics"].to(device),
+            n_data=header["n_data"],
+            seen=header["seen"],
+            structure=_from_spec(header["structure"], STRUCTURES),
+            factor=_from_spec(header["factor"], FACTORS),
+            gradient=tensors["gradient"].to(device) if "gradient" in tensors else None,
+            notes=tuple(header["notes"]),
+            state=own("state."),
+        )
+    except KeyError as error:
+        raise CorruptFile(f"the file lacks {error}; fit again, or restore a copy") from error
+
+
+def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], device: torch.device) -> Prior:
+    own = {k.removeprefix("prior."): v.to(device) for k, v in tensors.items() if k.startswith("prior.")}
+    return Prior.from_spec(own, header["prior"])
+
+
+def restore_temperature(header: Mapping[str, Any]) -> Tempered:
+    return Tempered(*header["temperature"])
+
+
+def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module) -> Params:
+    params = Params.of(module, tuple(header["parameters"]))
+    index = tensors["index"].to(params.device) if "index" in tensors else None
+    return Params(params.names, params.values, index)
+
+
+def _spec(choice: Structure | Factor) -> dict[str, Any]:
+    """A structure or factor by its name and options; an option may be such a choice itself."""
+    options: dict[str, Any] = {}
+    for item in fields(choice):  # type: ignore[arg-type]
+        value = getattr(choice, item.name)
+        options[item.name] = _spec(value) if isinstance(value, Structure | Factor) else value
+    return {"type": type(choice).__name__, "options": options}
+
+
+def _from_spec(spec: Mapping[str, Any], registry: Mapping[str, type]) -> Any:
+    by_name = {kind.__name__: kind for kind in (*STRUCTURES.values(), *FACTORS.values())}
+    if spec["type"] not in by_name:
+        raise CorruptFile(f"the file names {spec['type']!r}, which is none of {sorted(by_name)}")
+    options = {k: _from_spec(v, registry) if isinstance(v, dict) else v for k, v in spec["options"].items()}
+    return by_name[spec["type"]](**options)

@@ -1,0 +1,127 @@
+"""f(x, θ) ≈ f̂(x) + J(x)(θ − θ̂): the Gaussian over outputs that a Gaussian over weights gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import TooLarge
+from lapwing.linalg import PSD, Jacobian
+from lapwing.model import Linearization, Network, Plan, batch_size, take
+from lapwing.model.batches import Inputs
+from lapwing.predictive.function import GaussianFunction
+
+CLOSED_FORM = 64
+"""Outputs a sample up to which covariances are computed in closed form; beyond, f is sampled by one JVP a draw."""
+
+Draws = Callable[[int, torch.Generator | None], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Linearized:
+    """The network linearized at its weights, with a Gaussian over the weights."""
+
+    network: Network
+    plan: Plan
+    precision: PSD
+    draws: Draws  # (n, generator) -> weight samples (n, P)
+    memory: int
+
+    def function(self, inputs: Inputs, *, joint: bool = False, differentiable: bool = False) -> GaussianFunction:
+        """The distribution of f at these inputs; covariances are computed when asked for."""
+        if differentiable:
+            return self._differentiable(inputs, joint)
+        mean = self.network.forward(inputs)
+        sampler = None
+        if mean[0].numel() > CLOSED_FORM and not joint:
+            sampler = lambda n, generator: self._sample(inputs, mean, n, generator)  # noqa: E731
+        covariance = (lambda: self._joint(inputs, mean)) if joint else (lambda: self._covariance(inputs, mean))
+        variance = None if joint else lambda: self._variance(inputs, mean, self.precision)
+        return GaussianFunction(mean, covariance, variance=variance, sampler=sampler, joint=joint)
+
+    def jacobians(self, inputs: Inputs, event: int | None = None) -> Iterator[tuple[Linearization, Jacobian]]:
+        """Rows of ∂f/∂θ for every output of an item, a few samples at a time (of one event position, if given)."""
+        total = batch_size(inputs)
+        start, size = 0, min(4, total)
+        while start < total:
+            part = take(inputs, slice(start, start + size), total)
+            with self.network.borrow():
+                at = self.network.linearize(self.plan, part)
+                directions = _identity(at.f, event)
+                yield at, at.jacobian(directions)
+            start += size
+            size = max(1, min(64, self._samples_at_once(at, directions.shape[0])))
+
+    def _samples_at_once(self, at: Linearization, directions: int) -> int:
+        width = sum(record.out.numel() for record in at.finished.records) // at.n
+        return int(self.memory / 8 / max(1, 4 * directions * width))
+
+    def _covariance(self, inputs: Inputs, mean: Tensor) -> Tensor:
+        """(B, *event, C, C), event position by event position."""
+        _require(mean.numel() * mean.shape[-1] * mean.element_size(), self.memory, "the covariance of the outputs")
+        n, c = mean.shape[0], mean.shape[-1]
+        events = mean[0].numel() // c
+        blocks = []
+        for e in range(events):
+            with torch.no_grad():
+                parts = [self.precision.quadratic(rows) for _, rows in self.jacobians(inputs, e)]
+            blocks.append(torch.cat(parts))
+        return torch.stack(blocks, 1).reshape(n, *mean.shape[1:], c).to(mean.dtype)
+
+    def _variance(self, inputs: Inputs, mean: Tensor, precision: PSD) -> Tensor:
+        """(B, *event, C)."""
+        columns = []
+        for e in range(mean[0].numel() // mean.shape[-1]):
+            with torch.no_grad():
+                columns.append(torch.cat([precision.variance(rows) for _, rows in self.jacobians(inputs, e)]))
+        return torch.stack(columns, 1).reshape(mean.shape).to(mean.dtype)
+
+    def _joint(self, inputs: Inputs, mean: Tensor) -> Tensor:
+        """(B, *event, C, B, *event, C)."""
+        _require(mean.numel() ** 2 * mean.element_size(), self.memory, "the joint covariance of the outputs")
+        with self.network.borrow(), torch.no_grad():
+            at = self._linearize(inputs)
+            return self.precision.joint(at.jacobian(_identity(at.f))).reshape(*mean.shape, *mean.shape).to(mean.dtype)
+
+    def _linearize(self, inputs: Inputs, create_graph: bool = False) -> Linearization:
+        with torch.enable_grad():
+            return self.network.linearize(self.plan, inputs, create_graph)
+
+    def _differentiable(self, inputs: Inputs, joint: bool) -> GaussianFunction:
+        """Mean and covariance at once, as functions of the inputs that autograd can follow."""
+        with self.network.borrow(differentiable=True):
+            at = self._linearize(inputs, create_graph=True)
+            f = at.f
+            n, c = f.shape[0], f.shape[-1]
+            if joint:
+                rows = at.jacobian(_identity(f))
+                return GaussianFunction(
+                    f, self.precision.joint(rows).reshape(*f.shape, *f.shape).to(f.dtype), joint=True
+                )
+            parts = [self.precision.quadratic(at.jacobian(_identity(f, e))) for e in range(f[0].numel() // c)]
+            return GaussianFunction(f, torch.stack(parts, 1).reshape(n, *f.shape[1:], c).to(f.dtype))
+
+    def _sample(self, inputs: Inputs, mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+        """(n, B, *event, C): one weight draw and one forward-mode pass each."""
+        steps = self.draws(n, generator) - self.network.params.flat
+        return mean + self.network.jvp(inputs, steps)[1]
+
+
+def _identity(f: Tensor, event: int | None = None) -> Tensor:
+    """Directions (r, n, *event, c): every output of an item, or those of one event position."""
+    size, c = f[0].numel(), f.shape[-1]
+    eye = torch.eye(size, dtype=f.dtype, device=f.device)
+    if event is not None:
+        eye = eye[event * c : (event + 1) * c]
+    return eye.reshape(-1, 1, *f.shape[1:]).expand(-1, *f.shape)
+
+
+def _require(needed: int, memory: int, what: str) -> None:
+    if needed > memory:
+        raise TooLarge(
+            f"{what} needs {needed / 1e9:.3g} GB, the budget is {memory / 1e9:.3g} GB. Use .function.variance or "
+            ".function.sample(n), predict fewer inputs at once, or raise memory= in fit."
+        )
