@@ -120,7 +120,10 @@ def bridge(
 ) -> ClassLaw:
     """The Laplace bridge (Hobbhahn et al. 2022): a Dirichlet over the probabilities, from which all is closed form.
 
-    f is first conditioned on Σf = 0; then α_k = (1 − 2/K + e^{m_k} Σ_l e^{−m_l} / K²) / v_k.
+    f is first freed of its average, which the softmax does not see; then α_k = (1 − 2/K + e^{m_k} Σ_l e^{−m_l} / K²) /
+    v_k. (Published code conditions on Σf = 0 instead, so that adding 1 to all logits changes the probabilities: the
+    total variation from the truth was 0.25 there and 0.03 here for two classes, 0.27 and 0.13 for three.) Of all links
+    the least accurate; use it where a Dirichlet is wanted.
     """
     mean, variance = zero_sum(function.mean, function.item_covariance)
     classes = mean.shape[-1]
@@ -128,7 +131,7 @@ def bridge(
         scale = variance.mean(-1, keepdim=True) / math.sqrt(classes / 2)
         mean, variance = mean / scale.sqrt(), variance / scale
     shape = (1 - 2 / classes) + (mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(classes)).exp()
-    alpha = shape / variance
+    alpha = shape / variance.clamp(min=math.sqrt(torch.finfo(variance.dtype).tiny))
     total = alpha.sum(-1, keepdim=True)
 
     def expected() -> Tensor:
@@ -140,18 +143,16 @@ def bridge(
 def bridge_norm(
     function: FunctionDistribution, likelihood: Likelihood, samples: int, generator: torch.Generator | None
 ) -> ClassLaw:
-    """The bridge with variances scaled to average √(K/2), and the mean with them: better where variances are large."""
+    """The bridge with variances scaled to average √(K/2), and the mean with them: better where variances are large,
+    over-confident where they are small."""
     return bridge(function, likelihood, samples, generator, normalize=True)
 
 
 def zero_sum(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variances of f given Σf = 0; where Σf is known already, f minus its average."""
-    rows = covariance.sum(-1)
-    total = rows.sum(-1, keepdim=True)
-    known = total <= 1e-6 * covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    gain = torch.where(known, torch.full_like(rows, 1 / mean.shape[-1]), rows / total.masked_fill(known, 1.0))
-    variance = covariance.diagonal(dim1=-2, dim2=-1) - torch.where(known, 0.0, gain * rows)
-    return mean - gain * mean.sum(-1, keepdim=True), variance
+    """Mean and variances of f minus its average over the classes: the same softmax."""
+    rows = covariance.mean(-1)
+    variance = covariance.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
+    return mean - mean.mean(-1, keepdim=True), variance.clamp(min=0)
 
 
 LINKS: dict[str, Link] = {

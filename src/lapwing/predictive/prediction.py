@@ -30,7 +30,7 @@ _CLASSES = ("probs", "label", "confidence")
 _VALUES = ("variance", "stddev", "interval")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction(ABC):
     """p(y | x) = ∫ p(y | f) p(f) df for a batch of inputs. Built by `predict_targets`.
 
@@ -114,6 +114,10 @@ class Prediction(ABC):
         parts = self.likelihood.log_prob(points, y.expand(len(points), *y.shape))
         return parts.logsumexp(0) - math.log(len(points))
 
+    def __repr__(self) -> str:
+        shape = tuple(self.function.mean.shape)
+        return f"{type(self).__name__}({type(self.likelihood).__name__}, outputs {shape}, link={self.link!r})"
+
     def __getattr__(self, name: str) -> Any:
         if name in _CLASSES + _VALUES:
             kind = "classification" if name in _CLASSES else "regression"
@@ -124,7 +128,7 @@ class Prediction(ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClassPrediction(Prediction):
     """Over classes, (B, *event): Categorical, BradleyTerry and every likelihood whose conditional is categorical."""
 
@@ -177,7 +181,7 @@ class ClassPrediction(Prediction):
         return masked(log_probs.gather(-1, index.long()[..., None])[..., 0], mask)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LabelPrediction(Prediction):
     """Over K binary labels, each with its own probability, entropy and split, (B, *event, K)."""
 
@@ -230,7 +234,7 @@ class LabelPrediction(Prediction):
         return parts.sum(-1) if self._event_shape else parts
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ValuePrediction(Prediction):
     """Over numbers: Gaussian (closed form), heteroscedastic and counts (quadrature), any other by Monte Carlo."""
 
