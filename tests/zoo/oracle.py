@@ -47,7 +47,7 @@ def outputs(module: nn.Module, inputs: Inputs, class_dim: int = -1) -> Tensor:
     with torch.no_grad():
         for n in range(count(inputs)):
             rows.append(canonical(call(module, take(inputs, slice(n, n + 1))), class_dim))
-    return torch.cat(rows)
+    return torch.cat(rows).detach()
 
 
 def check_mode(module: nn.Module) -> None:
@@ -76,7 +76,7 @@ def gradient(scalar: Tensor, params: Sequence[Tensor]) -> Tensor:
         return torch.cat([torch.zeros_like(p).flatten() for p in params])
     grads = torch.autograd.grad(scalar, params, retain_graph=True, allow_unused=True)
     flat = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(params, grads, strict=True)]
-    return torch.cat([g.flatten() for g in flat])
+    return torch.cat([g.flatten() for g in flat]).detach()
 
 
 def hessian_gaussian(f: Tensor) -> Tensor:

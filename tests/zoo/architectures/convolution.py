@@ -88,7 +88,12 @@ for _case, _options in TRANSPOSED_CASES.items():
             floats(2, *(3,) * _d),
         )
 add("conv_transpose3d", lambda: pooled(nn.ConvTranspose3d(1, 2, 2, stride=(1, 2, 1)), 2), floats(1, 2, 2, 2))
-add("conv_transpose2d_one_position", lambda: flattened(nn.ConvTranspose2d(3, 2, 2), 4, 2), floats(3, 1, 1), once=True)
+add(
+    "conv_transpose2d_one_position",
+    lambda: flattened(nn.ConvTranspose2d(3, 2, 3, padding=1), 1, 2),
+    floats(3, 1, 1),
+    once=True,
+)
 
 
 @architecture(floats(2, 3))
