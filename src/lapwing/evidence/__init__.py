@@ -2,17 +2,20 @@
 
 from lapwing.evidence.by_evidence import tune_evidence
 from lapwing.evidence.by_validation import tune_validation
+from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.scoring import Score, linked
 from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest, widest
 
 __all__ = [
+    "Comparison",
     "Groups",
     "Rule",
     "Score",
     "Setting",
     "Tuning",
+    "compare",
     "effective_parameters",
     "linked",
     "log_evidence",

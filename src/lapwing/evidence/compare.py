@@ -1,0 +1,185 @@
+"""Candidates side by side: structures, architectures, checkpoints, by evidence, size, held-out NLL and cost."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lapwing.curvature import Curvature, Kron
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.evidence import effective_parameters
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import pack
+from lapwing.model import Network, Params
+from lapwing.model.batches import Batches
+from lapwing.posterior import Prior, Tempered
+from lapwing.predictive import Prediction
+
+NAT = 1.0  # a difference below one nat is never evidence
+
+
+class Fitted(Protocol):
+    """What `compare` reads of a `Laplace` object."""
+
+    @property
+    def network(self) -> Network: ...
+    @property
+    def params(self) -> Params: ...
+    @property
+    def curvature(self) -> Curvature: ...
+    @property
+    def likelihood(self) -> Likelihood: ...
+    @property
+    def prior(self) -> Prior: ...
+    @property
+    def temperature(self) -> Tempered: ...
+    def log_evidence(self, at: str = "map") -> Tensor: ...
+    def predict(self, x: Any) -> Prediction: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One row: the log evidence and by how much it is known to be uncertain, in nats; sizes; held-out NLL and its cost.
+
+    `shift` is what the log evidence would gain at the mode of the linearized model, None where that is not known.
+    """
+
+    structure: str
+    parameters: int
+    effective: float
+    log_evidence: float
+    shift: float | None
+    n_data: float
+    megabytes: float
+    nll: float | None = None
+    milliseconds: float | None = None
+
+    @property
+    def uncertainty(self) -> float:
+        """By how much the evidence may be off, as far as this is known: at least a nat, and the shift."""
+        return NAT + (self.shift or 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The candidates by name, and what to beware of. `print(comparison.table())`."""
+
+    candidates: Mapping[str, Candidate]
+    warnings: tuple[str, ...]
+
+    @property
+    def best(self) -> str:
+        """The name with the highest evidence."""
+        return max(self.candidates, key=lambda name: self.candidates[name].log_evidence)
+
+    def table(self) -> str:
+        """Candidates by falling evidence, then the warnings."""
+        heads = ["", "structure", "log evidence", "per datum", "weights", "effective", "MB", "held-out NLL", "ms/datum"]
+        lines = [heads]
+        for name, c in sorted(self.candidates.items(), key=lambda item: -item[1].log_evidence):
+            evidence = [f"{c.log_evidence:.1f}", f"{c.log_evidence / c.n_data:.4f}"]
+            held = ["–" if c.nll is None else f"{c.nll:.4f}"]
+            held += ["–" if c.milliseconds is None else f"{c.milliseconds:.2f}"]
+            sizes = [f"{c.parameters:,}", f"{c.effective:.1f}", f"{c.megabytes:.2f}"]
+            lines.append([name, c.structure, *evidence, *sizes, *held])
+        widths = [max(len(line[k]) for line in lines) for k in range(len(heads))]
+        rows = ["  ".join(cell.ljust(w) if k < 2 else cell.rjust(w) for k, (cell, w) in enumerate(zip(line, widths)))
+                for line in lines]  # fmt: skip
+        return "\n".join([*(row.rstrip() for row in rows), *self.warnings])
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain numbers, for files."""
+        return {name: dict(vars(candidate)) for name, candidate in self.candidates.items()}
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def compare(models: Mapping[str, Fitted], data: Any = None) -> Comparison:
+    """Evidence, effective number of parameters and cost of each `Laplace` object; with `data`, held-out NLL per item.
+
+    Tune the prior of each candidate first (`la.tune()`): the evidence of an untuned prior compares priors, not models.
+    The warnings say where a difference lies within what the approximation is known to be off by, where the curvature
+    gives no bound, and where evidences are not comparable at all.
+    """
+    if not models:
+        raise BadData("compare needs at least one fitted model: pass {name: lapwing.fit(...)}")
+    candidates = {name: _candidate(model, data) for name, model in models.items()}
+    return Comparison(candidates, tuple(_beware(models, candidates)))
+
+
+def _candidate(model: Fitted, data: Any) -> Candidate:
+    value = model.log_evidence().item()
+    try:
+        shift = abs(model.log_evidence(at="linear-mode").item() - value)
+    except UnsupportedOperation:
+        shift = None
+    params = model.params
+    prior = model.prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
+    effective = effective_parameters(model.curvature, prior, model.likelihood, temperature=model.temperature)
+    tensors, _ = pack(model.curvature.matrix)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
+    nll, cost = (None, None) if data is None else _held_out(model, data)
+    n = model.curvature.n_data
+    name = model.curvature.structure.name
+    return Candidate(name, params.size, effective, value, shift, n, size, nll, cost)
+
+
+def _held_out(model: Fitted, data: Any) -> tuple[float, float]:
+    """Mean NLL per item that counts, and milliseconds a datum."""
+    likelihood = model.likelihood
+    total, count, seen = 0.0, 0, 0
+    begin = time.perf_counter()
+    for batch in Batches(data, model.network.module, model.params.device):
+        prediction = model.predict(batch.inputs)
+        f = prediction.function.mean
+        y = likelihood.targets(f, batch.targets)
+        mask = likelihood.mask(f, y)
+        total -= prediction.log_prob(batch.targets).double().sum().item()
+        count += f[..., 0].numel() if mask is None else int(mask.sum())
+        seen += f.shape[0]
+    if not count:
+        raise BadData("the held-out data hold no target that counts")
+    return total / count, 1000 * (time.perf_counter() - begin) / seen
+
+
+def _beware(models: Mapping[str, Fitted], candidates: Mapping[str, Candidate]) -> list[str]:
+    found = []
+    if len({c.n_data for c in candidates.values()}) > 1:
+        sizes = ", ".join(f"{name} {c.n_data:g}" for name, c in candidates.items())
+        found.append(f"fitted to data sets of different sizes ({sizes}): their evidences are not comparable")
+    tempered = [name for name, model in models.items() if not model.temperature.is_bayes]
+    if tempered:
+        found.append(f"{_list(tempered)}: temperature ≠ 1, so this is the evidence of a tempered likelihood")
+    kron = [name for name, model in models.items() if isinstance(model.curvature.structure, Kron)]
+    if kron:
+        found.append(f"{_list(kron)}: the evidence of a Kronecker curvature is no bound of the full one's")
+    far = [name for name, c in candidates.items() if c.shift is not None and c.shift > 10 * NAT]
+    if far:
+        found.append(f"{_list(far)}: far from a mode under this prior (shift above 10 nats); see at='linear-mode'")
+    return found + _close(models, candidates)
+
+
+def _close(models: Mapping[str, Fitted], candidates: Mapping[str, Candidate]) -> list[str]:
+    """What is one network in several structures, and neighbours in the order of evidence that it cannot tell apart."""
+    found = []
+    networks: dict[int, list[str]] = {}
+    for name, model in models.items():
+        networks.setdefault(id(model.network.module), []).append(name)
+    for names in networks.values():
+        if len({candidates[name].structure for name in names}) > 1:
+            found.append(f"{_list(names)}: one network in several structures; gaps are the structures', not a model's")
+    order = sorted(candidates, key=lambda name: -candidates[name].log_evidence)
+    for one, two in pairwise(order):
+        a, b = candidates[one], candidates[two]
+        gap, doubt = a.log_evidence - b.log_evidence, a.uncertainty + b.uncertainty
+        if gap < doubt:
+            found.append(f"{one}, {two}: {gap:.3g} nats apart, within the {doubt:.3g} that they may be off by")
+    return found
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names)
