@@ -264,10 +264,12 @@ def test_logdet_ratio(name: str, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_logdet_ratio_keeps_digits_under_a_strong_prior(name: str, kind: str) -> None:
     case = make(name, kind, torch.float64)
-    strong = 1e9 * case.prior(case.theta)
+    strong = 1e11 * case.prior(case.theta)
     got = case.curvature.scale(case.c).logdet_ratio(Diagonal(strong))
-    first_order = case.c * (case.curvature.diagonal() / strong).sum()  # log|I + Π^-½ A Π^-½| = tr(Π⁻¹ A) + O(1e-18)
-    torch.testing.assert_close(got, first_order, rtol=1e-6, atol=0.0)
+    first_order = case.c * (case.curvature.diagonal() / strong).sum()  # log|I + Π^-½ A Π^-½| = tr(Π⁻¹ A) + …
+    determinant = kind == "general" and name != "diagonal"  # without an eigenbasis: of a matrix near I, to 1e-16 of 1
+    exact = not (determinant or name in ("lowrank", "blocks"))
+    torch.testing.assert_close(got, first_order, rtol=1e-8 if exact else 1e-3, atol=0.0)
 
 
 class Identity:

@@ -260,6 +260,13 @@ def test_indefinite_kronecker_factors_are_refused(side: str) -> None:
         matrix.logdet()
 
 
+def test_slightly_negative_kronecker_eigenvalues_count_as_zero() -> None:
+    matrix = Kronecker(torch.diag(torch.tensor([1.0, -1e-10], dtype=F64))[None], torch.ones(1, 1, 1, dtype=F64))
+    torch.testing.assert_close(
+        (matrix + constant(2, 1e-11)).logdet(), constant(2, 1e-11).values.log()[0] + constant(1, 1 + 1e-11).logdet()
+    )
+
+
 def test_a_prior_that_is_almost_a_product_is_refused() -> None:
     values = draw(2, 3, 1).square() * draw(2, 1, 4).square()
     kronecker() + Diagonal(values.reshape(-1))
