@@ -441,3 +441,16 @@ def test_wide_epistemic_variance_leaves_no_comb(parametrization):
     for y in torch.linspace(250.0, 420.0, 9, dtype=torch.float64):
         want = (likelihood.log_prob(f, y.expand(len(f), 1)) + w.log()).logsumexp(0)
         torch.testing.assert_close(p.log_prob(y.reshape(1, 1))[0], want, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("deviation", [0.0, 0.2])
+@pytest.mark.parametrize("rate", [0.1, 60.0, 1000.0])
+def test_entropy_of_large_counts(rate, deviation):
+    """The sum over every count."""
+    n = 5000
+    mean = torch.full((n, 1), math.log(rate), dtype=torch.float64)
+    function = GaussianFunction(mean, variance=torch.full((n, 1), deviation**2).double())
+    log_p = predict_targets(function, Poisson()).log_prob(torch.arange(n))
+    torch.testing.assert_close(log_p.exp().sum(), torch.tensor(1.0).double(), rtol=0, atol=1e-9)
+    one = predict_targets(GaussianFunction(mean[:1], variance=function.variance[:1]), Poisson())
+    torch.testing.assert_close(one.entropy[0], -(log_p.exp() * log_p).sum(), rtol=0, atol=5e-4)

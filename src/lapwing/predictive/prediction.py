@@ -111,7 +111,7 @@ class Prediction(ABC):
     def _mixture_log_prob(self, y: Tensor) -> Tensor:
         """log (1/S) Σ_s p(y | f_s) for canonical targets."""
         points = self._points
-        parts = self.likelihood.log_prob(points, y.expand(len(points), *y.shape))
+        parts = self.likelihood.log_prob(points, y[None])
         return parts.logsumexp(0) - math.log(len(points))
 
     def __repr__(self) -> str:
