@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.hessian import hessian_estimate
@@ -25,7 +26,7 @@ class BlockDiagAccumulator(Accumulator):
             for k, block in enumerate(self.blocks)
         }
 
-    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         for k, block in enumerate(self.blocks):
             if block.kind != "unused":
                 self.tensors[str(k)] += jacobian.rows[k].gram()

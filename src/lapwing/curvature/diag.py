@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.hessian import hessian_estimate
@@ -21,7 +22,7 @@ class DiagAccumulator(Accumulator):
         params = problem.network.params
         self.tensors = {"diagonal": torch.zeros(params.size, dtype=params.dtype, device=params.device)}
 
-    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         self.tensors["diagonal"] += jacobian.square_sum()
 
     def finish(self) -> Diagonal:

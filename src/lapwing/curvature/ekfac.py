@@ -27,7 +27,7 @@ class MomentAccumulator(Accumulator):
             dtype = torch.float64 if kept_as(block) == "kron" else params.dtype
             self.tensors[str(k)] = torch.zeros(shape, dtype=dtype, device=params.device)
 
-    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         for k, block in enumerate(self.blocks):
             if block.kind == "unused":
                 continue

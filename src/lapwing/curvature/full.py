@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.hessian import hessian_estimate
@@ -21,7 +22,7 @@ class FullAccumulator(Accumulator):
         params = problem.network.params
         self.tensors = {"matrix": torch.zeros(params.size, params.size, dtype=params.dtype, device=params.device)}
 
-    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         rows = jacobian.dense().flatten(0, 1)
         self.tensors["matrix"].addmm_(rows.T, rows)
 

@@ -57,7 +57,7 @@ class KronAccumulator(Accumulator):
                     self.tensors[f"{key}.right"] = torch.zeros(q, i, i, **like)
                     self.tensors[f"{key}.rows"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
-    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         for k, block in enumerate(self.blocks):
             if block.kind == "unused":
                 continue
@@ -71,18 +71,19 @@ class KronAccumulator(Accumulator):
                 for swapped, term in zip(orientations(block), rows.terms, strict=True):
                     self._add(f"{k}.{'swapped' if swapped else 'plain'}", swapped, term, fresh)
 
-    def _add(self, key: str, swapped: bool, term: Term, fresh: bool) -> None:
+    def _add(self, key: str, swapped: bool, term: Term, fresh: Tensor | None) -> None:
         """Input side: once a batch, it does not depend on the direction. Gradient side: every time."""
         inputs, gradients = (term.left, term.right) if swapped else (term.right, term.left)
         input_name, gradient_name = ("left", "right") if swapped else ("right", "left")
         if self.sharing == "reduce":
             gradients = gradients.sum(2, keepdim=True)
         self.tensors[f"{key}.{gradient_name}"] += _covariance(gradients)
-        if fresh:
+        if fresh is not None and inputs.shape[2]:
             if self.sharing == "reduce":
                 inputs = inputs.mean(2, keepdim=True)
-            self.tensors[f"{key}.{input_name}"] += _covariance(inputs)
-            self.tensors[f"{key}.rows"] += inputs.shape[0] * inputs.shape[2]
+            weighted = inputs * fresh.sqrt()[:, None, None, None, None]
+            self.tensors[f"{key}.{input_name}"] += _covariance(weighted)
+            self.tensors[f"{key}.rows"] += fresh.sum() * inputs.shape[2]
 
     def finish(self) -> BlockDiagonal:
         names = tuple(", ".join(block.names) for block in self.blocks)

@@ -26,7 +26,7 @@ class LowRankAccumulator(Accumulator):
             "dropped": torch.zeros((), dtype=torch.float64, device=params.device),
         }
 
-    def update(self, jacobian: Jacobian, fresh: bool) -> None:
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         self._absorb(jacobian.dense().flatten(0, 1))
 
     def merge(self, other: Accumulator) -> None:

@@ -19,7 +19,8 @@ from lapwing.linalg import Jacobian
 from lapwing.model import Batch, Batches, Linearization, Network, Plan, batch_size, tensors_in
 from lapwing.model.tape import run
 
-Update = Callable[[Jacobian, bool], None]  # rows, and whether they are the first of a batch
+Update = Callable[[Jacobian, Tensor | None], None]
+"""Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
 
 
 def available_memory() -> int:
@@ -134,13 +135,14 @@ class Problem:
         width = sum(record.out.numel() for record in at.finished.records) * 4
         per_chunk = max(1, min(factor.count(at.f), int(self.memory / 8 / max(width, 1))))
         chunk: list[Tensor] = []
-        fresh = True
+        ones = torch.ones(at.n, dtype=self.network.params.dtype, device=at.f.device)
+        fresh: Tensor | None = ones if batch.weights is None else batch.weights.to(ones)
         with torch.no_grad():
             for s in factor.directions(self.likelihood, at.f.detach(), y, self.generator):
                 chunk.append(_weighted(s, None if batch.weights is None else batch.weights.to(s).sqrt()))
                 if len(chunk) == per_chunk:
                     update(at.jacobian(torch.stack(chunk)), fresh)
-                    chunk, fresh = [], False
+                    chunk, fresh = [], None
             if chunk:
                 update(at.jacobian(torch.stack(chunk)), fresh)
 

@@ -21,8 +21,8 @@ class Accumulator(ABC):
     tensors: dict[str, Tensor]
 
     @abstractmethod
-    def update(self, jacobian: Jacobian, fresh: bool) -> None:
-        """Add rows; `fresh` is true for the first rows of a batch."""
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
+        """Add rows; `fresh` holds the weights (n,) of the samples if these are the first rows of their batch."""
 
     @abstractmethod
     def finish(self) -> PSD:

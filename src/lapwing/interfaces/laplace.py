@@ -28,7 +28,7 @@ from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
-from lapwing.model import Batches, Network, Params, Plan, PlanChanged, dynamic_plan, tensors_in
+from lapwing.model import Batches, Network, Params, Plan, tensors_in
 from lapwing.model.batches import LABEL_KEYS, Inputs, map_tensors
 from lapwing.model.fingerprint import checksum
 from lapwing.posterior import (
@@ -267,9 +267,7 @@ class Laplace:
             function: Any = sampled_function(self.network, draws, inputs, differentiable)
             link = "mc" if link == "auto" else link
         elif method == "linearized":
-            function = self._robustly(
-                inputs, lambda at: at.function(inputs, joint=joint, differentiable=differentiable)
-            )
+            function = self._linearized(inputs).function(inputs, joint=joint, differentiable=differentiable)
         else:
             raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
         if samples is None and function.mean[0].numel() > CLOSED_FORM:
@@ -317,15 +315,6 @@ class Laplace:
             self.network, self._plan_for(inputs), self.posterior.precision, self._draws, self.options.memory
         )
 
-    def _robustly(self, inputs: Inputs, use: Any) -> Any:
-        """Where the inputs run other operations than the data of the fit, go without the tape."""
-        at = self._linearized(inputs)
-        try:
-            return use(at)
-        except PlanChanged:
-            plan = dynamic_plan(self.params, "a loop over samples: these inputs run other operations")
-            return use(replace(at, plan=plan))
-
     def _plan_for(self, inputs: Inputs) -> Plan:
         if self.plan is not None:
             return self.plan
@@ -336,8 +325,7 @@ class Laplace:
 
     def _novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
         precision = novelty_precision(self.curvature.matrix)
-        variance = self._robustly(inputs, lambda at: at._variance(inputs, mean, precision))
-        return variance.sum(-1)
+        return self._linearized(inputs).variance(inputs, mean, precision).sum(-1)
 
     def _require_unchanged(self) -> None:
         live = dict(self.module.named_parameters())
@@ -448,8 +436,7 @@ class Laplace:
                 part = slice(start, start + f.shape[0])
                 y = self.likelihood.targets(f, batch.targets[part])
                 start += f.shape[0]
-                with torch.no_grad():
-                    yield f, y, rows
+                yield f, y, rows
 
     # --- reports and storage ---------------------------------------------------------------------------------------
 

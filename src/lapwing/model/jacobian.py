@@ -150,7 +150,10 @@ class LazyRows(Sequence):
                     if name in taped:
                         parts[name] = parts[name] + rows.to(dtype)
         parts.update({name: rows.to(dtype) for name, rows in self.looped.items() if name in parts})
-        return DenseRows(torch.cat([parts[name] for name in block.names], -1))
+        return DenseRows(self._own(torch.cat([parts[name] for name in block.names], -1)))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor if self.at.create_graph else tensor.detach()
 
     def _zeros(self, name: str) -> Tensor:
         params = self.at.params
@@ -169,7 +172,7 @@ class LazyRows(Sequence):
             lefts, rights = zip(*found, strict=True)
             left = lefts[0] if len(lefts) == 1 else torch.cat(lefts, 2)
             right = rights[0] if len(rights) == 1 else torch.cat(rights, 2)
-            terms.append(Term(left.to(dtype), right.to(dtype)))
+            terms.append(Term(self._own(left.to(dtype)), self._own(right.to(dtype))))
         return MatrixRows(tuple(terms))
 
     def _factors(self, k: int, with_ones: bool) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel
-from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take
+from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.jacobian import Linearization, Outputs
 from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
 from lapwing.model.params import Params
@@ -26,7 +26,7 @@ from lapwing.model.plan import (
     source_of,
     unseen_names,
 )
-from lapwing.model.samples import close
+from lapwing.model.samples import AMBIGUOUS, close
 from lapwing.model.tape import Pass, Record, first_reached, run
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
@@ -114,12 +114,14 @@ class Network:
             finished = Pass(output_tensor(call(self.module, inputs, leaves if create_graph else None)), (), {})
         else:
             finished = run(self.module, inputs, leaves, replaced=create_graph)
-            n = batch_size(inputs)
-            if not plan.matches(finished.records, n) or plan.distinct < min(CHECK_SAMPLES, n):
+            n, ids = batch_size(inputs), {id(p): name for name, p in leaves.items()}
+            if not plan.matches(finished.records, n, ids) or plan.distinct < min(CHECK_SAMPLES, n):
                 anew = self.plan(map_tensors(Tensor.detach, inputs))
-                if not (plan.compatible(anew) and anew.matches(finished.records, n)):
+                if not (plan.compatible(anew) and anew.matches(finished.records, n, ids)):
                     raise PlanChanged
                 plan = anew
+            if not unseen_names(finished, ids) <= set(plan.looped):
+                raise PlanChanged
         f = self.outputs(finished.outputs)
         return Linearization(self.module, self.params, plan, inputs, finished, self.outputs, f, leaves, create_graph)
 
@@ -144,8 +146,10 @@ class _Check:
     def __init__(self, network: Network, inputs: Inputs) -> None:
         self.network = network
         size = batch_size(inputs)
-        self.distinct = min(size, CHECK_SAMPLES)
-        rows = torch.linspace(0, size - 1, self.distinct).round().long() if size > 1 else torch.zeros(2).long()
+        rows = _different_rows(inputs, size)
+        self.distinct = len(rows)
+        if len(rows) == 1:  # the same sample twice still shows which axis holds samples
+            rows = rows.expand(2)
         self.few = take(inputs, rows, size)
         # not the middle one: a batch that a network reverses would leave it in its place
         self.n, self.which = len(rows), (len(rows) - 1) // 2 if len(rows) != 3 else 0
@@ -153,15 +157,35 @@ class _Check:
         live = dict(network.module.named_parameters())
         self.leaves = {name: live[name] for name in network.params.names}
         self.ids = {id(p): name for name, p in self.leaves.items()}
-        narrowest = min(
-            (p.dtype for p in network.module.parameters()),
-            key=lambda d: torch.finfo(d).bits if d.is_floating_point else 64,
-        )
-        self.rtol = TOLERANCES.get(narrowest, 5e-2)
+        types = [p.dtype for p in network.module.parameters() if p.is_floating_point()]
+        self.rtol = TOLERANCES.get(min(types, key=lambda d: torch.finfo(d).bits), 5e-2)
 
     def plan(self) -> Plan:
+        plan = self._plan()
+        if not any(step.reason == AMBIGUOUS for step in plan.steps):
+            return plan
+        return self._plan_on_noise() or plan
+
+    def _plan_on_noise(self) -> Plan | None:
+        """Samples that look alike (a batch of zeros) told apart by noise, where the network stands noise."""
+        generator = torch.Generator().manual_seed(0)
+
+        def shake(t: Tensor) -> Tensor:
+            if not t.is_floating_point():
+                return t
+            noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+            return t + noise * (0.1 * t.std(correction=0) if bool((t != t.flatten()[:1]).any()) else 1.0)
+
+        noisy = _Check(self.network, map_tensors(shake, self.few))
+        try:
+            plan = noisy._plan()
+        except (UnsupportedModel, RuntimeError, ValueError):
+            return None
+        return None if any(step.reason == AMBIGUOUS for step in plan.steps) else plan
+
+    def _plan(self) -> Plan:
         network = self.network
-        whole, single = network._tape(self.few), network._tape(self.alone)
+        whole, single = network._tape(self.few), self._single()
         f, f_alone = network.outputs(whole.outputs), network.outputs(single.outputs)
         if not aligned(whole, single):
             self._independent(f, f_alone, ())
@@ -178,6 +202,15 @@ class _Check:
         plan = self._settle(plan, whole, f, directions, truth)
         plan = self._try_batched(plan, whole, f, directions, truth)
         return replace(plan, distinct=self.distinct, reaching=_reaching(whole, f))
+
+    def _single(self) -> Pass:
+        try:
+            return self.network._tape(self.alone)
+        except (RuntimeError, ValueError) as error:
+            raise UnsupportedModel(
+                f"the network runs a batch but not one sample alone ({error}). A posterior needs independent samples: use "
+                "running statistics in normalization layers, and the first dimension for the batch."
+            ) from error
 
     def _independent(self, f: Tensor, f_alone: Tensor, steps: tuple[Step, ...]) -> None:
         """Refuse a network in which samples of a batch influence each other."""
@@ -274,6 +307,19 @@ class _Check:
                 return plan if self._wrong(self._tape_rows(trial, whole, f, directions), truth) else trial
         except (RuntimeError, UserWarning):
             return plan
+
+
+def _different_rows(inputs: Inputs, size: int) -> Tensor:
+    """Up to CHECK_SAMPLES rows spread over the batch, no two alike."""
+    spread = torch.linspace(0, size - 1, min(size, 4 * CHECK_SAMPLES)).round().long().unique()
+    chosen: list[int] = []
+    for k in spread.tolist():
+        one = list(tensors_in(take(inputs, slice(k, k + 1), size)))
+        others = [list(tensors_in(take(inputs, slice(j, j + 1), size))) for j in chosen]
+        if not any(all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) for other in others):
+            chosen.append(k)
+    step = max(1, len(chosen) // CHECK_SAMPLES)
+    return torch.tensor(chosen[::step][:CHECK_SAMPLES])
 
 
 def _reaching(whole: Pass, f: Tensor) -> tuple[bool, ...]:

@@ -91,13 +91,14 @@ class Plan:
     def layout(self) -> Layout:
         return Layout(sum(b.size for b in self.blocks), tuple(b.index for b in self.blocks))
 
-    def matches(self, records: tuple[Record, ...], n: int) -> bool:
-        """Whether a later pass of n samples has the same operations, so that this plan can read it."""
+    def matches(self, records: tuple[Record, ...], n: int, names: dict[int, str]) -> bool:
+        """Whether a later pass of n samples has the same operations on the same weights, so that this plan reads it."""
         return len(records) == len(self.steps) and all(
-            r.func == s.func
-            and len(r.tensors) == len(s.args)
-            and (s.method == "loop" or (s.out is not None and s.out.fits(r.out.shape, n) and not r.shuffled))
-            for r, s in zip(records, self.steps, strict=True)
+            record.func == step.func
+            and len(record.tensors) == len(step.args)
+            and _same_sources(record, step, names)
+            and (step.method == "loop" or _fits(record, step, n))
+            for record, step in zip(records, self.steps, strict=True)
         )
 
     def compatible(self, other: Plan) -> bool:
@@ -109,6 +110,21 @@ class Plan:
             and torch.equal(a.index, b.index)
             for a, b in zip(self.blocks, other.blocks, strict=True)
         )
+
+
+def _fits(record: Record, step: Step, n: int) -> bool:
+    return step.out is not None and step.out.fits(record.out.shape, n) and not record.shuffled
+
+
+def _same_sources(record: Record, step: Step, names: dict[int, str]) -> bool:
+    if len(record.live) != len(step.sources):
+        return False
+    for j, source in zip(record.live, step.sources, strict=True):
+        found = source_of(record.tensors[j], names)
+        # a parameter expanded over a batch of one looks like the parameter itself; the plan knows better
+        if found.names != source.names or (source.direct and not (found.direct and found.transposed == source.transposed)):
+            return False
+    return True
 
 
 def dynamic_plan(params: Params, note: str) -> Plan:

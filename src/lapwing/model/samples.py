@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 
+AMBIGUOUS = "samples and positions cannot be told apart by their values"
+
+
 @dataclass(frozen=True)
 class Samples:
     """Axis that holds the samples; flattened with m others as (n, m), or as (m, n) when `minor`."""
@@ -42,10 +45,12 @@ def locate(whole: Tensor, single: Tensor, n: int, which: int, rtol: float) -> Sa
         raise LookupError(f"its shape goes from {tuple(single.shape)} for one sample to {tuple(whole.shape)} for {n}")
     axis = changed[0]
     layouts = [Samples(axis)] if single.shape[axis] == 1 else [Samples(axis), Samples(axis, minor=True)]
-    for layout in layouts:
-        if close(layout.first(whole, n)[which], single, rtol):
-            return layout
-    raise LookupError("its value for a sample depends on the other samples of the batch")
+    fitting = [layout for layout in layouts if close(layout.first(whole, n)[which], single, rtol)]
+    if not fitting:
+        raise LookupError("its value for a sample depends on the other samples of the batch")
+    if len(fitting) > 1:
+        raise LookupError(AMBIGUOUS)
+    return fitting[0]
 
 
 def close(a: Tensor, b: Tensor, rtol: float) -> bool:

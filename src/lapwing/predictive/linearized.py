@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.errors import TooLarge
 from lapwing.linalg import PSD, Jacobian
-from lapwing.model import Linearization, Network, Plan, batch_size, take
+from lapwing.model import Linearization, Network, Plan, PlanChanged, batch_size, dynamic_plan, take
 from lapwing.model.batches import Inputs
 from lapwing.predictive.function import GaussianFunction
 
@@ -39,7 +39,7 @@ class Linearized:
         if mean[0].numel() > CLOSED_FORM and not joint:
             sampler = lambda n, generator: self._sample(inputs, mean, n, generator)  # noqa: E731
         covariance = (lambda: self._joint(inputs, mean)) if joint else (lambda: self._covariance(inputs, mean))
-        variance = None if joint else lambda: self._variance(inputs, mean, self.precision)
+        variance = None if joint else lambda: self.variance(inputs, mean, self.precision)
         return GaussianFunction(mean, covariance, variance=variance, sampler=sampler, joint=joint)
 
     def jacobians(self, inputs: Inputs, event: int | None = None) -> Iterator[tuple[Linearization, Jacobian]]:
@@ -49,11 +49,10 @@ class Linearized:
         while start < total:
             part = take(inputs, slice(start, start + size), total)
             with self.network.borrow():
-                at = self.network.linearize(self.plan, part)
-                directions = _identity(at.f, event)
-                yield at, at.jacobian(directions)
+                at, rows = self._rows(part, event)
+            yield at, rows
             start += size
-            size = max(1, min(64, self._samples_at_once(at, directions.shape[0])))
+            size = max(1, min(64, self._samples_at_once(at, rows.r)))
 
     def _samples_at_once(self, at: Linearization, directions: int) -> int:
         width = sum(record.out.numel() for record in at.finished.records) // at.n
@@ -71,8 +70,8 @@ class Linearized:
             blocks.append(torch.cat(parts))
         return torch.stack(blocks, 1).reshape(n, *mean.shape[1:], c).to(mean.dtype)
 
-    def _variance(self, inputs: Inputs, mean: Tensor, precision: PSD) -> Tensor:
-        """(B, *event, C)."""
+    def variance(self, inputs: Inputs, mean: Tensor, precision: PSD) -> Tensor:
+        """diag(J A⁻¹ Jᵀ) under any precision A, (B, *event, C)."""
         columns = []
         for e in range(mean[0].numel() // mean.shape[-1]):
             with torch.no_grad():
@@ -83,24 +82,35 @@ class Linearized:
         """(B, *event, C, B, *event, C)."""
         _require(mean.numel() ** 2 * mean.element_size(), self.memory, "the joint covariance of the outputs")
         with self.network.borrow(), torch.no_grad():
-            at = self._linearize(inputs)
-            return self.precision.joint(at.jacobian(_identity(at.f))).reshape(*mean.shape, *mean.shape).to(mean.dtype)
+            rows = self._rows(inputs)[1]
+            return self.precision.joint(rows).reshape(*mean.shape, *mean.shape).to(mean.dtype)
 
-    def _linearize(self, inputs: Inputs, create_graph: bool = False) -> Linearization:
-        with torch.enable_grad():
-            return self.network.linearize(self.plan, inputs, create_graph)
+    def _rows(
+        self, inputs: Inputs, event: int | None = None, create_graph: bool = False
+    ) -> tuple[Linearization, Jacobian]:
+        """The network at these inputs and its rows; without the tape where they run other operations than the fit's."""
+        for plan in (self.plan, dynamic_plan(self.network.params, "these inputs run other operations")):
+            try:
+                with torch.enable_grad():
+                    at = self.network.linearize(plan, inputs, create_graph)
+                return at, at.jacobian(_identity(at.f, event))
+            except PlanChanged:
+                if plan.dynamic:
+                    raise
+        raise AssertionError("a dynamic plan reads any network")
 
     def _differentiable(self, inputs: Inputs, joint: bool) -> GaussianFunction:
         """Mean and covariance at once, as functions of the inputs that autograd can follow."""
         with self.network.borrow(differentiable=True):
-            at = self._linearize(inputs, create_graph=True)
+            at, rows = self._rows(inputs, create_graph=True)
             f = at.f
             n, c = f.shape[0], f.shape[-1]
             if joint:
-                rows = at.jacobian(_identity(f))
                 return GaussianFunction(
                     f, self.precision.joint(rows).reshape(*f.shape, *f.shape).to(f.dtype), joint=True
                 )
+            if f.ndim == 2:
+                return GaussianFunction(f, self.precision.quadratic(rows).to(f.dtype))
             parts = [self.precision.quadratic(at.jacobian(_identity(f, e))) for e in range(f[0].numel() // c)]
             return GaussianFunction(f, torch.stack(parts, 1).reshape(n, *f.shape[1:], c).to(f.dtype))
 
