@@ -108,7 +108,7 @@ def plain(names: Any) -> tuple[str, ...]:
 def relative(a: Tensor, b: Tensor) -> float:
     """max |a − b| / max |b|."""
     assert a.shape == b.shape, f"{tuple(a.shape)} against {tuple(b.shape)}"
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
 
 
 def assert_same(a: Tensor, b: Tensor, tolerance: float = 1e-10, what: str = "") -> None:

@@ -41,6 +41,8 @@ def check_prediction(la, truth, tau, temperature=1.0, dispersion=1.0):
     assert_same(la.posterior.variance, sigma.diag(), tolerance, "marginal variances of the weights")
     function = la.predict(truth.x).function
     n, c = truth.f.shape[0], truth.f.shape[-1]
+    for tensor in (function.mean, function.variance, function.covariance):
+        assert not tensor.requires_grad, "a prediction holds on to the graph of the network"
     assert_same(function.mean, truth.f, tolerance, "mean")
     v = truth.j @ sigma @ truth.j.mT  # (N, D, D)
     d = v.shape[-1]

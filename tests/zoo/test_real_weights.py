@@ -163,7 +163,7 @@ def test_llama_as_language_model(llama):
         logits = llama(input_ids=TOKENS[n : n + 1], use_cache=False).logits
         loss = F.cross_entropy(logits[0, :-1], labels[n, 1:], ignore_index=-100, reduction="sum")
         exact = exact + oracle.gradient(loss, params).square()
-        total -= float(loss)
+        total -= loss.item()
     assert_same(la.curvature.matrix.diagonal(), exact, 1e-4)
     assert float(la.log_likelihood) == pytest.approx(total, rel=1e-5)
 
