@@ -47,6 +47,20 @@ class OwnPoisson(Likelihood):
 
 
 @dataclass(frozen=True, eq=False)
+class OwnDispersed(Likelihood):
+    """A dispersion of its own: curvature is stored without it."""
+
+    scale: float = 0.3
+
+    def conditional(self, f):
+        return D.Normal(f, torch.full_like(f, self.scale))
+
+    @property
+    def dispersion(self):
+        return torch.tensor(self.scale**2, dtype=torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
 class OwnBinomial(Likelihood):
     """KL of binomials is registered; used for enumeration by hiding it below."""
 
@@ -82,6 +96,7 @@ FAMILIES = {
     "own-gamma": (OwnGamma(), 1),
     "own-poisson": (OwnPoisson(), 2),
     "own-binomial": (OwnBinomial(), 1),
+    "own-dispersed": (OwnDispersed(), 2),
 }
 EVENTS = [(), (3,), (2, 3)]
 OBSERVED = {"own-negative-binomial": (OwnNegativeBinomial(), 1), "own-student": (OwnStudentT(), 1)}

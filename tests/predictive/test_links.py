@@ -110,7 +110,7 @@ def test_two_classes_are_a_sigmoid_of_the_difference():
         p = predict_targets(f, likelihood)
         assert p.link == "quadrature"
         torch.testing.assert_close(p.probs[:, 1:], binary.probs)
-        torch.testing.assert_close(p.epistemic[:, None], binary.epistemic)
+        torch.testing.assert_close(p.epistemic, binary.epistemic)
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.1, 1.0, 10.0, 30.0])

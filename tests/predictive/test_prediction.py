@@ -20,12 +20,11 @@ def test_a_network_of_one_number_keeps_the_shape_of_its_targets(likelihood):
     """The network returned (B,): (B, 1) inside, (B,) outside."""
     f = make(5, 1)
     wide, flat = (predict_targets(f, likelihood, scalar=scalar) for scalar in (False, True))
-    names = ["mean", "total", "aleatoric", "epistemic"]
-    names += ["probs", "label", "confidence", "entropy"] if type(likelihood) is Bernoulli else ["variance", "stddev"]
-    for name in names:
+    values = ["variance", "stddev", "total", "aleatoric", "epistemic"]
+    for name in ["mean", *(["probs", "label", "confidence"] if type(likelihood) is Bernoulli else values)]:
         assert getattr(wide, name).shape == (5, 1)
         assert torch.equal(getattr(flat, name), getattr(wide, name)[:, 0])
-    assert flat.entropy.shape == (5,)
+    assert flat.entropy.shape == wide.entropy.shape == flat.epistemic.shape == (5,)
     assert flat.sample(3).shape == (3, 5)
     assert flat.function.mean.shape == (5, 1)
     y = flat.sample(1)[0]

@@ -35,9 +35,9 @@ class Prediction(ABC):
     """p(y | x) = ∫ p(y | f) p(f) df for a batch of inputs. Built by `predict_targets`.
 
     Shapes: y is (B, *event) for classes and (B, *event, K) for K labels, counts or values; without the K where the
-    network returned (B,) (`scalar`). `entropy` and `log_prob` are one number an item, (B, *event), except that binary
-    labels have an entropy each. Everything but `sample` is the same for an item whatever else is in the batch, unless
-    a generator was given.
+    network returned (B,) (`scalar`). `entropy` and `log_prob` are one number an item, (B, *event), except that several
+    binary labels have an entropy each. Everything but `sample` is the same for an item whatever else is in the batch,
+    unless a generator was given.
     """
 
     function: FunctionDistribution
@@ -183,7 +183,10 @@ class ClassPrediction(Prediction):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabelPrediction(Prediction):
-    """Over K binary labels, each with its own probability, entropy and split, (B, *event, K)."""
+    """Over binary labels: `probs`, `label` and `confidence` have the shape of y.
+
+    Several labels have an entropy and a split each, (B, *event, K); a single logit has those of its item, (B, *event).
+    """
 
     @cached_property
     def _law(self) -> ClassLaw:
@@ -210,7 +213,7 @@ class LabelPrediction(Prediction):
 
     @cached_property
     def entropy(self) -> Tensor:
-        return self._outside(entropy(self._law.log_probs))
+        return self._each_label(entropy(self._law.log_probs))
 
     @property
     def total(self) -> Tensor:
@@ -218,11 +221,14 @@ class LabelPrediction(Prediction):
 
     @cached_property
     def aleatoric(self) -> Tensor:
-        return self._outside(self._law.expected_entropy())
+        return self._each_label(self._law.expected_entropy())
 
     @property
     def epistemic(self) -> Tensor:
         return (self.entropy - self.aleatoric).clamp(min=0)
+
+    def _each_label(self, values: Tensor) -> Tensor:
+        return values[..., 0] if self._event_shape == (1,) else values
 
     def log_prob(self, y: Any) -> Tensor:
         """Several labels together by Monte Carlo, since they share f; soft ones as Σ q log p of each label."""
