@@ -5,7 +5,7 @@ import torch
 
 from lapwing.linalg import PSD, BlockDiagonal, Dense, DenseRows, Diagonal, Kronecker, Layout, LowRank, MatrixRows, Term
 from lapwing.linalg.rows import Rows
-from lapwing.linalg.shifts import block_rows, blocks_of, eigenvalues, shifted_quadratics
+from lapwing.linalg.shifts import block_rows, blocks_of, eigenvalues, shifted_products
 
 torch.manual_seed(0)
 ROOT = torch.randn(4, 12, dtype=torch.float64)
@@ -27,22 +27,28 @@ def matrix_rows(positions: int) -> MatrixRows:
     return MatrixRows((Term(left, right),))
 
 
+OUTER = matrix_rows(1).terms[0]
 ROWS: dict[str, Rows] = {
     "outer": matrix_rows(1),
     "shared": matrix_rows(4),
+    "tied": MatrixRows((Term(OUTER.left[:, :1], OUTER.left[:, :, :, :, :2]),)),
     "dense": DenseRows(matrix_rows(2).dense()),
 }
 
 
+PAIRS = torch.tensor([[0, 1, 2, 2], [0, 0, 1, 2]])
+
+
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
-def test_shifted_quadratics(matrix: PSD, rows: Rows) -> None:
+def test_shifted_products(matrix: PSD, rows: Rows) -> None:
     shifts = torch.tensor([1e-3, 0.5, 1e4], dtype=torch.float64)
-    got = shifted_quadratics(matrix, rows, shifts)
+    got = shifted_products(matrix, rows, shifts, PAIRS)
     dense, jacobian = matrix.dense(), rows.dense()
     for k, shift in enumerate(shifts):
         inverse = torch.linalg.inv(dense + shift * torch.eye(12, dtype=torch.float64))
-        torch.testing.assert_close(got[k], jacobian @ inverse @ jacobian.mT, rtol=1e-9, atol=1e-12)
+        expected = (jacobian @ inverse @ jacobian.mT)[:, PAIRS[0], PAIRS[1]]
+        torch.testing.assert_close(got[k], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
@@ -56,7 +62,12 @@ def test_eigenvalues(matrix: PSD) -> None:
 
 def test_no_eigenbasis() -> None:
     assert eigenvalues(MATRICES["dense"] + Diagonal(torch.arange(1, 13).double())) is None
-    assert eigenvalues(MATRICES["lowrank"] + Diagonal(torch.ones(12).double())) is None
+    shifted = MATRICES["lowrank"] + Diagonal(torch.ones(12).double())
+    assert eigenvalues(shifted) is None
+    shift = torch.tensor([0.5], dtype=torch.float64)
+    got = shifted_products(shifted, ROWS["outer"], shift, PAIRS)[0]
+    exact = (shifted + Diagonal(torch.full((12,), 0.5).double())).quadratic(ROWS["outer"])
+    torch.testing.assert_close(got, exact[:, PAIRS[0], PAIRS[1]])
 
 
 def test_blocks() -> None:
@@ -67,12 +78,13 @@ def test_blocks() -> None:
     assert blocks_of(whole.blocks[0]) == (whole.blocks[0],)
     shift = torch.tensor([0.3], dtype=torch.float64)
     total = sum(
-        shifted_quadratics(block, part, shift)[0] for block, part in zip(blocks_of(whole), block_rows(whole, rows))
+        shifted_products(block, part, shift, PAIRS)[0] for block, part in zip(blocks_of(whole), block_rows(whole, rows))
     )
-    torch.testing.assert_close(total, (whole + Diagonal(torch.full((24,), 0.3).double())).quadratic(rows))
+    exact = (whole + Diagonal(torch.full((24,), 0.3).double())).quadratic(rows)
+    torch.testing.assert_close(total, exact[:, PAIRS[0], PAIRS[1]])
 
 
 def test_refuses_a_shift_that_leaves_it_indefinite() -> None:
     indefinite = Dense(torch.diag(torch.tensor([1.0, -2.0], dtype=torch.float64)))
     with pytest.raises(ValueError, match="exceed 2"):
-        shifted_quadratics(indefinite, DenseRows(torch.ones(1, 1, 2).double()), torch.tensor([1.0]))
+        shifted_products(indefinite, DenseRows(torch.ones(1, 3, 2).double()), torch.tensor([1.0]), PAIRS)

@@ -146,7 +146,7 @@ def _largest(matrix: PSD) -> float:
 def _descend(
     sweep: Sweep, setting: Setting, box: Mapping[str, tuple[float, float]], learned: Sequence[str], steps: int
 ) -> tuple[Setting, int]:
-    """L-BFGS on the mean NLL in log τ, log T, log φ, each by a sigmoid inside its range, chunk by chunk over items."""
+    """L-BFGS on the total NLL in log τ, log T, log φ, each by a sigmoid inside its range, chunk by chunk over items."""
     phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
     start = {
         "prior": setting.precision.double(),
@@ -156,8 +156,13 @@ def _descend(
     wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
     moving = {name: torch.logit((start[name].log() - low) / (high - low)) for name, (low, high) in wide.items()}
     moving = {name: z.requires_grad_() for name, z in moving.items()}
-    optimizer = torch.optim.LBFGS(
-        list(moving.values()), max_iter=steps, max_eval=2 * steps, tolerance_change=1e-7, line_search_fn="strong_wolfe"
+    optimizer = torch.optim.LBFGS(  # tolerances in nats of the whole data set
+        list(moving.values()),
+        max_iter=steps,
+        max_eval=2 * steps,
+        tolerance_grad=1e-3,
+        tolerance_change=1e-3,
+        line_search_fn="strong_wolfe",
     )
 
     def values() -> tuple[Tensor, Tensor, Tensor]:
@@ -174,9 +179,8 @@ def _descend(
             noise = dispersion.detach().requires_grad_("noise" in moving)
             total = torch.zeros((), dtype=torch.float64)
             for part in sweep.parts(leaf, noise):
-                loss = part / sweep.items
-                loss.backward()
-                total += loss.detach().cpu()
+                part.backward()
+                total += part.detach().cpu()
             pulled = [(coefficients, leaf.grad), (dispersion, noise.grad)]
             roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
             torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])

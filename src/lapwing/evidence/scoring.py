@@ -36,7 +36,8 @@ def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Cate
     ridge = JITTER * covariance.detach().diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(mean.dtype).tiny
     eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
     root = torch.linalg.cholesky(covariance + ridge[:, None, None] * eye)
-    f = mean.T[:, :, None] + torch.einsum("ncd,sd->cns", root, base)  # (C, N, S)
+    spread = (root.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
+    f = mean.T[:, :, None] + spread  # (C, N, S)
     mask = likelihood.mask(mean, y)
     index = (y if mask is None else y.masked_fill(~mask, 0)).long()
     chosen = f.gather(0, index[None, :, None].expand(1, -1, samples))[0]

@@ -13,7 +13,7 @@ from lapwing.evidence.scoring import Score, items
 from lapwing.evidence.tuning import Setting, with_dispersion
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Rows
-from lapwing.linalg.shifts import blocks_of, shifted_quadratics
+from lapwing.linalg.shifts import block_rows, blocks_of, shifted_products
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
 Batch = tuple[Tensor, Tensor, Rows]
@@ -128,13 +128,14 @@ def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor) -> 
     if rows.r != places * classes or rows.n != f.shape[0]:
         raise ValueError(f"rows of {rows.n} samples and {rows.r} directions do not fit outputs {tuple(f.shape)}")
     low, high = torch.tril_indices(classes, classes, device=f.device)
-    total = f.new_zeros(groups.count, len(nodes.shifts), rows.n * places, len(low))
+    offsets = classes * torch.arange(places, device=f.device)[:, None]
+    pairs = torch.stack([(low + offsets).reshape(-1), (high + offsets).reshape(-1)])  # (2, event·C(C+1)/2)
+    shifts = nodes.shifts.to(f.device)
+    total = f.new_zeros(groups.count, len(shifts), rows.n * places, len(low))
     with torch.no_grad():
         for block, part, group in _blocks(matrix, groups, rows):
-            gram = shifted_quadratics(block, part, nodes.shifts.to(f.device))  # (m, n, r, r)
-            inner = gram.unflatten(3, (places, classes)).unflatten(2, (places, classes))
-            each = inner.diagonal(dim1=2, dim2=4).movedim(-1, 2)  # (m, n, event, C, C)
-            total[group] += each.flatten(1, 2)[..., low, high].to(total)
+            products = shifted_products(block, part, shifts, pairs)  # (m, n, event·C(C+1)/2)
+            total[group] += products.reshape(len(shifts), -1, len(low)).to(total)
     return total
 
 
@@ -144,8 +145,7 @@ def _blocks(matrix: PSD, groups: Groups, rows: Rows) -> Iterator[tuple[PSD, Rows
         layout = rows.layout
         matrix = BlockDiagonal(layout, tuple(map(Diagonal, layout.gather(matrix.values))))
     parts = matrix.layout.gather(groups.index) if isinstance(matrix, BlockDiagonal) else (groups.index,)
-    pieces = matrix._parts(rows) if isinstance(matrix, BlockDiagonal) else (rows,)
-    for block, index, part in zip(blocks_of(matrix), parts, pieces, strict=True):
+    for block, index, part in zip(blocks_of(matrix), parts, block_rows(matrix, rows), strict=True):
         if bool((index != index[0]).any()):
             raise IncompatiblePrior(
                 f"held-out tuning needs one precision per block of the curvature, and a {type(block).__name__} block "

@@ -40,37 +40,67 @@ def eigenvalues(matrix: PSD) -> Tensor | None:
     return None
 
 
-def shifted_quadratics(matrix: PSD, rows: Rows, shifts: Tensor) -> Tensor:
-    """J (A + ρ I)⁻¹ Jᵀ of each sample for each of the shifts ρ (m,), for one block: (m, n, r, r)."""
-    values, rotated = _diagonalized(matrix, rows)
-    if rotated is None:
-        ones = torch.ones(matrix.size, dtype=torch.float64, device=matrix.device)
-        return torch.stack([(matrix + Diagonal(rho * ones)).quadratic(rows) for rho in shifts])
-    if values.min() + shifts.min() <= 0:
-        raise ValueError(f"shifts must exceed {-values.min().item():.3g}, got {shifts.min().item():.3g}")
-    weights = 1 / (values + shifts.to(values)[:, None])  # (m, size)
-    if isinstance(rotated, MatrixRows) and rotated._outer:
-        return torch.stack([rotated.weighted_gram(w) for w in weights])
-    pieces = []
-    for start, length in chunks(rotated.n, 2 * rotated.r * rotated.size * rotated.dtype.itemsize):
-        part = DenseRows(rotated.narrow(start, length).dense())  # formed once for all shifts
-        pieces.append(torch.stack([part.weighted_gram(w) for w in weights]))
-    return torch.cat(pieces, 1)
+def shifted_products(matrix: PSD, rows: Rows, shifts: Tensor, pairs: Tensor) -> Tensor:
+    """J_a (A + ρ I)⁻¹ J_bᵀ of each sample, for each of the shifts ρ (m,) and pairs (a, b) (2, k): (m, n, k).
 
-
-def _diagonalized(matrix: PSD, rows: Rows) -> tuple[Tensor, Rows | None]:
-    """Eigenvalues (size,) and J in the eigenbasis; no rows where the structure has no eigenbasis."""
+    For one block. J is brought to the eigenbasis once, whatever the number of shifts.
+    """
     if isinstance(matrix, Kronecker):
         matrix = matrix._eigen(matrix._product())
-    values = None if isinstance(matrix, LowRank) else eigenvalues(matrix)
+    values = eigenvalues(matrix)
     if values is None:
-        return torch.empty(0), None
+        ones = torch.ones(matrix.size, dtype=torch.float64, device=matrix.device)
+        each = [(matrix + Diagonal(rho * ones)).quadratic(rows) for rho in shifts]
+        return torch.stack([gram[:, pairs[0], pairs[1]] for gram in each])
+    if values.min() + shifts.min() <= 0:
+        raise ValueError(f"shifts must exceed {-values.min().item():.3g}, got {shifts.min().item():.3g}")
+    if isinstance(matrix, LowRank):
+        return _low_rank_products(matrix, rows, shifts, pairs)
+    rotated = _rotated(matrix, rows)
+    weights = 1 / (values.to(rotated.dtype) + shifts.to(rotated.dtype)[:, None])  # (m, size)
+    if isinstance(rotated, MatrixRows) and rotated._outer:
+        return _outer_products(rotated, weights, pairs)
+    pieces = []
+    for start, length in chunks(rotated.n, pairs.shape[1] * rotated.size * rotated.dtype.itemsize):
+        block = rotated.narrow(start, length).dense()
+        pieces.append((block[:, pairs[0]] * block[:, pairs[1]]) @ weights.T)  # (n, k, m)
+    return torch.cat(pieces).movedim(-1, 0)
+
+
+def _rotated(matrix: PSD, rows: Rows) -> Rows:
+    """J in the eigenbasis of A."""
     if isinstance(matrix, EigenKronecker):
-        return values, matrix._rotated(rows)
+        return matrix._rotated(rows)
     rows = matrix._rows(rows)
-    if isinstance(matrix, Dense):
-        return values, DenseRows(rows.dense() @ matrix.spectrum.vectors)
-    return values, rows
+    return DenseRows(rows.dense() @ matrix.spectrum.vectors) if isinstance(matrix, Dense) else rows
+
+
+def _outer_products(rows: MatrixRows, weights: Tensor, pairs: Tensor) -> Tensor:
+    """Rows that are single outer products: the squared side without directions meets the weights first."""
+    left, right = rows._sides  # (n, r|1, q, o), (n, r|1, q, i)
+    grid = weights.reshape(len(weights), rows.q, rows.o, rows.i)
+    if right.shape[1] == 1:
+        shared = torch.einsum("mqoi,nqi->nqom", grid, right[:, 0].square()).flatten(1, 2)
+        side = left.expand(-1, rows.r, -1, -1).flatten(2)
+    else:
+        shared = torch.einsum("mqoi,nqo->nqim", grid, left[:, 0].square()).flatten(1, 2)
+        side = right.flatten(2)
+    return ((side[:, pairs[0]] * side[:, pairs[1]]) @ shared).movedim(-1, 0)
+
+
+def _low_rank_products(matrix: LowRank, rows: Rows, shifts: Tensor, pairs: Tensor) -> Tensor:
+    """J Jᵀ/ρ − (J V) diag(e/(ρ(e + ρ))) (J V)ᵀ for A = V diag(e) Vᵀ, in float64."""
+    half = matrix.basis.double() * matrix._roots[:, None]
+    values, vectors = torch.linalg.eigh(half @ half.T)
+    keep = values > values.max() * len(values) * torch.finfo(torch.float64).eps
+    values, basis = values[keep], (vectors[:, keep].T @ half) / values[keep].sqrt()[:, None]
+    wide = matrix._rows(rows).to(torch.float64)
+    inside = wide.matvec(basis)  # (rank, n, r)
+    whole = wide.weighted_gram(torch.ones(matrix.size, dtype=torch.float64, device=matrix.device))
+    shifts = shifts.double()
+    weights = values / (shifts[:, None] * (values + shifts[:, None]))
+    cut = torch.einsum("mj,jnk->mnk", weights, inside[..., pairs[0]] * inside[..., pairs[1]])
+    return (whole[:, pairs[0], pairs[1]] / shifts[:, None, None] - cut).to(matrix.dtype)
 
 
 def block_rows(matrix: PSD, rows: Rows) -> tuple[Rows, ...]:
