@@ -237,6 +237,21 @@ def test_indefinite_hessian_stays_where_it_has_a_posterior() -> None:
     assert torch.isfinite(tuning.scores).all()
 
 
+@pytest.mark.parametrize("start", [1e-8, 1.0, 1e8])
+def test_float32_curvature_with_rounding_below_zero(start: float) -> None:
+    torch.manual_seed(0)
+    rows = 3 * torch.randn(10, 60)  # rounding stays far below the precisions found
+    matrix = Dense(rows.T @ rows)
+    assert torch.linalg.eigvalsh(matrix.matrix.double()).min() < 0
+    theta, groups = torch.randn(60).double(), Groups(torch.arange(60) // 20, 3)
+    found = [
+        tune_evidence(Handmade(m, torch.zeros(1).double()), Categorical(), groups, mean=theta, start=start)
+        for m in (matrix, Dense(rows.double().T @ rows.double()))
+    ]
+    assert found[0].converged
+    torch.testing.assert_close(found[0].setting.precision, found[1].setting.precision, rtol=1e-2, atol=0)
+
+
 def test_refusals() -> None:
     problem = mlp(Categorical(), outputs=3)
     with pytest.raises(ValueError, match="temperature"):

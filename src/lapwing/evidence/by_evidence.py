@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, UnsupportedOperation
+from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.newton import Concave, Optimum, maximize
 from lapwing.evidence.objective import CovarianceEvidence, Fit, SpectralEvidence
 from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
 from lapwing.likelihoods import Gaussian, Likelihood
-from lapwing.linalg import PSD, BlockDiagonal, Diagonal
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal
 from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Tempered, resolve_temperature
 
@@ -59,10 +59,25 @@ def tune_evidence(
         reach = math.log(1e12)
         low, high = torch.cat([low, fit.start[None] - reach]), torch.cat([high, fit.start[None] + reach])
     with torch.no_grad():
-        begin = objective.value(torch.minimum(torch.maximum(x, low), high)).item()
-        found = maximize(objective, x, low, high, tolerance=tolerance)
+        possible = _lifted(objective, x, low, high, groups.count)
+        begin = objective.value(x.clamp(low, high)).item()
+        found = maximize(objective, possible, low, high, tolerance=tolerance)
     messages = _messages(found, groups, squares, fixed if "prior" in learn else None, low, high)
     return _tuning(found, x, begin, groups, fit, likelihood, tempered, center, messages)
+
+
+def _lifted(objective: Concave, x: Tensor, low: Tensor, high: Tensor, count: int) -> Tensor:
+    """The start, with precisions raised until the posterior is positive definite (Hessians, float32 rounding)."""
+    shift = torch.zeros_like(x)
+    for _ in range(30):
+        try:
+            if torch.isfinite(objective.value((x + shift).clamp(low, high))):
+                objective.derivatives((x + shift).clamp(low, high))
+                return x + shift
+        except NotPositiveDefinite:
+            pass
+        shift[:count] += 2.0
+    raise NotPositiveDefinite("no prior precision up to the upper bound makes the posterior positive definite")
 
 
 def _flat(center: float | Tensor, mean: Tensor) -> Tensor:
@@ -98,10 +113,21 @@ def _objective(
     informed = groups.total((matrix.diagonal().detach().double() > 0).double()) > 0
     spectrum = _spectrum(scaled, groups)
     if spectrum is None:
-        return CovarianceEvidence(scaled, groups, squares, fit), informed
+        return CovarianceEvidence(_cleaned(scaled), groups, squares, fit), informed
     values, group = spectrum
     seen = values > 0
     return SpectralEvidence(values[seen].log(), group[seen].to(values.device), squares, fit), informed
+
+
+def _cleaned(matrix: PSD) -> PSD:
+    """Dense blocks in float64 without the negative eigenvalues that are rounding; true ones (a Hessian's) stay."""
+    if isinstance(matrix, BlockDiagonal):
+        return BlockDiagonal(matrix.layout, tuple(map(_cleaned, matrix.blocks)), matrix.names)
+    values = eigenvalues(matrix)
+    if not isinstance(matrix, Dense) or values is None:
+        return matrix
+    basis = matrix.spectrum.vectors.double()
+    return Dense((basis * values) @ basis.T)
 
 
 def _spectrum(matrix: PSD, groups: Groups) -> tuple[Tensor, Tensor] | None:
