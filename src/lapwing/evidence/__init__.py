@@ -1,6 +1,7 @@
 """The evidence, and choosing priors, noise, temperature and models by it or by held-out data."""
 
 from lapwing.evidence.by_evidence import tune_evidence
+from lapwing.evidence.by_loo import tune_loo
 from lapwing.evidence.by_validation import tune_validation
 from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
@@ -22,6 +23,7 @@ __all__ = [
     "lowest",
     "stationarity",
     "tune_evidence",
+    "tune_loo",
     "tune_validation",
     "widest",
 ]

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +54,43 @@ def tune_validation(
 
     The covariances come from a rational approximation in τ/T whose relative error is bounded and reported.
     """
+    return search(
+        curvature,
+        likelihood,
+        groups,
+        batches,
+        start=start,
+        center=center,
+        temperature=temperature,
+        learn=learn,
+        grid=grid,
+        score=score,
+        rule=rule,
+        steps=steps,
+        memory=memory,
+        method="validation",
+    )
+
+
+def search(
+    curvature: FittedCurvature,
+    likelihood: Likelihood,
+    groups: Groups,
+    batches: Iterable[Batch],
+    *,
+    start: float | Tensor,
+    center: float | Tensor,
+    temperature: float | Tensor | Tempered,
+    learn: Sequence[str],
+    grid: Mapping[str, Sequence[float]] | None,
+    score: Score | None,
+    rule: Rule,
+    steps: int,
+    memory: int,
+    method: str,
+    prepare: Callable[[Sweep, Setting], Sweep] | None = None,
+) -> Tuning:
+    """The pass, the grid, the descent and the choice. `prepare` sees the pass and the setting that is now in force."""
     learned = _learned(learn, grid, likelihood)
     tempered = resolve_temperature(temperature)
     first = torch.as_tensor(start, dtype=torch.float64).detach().cpu().expand(groups.count)
@@ -68,7 +105,8 @@ def tune_validation(
         dispersions = [float(s) ** 2 for s in noises]
     phis = [phi if d is None else d for d in dispersions]
     box = _box(taus, heats, phis, learned)
-    nodes = Nodes.spanning(*_span(box, curvature.dispersion_power, tempered.prior), _largest(curvature.matrix))
+    spanned = box if prepare is None else _box([*taus, first], [*heats, T], [*phis, phi], learned)
+    nodes = Nodes.spanning(*_span(spanned, curvature.dispersion_power, tempered.prior), _largest(curvature.matrix))
     sweep = collect(
         curvature.matrix,
         groups,
@@ -80,6 +118,7 @@ def tune_validation(
         score=score or linked(),
         memory=memory,
     )
+    sweep = sweep if prepare is None else prepare(sweep, Setting(first, T))
     settings = [Setting(tau, t, d) for tau, t, d in itertools.product(taus, heats, dispersions)]
     scores = [sweep.nll(setting) for setting in settings]
     iterations = 0
@@ -87,7 +126,7 @@ def tune_validation(
         refined, iterations = _descend(sweep, settings[scores.index(min(scores))], box, learned, steps)
         settings.append(refined)
         scores.append(sweep.nll(refined))
-    return _choose(sweep, groups, settings, scores, learned, rule, tempered, center, iterations)
+    return _choose(sweep, groups, settings, scores, learned, rule, tempered, center, iterations, method)
 
 
 def _learned(
@@ -178,7 +217,7 @@ def _descend(
             leaf = coefficients.detach().requires_grad_()
             noise = dispersion.detach().requires_grad_("noise" in moving)
             total = torch.zeros((), dtype=torch.float64)
-            for part in sweep.parts(leaf, noise):
+            for part in sweep.parts(leaf, noise, (T / dispersion).item()):
                 part.backward()
                 total += part.detach().cpu()
             pulled = [(coefficients, leaf.grad), (dispersion, noise.grad)]
@@ -202,6 +241,7 @@ def _choose(
     tempered: Tempered,
     center: float | Tensor,
     iterations: int,
+    method: str,
 ) -> Tuning:
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in learned)
     fitted = None
@@ -217,7 +257,7 @@ def _choose(
     T = tempered.T if setting.deterministic else setting.temperature
     likelihood = sweep.likelihood
     return Tuning(
-        "validation",
+        method,
         tuple(settings),
         table,
         best,
@@ -243,7 +283,7 @@ def _messages(
     if setting.deterministic:
         others = torch.cat([scores[:best], scores[best + 1 :]])
         messages.append(
-            f"no posterior beat the network without one on held-out data (NLL {scores[best]:.5g}, best posterior "
+            f"no posterior beat the network without one (NLL {scores[best]:.5g}, best posterior "
             f"{others.min():.5g}): the prior is now so narrow that predictions are the network's own"
         )
     elif "prior" in learned:

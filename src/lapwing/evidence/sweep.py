@@ -1,6 +1,6 @@
 """What one pass over held-out data keeps, so that every prior, temperature and noise can be scored without another."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Rows
 from lapwing.linalg.shifts import block_rows, blocks_of, shifted_products
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
+Adjust = Callable[[Tensor, float, slice], Tensor]
+"""(covariance (items, C, C), T/φ, which items) -> the covariance that is scored."""
 Batch = tuple[Tensor, Tensor, Rows]
 """f (B, *event, C), canonical targets, and rows (B, *event·C flattened) of ∂f/∂θ."""
 
@@ -32,6 +34,7 @@ class Sweep:
     power: int
     tempers_prior: bool
     score: Score
+    adjust: Adjust | None = None
 
     @property
     def items(self) -> int:
@@ -62,26 +65,32 @@ class Sweep:
 
     def nll(self, setting: Setting) -> float:
         """The mean NLL per item under a setting."""
-        phi = self.likelihood.dispersion.detach() if setting.dispersion is None else torch.tensor(setting.dispersion)
-        T = torch.tensor(setting.temperature, dtype=torch.float64)
+        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+        scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)
         with torch.no_grad():
-            coefficients = self.coefficients(setting.precision.double(), T, phi.double().cpu())
-            total = sum(part.item() for part in self.parts(coefficients, phi))
-        return total / self.items
+            coefficients = self.coefficients(setting.precision.double(), scalars[0], scalars[1])
+            parts = self.parts(coefficients, scalars[1], setting.temperature / phi)
+            return sum(part.item() for part in parts) / self.items
 
-    def parts(self, coefficients: Tensor, dispersion: Tensor) -> Iterator[Tensor]:
-        """Σ −log p(y) over chunks of items."""
+    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: float) -> Iterator[Tensor]:
+        """Σ −log p(y) over chunks of items; scale is T/φ."""
         likelihood = self.likelihood
-        if float(dispersion.detach()) != float(likelihood.dispersion.detach()) or dispersion.requires_grad:
+        if dispersion.requires_grad or dispersion.item() != likelihood.dispersion.item():
             likelihood = with_dispersion(likelihood, dispersion)
-        classes = self.f.shape[-1]
-        f = self.f.reshape(-1, classes)
-        y = self.y.reshape(f.shape[0], *self.y.shape[self.f.ndim - 1 :])
-        step = max(1, CHUNK // (256 * classes))
+        f, y = self.flat
+        step = max(1, CHUNK // (256 * f.shape[-1]))
         for start in range(0, len(f), step):
-            stop = min(len(f), start + step)
-            covariance = self.covariance(coefficients, start, stop)
-            yield -self.score(f[start:stop], covariance, y[start:stop], likelihood).double().sum()
+            part = slice(start, min(len(f), start + step))
+            covariance = self.covariance(coefficients, part.start, part.stop)
+            if self.adjust is not None:
+                covariance = self.adjust(covariance, scale, part)
+            yield -self.score(f[part], covariance, y[part], likelihood).double().sum()
+
+    @property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """f (items, C) and the targets of each item."""
+        f = self.f.reshape(-1, self.f.shape[-1])
+        return f, self.y.reshape(f.shape[0], *self.y.shape[self.f.ndim - 1 :])
 
 
 def collect(

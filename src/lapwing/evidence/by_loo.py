@@ -1,0 +1,117 @@
+"""Leave-one-out from the training data: an experimental stand-in where no data can be held out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import UnsupportedOperation
+from lapwing.evidence.by_validation import MEMORY, search
+from lapwing.evidence.evidence import FittedCurvature
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.scoring import Score
+from lapwing.evidence.sweep import Batch, Sweep
+from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest
+from lapwing.likelihoods import Likelihood
+from lapwing.posterior import Tempered
+
+LEVERAGE = 0.98  # the most that a datum may be taken to determine of its own prediction
+TRUSTED = 0.01  # share of data beyond it above which the score is not to be trusted
+
+CAUTION = (
+    "leave-one-out is experimental: good for models at their mode under the prior in use; a network that interpolates "
+    "its training data looks best without a posterior. Prefer held-out data"
+)
+
+
+def tune_loo(
+    curvature: FittedCurvature,
+    likelihood: Likelihood,
+    groups: Groups,
+    batches: Iterable[Batch],
+    *,
+    start: float | Tensor = 1.0,
+    center: float | Tensor = 0.0,
+    temperature: float | Tensor | Tempered = 1.0,
+    learn: Sequence[str] = ("prior",),
+    grid: Mapping[str, Sequence[float]] | None = None,
+    score: Score | None = None,
+    rule: Rule = lowest,
+    memory: int = MEMORY,
+) -> Tuning:
+    """Minimize −Σ log ∫ p(y_n|f) N(f; f₋ₙ, V₋ₙ) df over a grid, with the training data as `batches`.
+
+    V₋ₙ = (I − c V_n Λ_n)⁻¹ V_n and f₋ₙ = f_n − c V₋ₙ ∇_f log p, c = T/φ, are the moments without datum n; exact for a
+    linear-Gaussian model at its mode. The mean is moved once, at the precision that `start` and `temperature` give (the
+    network was trained there), and only V is swept: otherwise a large τ scores the training NLL. A datum whose leverage
+    c V_n Λ_n reaches one is clamped, and the result says how many were.
+    """
+    if curvature.dispersion_power != 1:
+        raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")
+    clamped: list[float] = []
+
+    def prepare(sweep: Sweep, setting: Setting) -> Sweep:
+        removal = Removal(likelihood.factor(*sweep.flat))
+        moved, share = removal.means(sweep, setting)
+        clamped.append(share)
+        return replace(sweep, f=moved, adjust=removal)
+
+    tuning = search(
+        curvature,
+        likelihood,
+        groups,
+        batches,
+        start=start,
+        center=center,
+        temperature=temperature,
+        learn=learn,
+        grid=grid,
+        score=score,
+        rule=rule,
+        steps=0,
+        memory=memory,
+        method="loo",
+        prepare=prepare,
+    )
+    notes = [CAUTION]
+    if clamped[0] > TRUSTED:
+        notes.append(f"not to be trusted here: {clamped[0]:.1%} of the data have a leverage above {LEVERAGE}")
+    return replace(tuning, messages=(*notes, *tuning.messages))
+
+
+@dataclass(frozen=True, eq=False)
+class Removal:
+    """V -> V₋ₙ with S (items, C, R), S Sᵀ = φΛ: V + c V S (I − c SᵀVS)⁻¹ SᵀV."""
+
+    root: Tensor
+
+    def __call__(self, covariance: Tensor, scale: float, part: slice) -> Tensor:
+        return self._without(covariance, scale, part)[0]
+
+    def _without(self, covariance: Tensor, scale: float, part: slice) -> tuple[Tensor, Tensor]:
+        """V₋ₙ, and which data were clamped."""
+        root = self.root[part].double()
+        wide = covariance.double()
+        half = wide @ root  # (items, C, R)
+        leverage, basis = torch.linalg.eigh(scale * (root.mT @ half))
+        gain = scale / (1 - leverage.clamp(0.0, LEVERAGE))
+        half = half @ basis
+        removed = wide + (half * gain[:, None, :]) @ half.mT
+        return removed.to(covariance.dtype), (leverage > LEVERAGE).any(-1)
+
+    def means(self, sweep: Sweep, setting: Setting) -> tuple[Tensor, float]:
+        """f₋ₙ at the setting in force, in the shape of f, and the share of data that were clamped there."""
+        phi = sweep.likelihood.dispersion.item()
+        scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)
+        coefficients = sweep.coefficients(setting.precision.double(), scalars[0], scalars[1])
+        f, y = sweep.flat
+        moved, clamped = [], []
+        for start in range(0, len(f), 4096):
+            part = slice(start, min(len(f), start + 4096))
+            covariance = sweep.covariance(coefficients, part.start, part.stop)
+            without, bad = self._without(covariance, setting.temperature / phi, part)
+            slope = setting.temperature * sweep.likelihood.score(f[part], y[part])
+            moved.append(f[part] - (without @ slope[..., None].to(without))[..., 0])
+            clamped.append(bad)
+        return torch.cat(moved).reshape(sweep.f.shape), torch.cat(clamped).double().mean().item()
