@@ -86,7 +86,7 @@ def make(name, event=(), n=4, scale=0.6, seed=0):
     return likelihood, GaussianFunction(mean, factor @ factor.mT), mean, factor
 
 
-def grid(mean, factor, n=151, width=10.0):
+def grid(mean, factor, n=101, width=10.0):
     """f (Q, *shape) and weights (Q,): trapezoidal rule over x ∈ R²."""
     x = torch.linspace(-width, width, n, dtype=torch.float64)
     nodes = torch.cartesian_prod(x, x)
@@ -167,7 +167,7 @@ def test_log_prob_against_quadrature(name, event):
     likelihood, function, mean, factor = make(name, event)
     p = predict_targets(function, likelihood)
     y = likelihood.sample_target(mean, torch.Generator().manual_seed(1))
-    f, w = grid(mean, factor)
+    f, w = grid(mean, factor, n=151)
     want = average(w, likelihood.law(f).log_prob(y).exp()).log()
     joint_by_draws = name in ("labels", "counts", "naturals")
     tolerance = 5e-2 if joint_by_draws or name.startswith("own") else max(2 * CASES[name][2], 1e-7)
@@ -326,7 +326,7 @@ def test_entropy_of_counts():
     for name, tolerance in (("count", 1e-6), ("counts", 0.06)):
         likelihood, function, mean, factor = make(name, scale=0.4)
         p = predict_targets(function, likelihood)
-        f, w = grid(mean, factor, n=151 if name == "count" else 31)
+        f, w = grid(mean, factor, n=101 if name == "count" else 31)
         axis = torch.arange(400.0 if name == "count" else 40.0, dtype=torch.float64)
         want = torch.zeros(4, dtype=torch.float64)
         for y in torch.cartesian_prod(*[axis] * mean.shape[-1]).reshape(-1, mean.shape[-1]):
