@@ -1,0 +1,37 @@
+"""Iterative methods on matrices that are given by their products with blocks of row vectors."""
+
+from lapwing.linalg.krylov.cg import conjugate_gradients
+from lapwing.linalg.krylov.estimators import hutchinson, hutchpp, signs, spheres, xdiag, xtrace
+from lapwing.linalg.krylov.gradients import differentiable_logdet, differentiable_solve
+from lapwing.linalg.krylov.lanczos import Eigenpairs, Tridiagonal, lanczos, largest_eigenpairs
+from lapwing.linalg.krylov.lsmr import lsmr
+from lapwing.linalg.krylov.nystrom import Preconditioner, Sketch, nystrom
+from lapwing.linalg.krylov.quadrature import Density, deflated_density, slq_logdet
+from lapwing.linalg.krylov.results import Estimate, Matvec, Policy, Solution
+
+__all__ = [
+    "Density",
+    "Eigenpairs",
+    "Estimate",
+    "Matvec",
+    "Policy",
+    "Preconditioner",
+    "Sketch",
+    "Solution",
+    "Tridiagonal",
+    "conjugate_gradients",
+    "deflated_density",
+    "differentiable_logdet",
+    "differentiable_solve",
+    "hutchinson",
+    "hutchpp",
+    "lanczos",
+    "largest_eigenpairs",
+    "lsmr",
+    "nystrom",
+    "signs",
+    "slq_logdet",
+    "spheres",
+    "xdiag",
+    "xtrace",
+]

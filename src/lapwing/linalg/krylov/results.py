@@ -1,0 +1,90 @@
+"""What an iterative method reached, and what happens where that is not enough."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import NotConverged
+
+Matvec = Callable[[Tensor], Tensor]
+"""A symmetric matrix as a function of blocks of row vectors: (k, P) → (k, P)."""
+
+Policy = Literal["raise", "warn", "accept"]
+"""What to do with a result that missed its tolerance."""
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Approximate solutions x (k, P) of A x = b, with the relative residual ‖b − A x‖/‖b‖ that each row reached.
+
+    `residuals` are computed from A x itself, not from the recurrence. `products` counts matrix–vector products.
+    """
+
+    x: Tensor
+    residuals: Tensor  # (k,)
+    tolerance: float
+    iterations: int
+    products: int
+    restarts: int = 0
+
+    @property
+    def converged(self) -> bool:
+        return bool((self.residuals <= self.tolerance).all())
+
+    def demand(self, policy: Policy, what: str) -> Solution:
+        """This solution if it converged; else raise `NotConverged`, warn, or accept."""
+        if not self.converged and policy != "accept":
+            bad = int((self.residuals > self.tolerance).sum())
+            report(
+                policy,
+                f"{what} left {bad} of {len(self.residuals)} columns above the relative residual {self.tolerance:.3g} "
+                f"after {self.iterations} iterations: the largest is {float(self.residuals.max()):.3g}. "
+                "Allow more iterations, use a preconditioner of higher rank, a larger prior precision, float64, "
+                "or a looser tolerance.",
+            )
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """A Monte Carlo estimate, float64, with its standard error from `probes` independent or exchangeable probes."""
+
+    value: Tensor
+    error: Tensor
+    probes: int
+    products: int
+
+    def demand(self, tolerance: float, policy: Policy, what: str) -> Estimate:
+        """This estimate if its standard error is within `tolerance` of its size; else raise, warn, or accept."""
+        reached = float(self.error.max()) / max(float(self.value.abs().max()), 1e-300)
+        if reached > tolerance and policy != "accept":
+            report(
+                policy,
+                f"{what} has a relative standard error of {reached:.3g}, above {tolerance:.3g}, "
+                f"with {self.probes} probes. Use more probes or deflate more eigenpairs.",
+            )
+        return self
+
+
+def report(policy: Policy, message: str) -> None:
+    """Raise or warn."""
+    if policy == "raise":
+        raise NotConverged(message)
+    warnings.warn(message, stacklevel=4)
+
+
+def gram(a: Tensor, b: Tensor) -> Tensor:
+    """A Bᵀ of blocks of rows (j, P) and (k, P), accumulated in float64 whatever the dtype."""
+    if a.dtype == torch.float64 and b.dtype == torch.float64:
+        return a @ b.T
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
+    step = max(1, 2**22 // max(1, a.shape[0] + b.shape[0]))
+    for start in range(0, a.shape[1], step):
+        total += a[:, start : start + step].double() @ b[:, start : start + step].double().T
+    return total
