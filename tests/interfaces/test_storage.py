@@ -1,0 +1,397 @@
+"""One file a posterior: what comes back is the same to the last bit, and what does not belong is refused."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import lapwing
+from lapwing import EKFAC, Kron, Laplace, LowRank, MCFisher, Prior, Tempered
+from lapwing.interfaces import storage
+
+N = 24
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting(lapwing.Likelihood):
+    """A user's own: exponential waiting times."""
+
+    def conditional(self, f: Tensor) -> torch.distributions.Distribution:
+        return torch.distributions.Exponential(f[..., 0].exp())
+
+
+def _values(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def _classes(count: int) -> Tensor:
+    return torch.arange(N) * 7 % count
+
+
+LIKELIHOODS: dict[str, tuple[lapwing.Likelihood, int, Tensor]] = {
+    "categorical": (lapwing.Categorical(), 3, _classes(3)),
+    "gaussian": (lapwing.Gaussian(0.3), 2, _values(N, 2)),
+    "gaussian, noise per output": (lapwing.Gaussian([0.3, 0.7]), 2, _values(N, 2)),
+    "bernoulli": (lapwing.Bernoulli(), 1, _classes(2)),
+    "labels": (lapwing.Bernoulli(), 2, torch.stack([_classes(2), _classes(3) % 2], 1)),
+    "poisson": (lapwing.Poisson(), 1, _classes(5)[:, None]),
+    "heteroscedastic": (lapwing.HeteroscedasticGaussian(), 2, _values(N, 1)),
+    "mean and variance": (lapwing.HeteroscedasticGaussian(parametrization="mean"), 2, _values(N, 1)),
+    "preference": (lapwing.BradleyTerry(), 2, _classes(2)),
+    "own": (Waiting(), 1, _values(N).abs()),
+}
+STRUCTURES: dict[str, Any] = {
+    "diag": "diag",
+    "blockdiag": "blockdiag",
+    "kron": Kron(sharing="expand"),
+    "ekfac": "ekfac",
+    "ekfac, sampled basis": EKFAC(basis=MCFisher(2), sharing="reduce"),
+    "full": "full",
+    "lowrank": LowRank(7),
+}
+X = _values(N, 3)
+
+
+def net(outputs: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
+    """A small net with a norm, whose statistics are buffers; in eval mode, not at their initial values."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, outputs)).to(dtype)
+        model[1].running_mean.normal_()
+        model[1].running_var.uniform_(0.5, 2.0)
+    return model.eval()
+
+
+def fitted(likelihood: str = "categorical", structure: Any = "kron", **options: Any) -> Laplace:
+    family, outputs, y = LIKELIHOODS[likelihood]
+    options.setdefault("generator", torch.Generator().manual_seed(1))
+    return lapwing.fit(net(outputs), [(X[:9], y[:9]), (X[9:], y[9:])], family, structure=structure, **options)
+
+
+def chained(structure: str) -> Laplace:
+    return fitted(structure=structure, prior=Prior.from_posterior(fitted(structure=structure).posterior))
+
+
+def again(la: Laplace, path: Path, likelihood: Any = None) -> Laplace:
+    la.save(path)
+    return lapwing.load(path, la.module, likelihood=likelihood)
+
+
+def require_same(a: Laplace, b: Laplace) -> None:
+    """Bit-equal in everything that one may ask for."""
+    assert repr(a) == repr(b)
+    assert a.params.names == b.params.names
+    assert a.n_data == b.n_data
+    assert torch.equal(a.log_likelihood, b.log_likelihood)
+    assert torch.equal(a.log_evidence(), b.log_evidence())
+    assert torch.equal(a.posterior.mean, b.posterior.mean)
+    assert torch.equal(a.posterior.variance, b.posterior.variance)
+    draws = [la.posterior.sample(2, torch.Generator().manual_seed(5)) for la in (a, b)]
+    assert torch.equal(*draws)
+    p, q = a.predict(X[:4]), b.predict(X[:4])
+    for field in ("mean", "epistemic", "novelty"):
+        assert torch.equal(getattr(p, field), getattr(q, field)), field
+    assert torch.equal(p.function.covariance, q.function.covariance)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.lapwing"
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_round_trip(path: Path, structure: str, likelihood: str) -> None:
+    la = fitted(likelihood, STRUCTURES[structure], prior=2.0, n_data=100)
+    back = again(la, path, Waiting() if likelihood == "own" else None)
+    require_same(la, back)
+    assert back.curvature.structure.name == la.curvature.structure.name
+    assert type(back.curvature.factor) is type(la.curvature.factor)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_work_goes_on_after_loading(path: Path, structure: str) -> None:
+    la = fitted(structure=STRUCTURES[structure], n_data=60)
+    back = again(la, path)
+    new = [(X[:6] + 1, _classes(3)[:6])]
+    require_same(la.update(new), back.update(new))
+    require_same(la.update(new), again(back.update(new), path))
+    require_same(la.replace(prior=0.3, temperature=0.5), back.replace(prior=0.3, temperature=0.5))
+    grid = {"prior": [0.1, 1.0, 10.0]}
+    tuned = [it.tune((X[:8], _classes(3)[:8]), grid=grid, learn="prior") for it in (la, back)]
+    assert tuned[0].tuning.scores.tolist() == tuned[1].tuning.scores.tolist()
+    require_same(*tuned)
+
+
+def test_noise_is_free_after_loading(path: Path) -> None:
+    la = fitted("gaussian, noise per output", "kron")
+    noisier = lapwing.Gaussian([0.6, 1.4])
+    require_same(la.replace(likelihood=noisier), again(la, path).replace(likelihood=noisier))
+    require_same(la.replace(likelihood=noisier), again(la.replace(likelihood=noisier), path))
+    with pytest.raises(lapwing.UnsupportedOperation, match="another curvature"):
+        lapwing.load(path, la.module).replace(likelihood=lapwing.Gaussian([0.7, 0.3]))
+
+
+FORMS: dict[str, Callable[[], Laplace]] = {
+    "tempered": lambda: fitted(temperature=0.2),
+    "prior tempered": lambda: fitted(temperature=Tempered(0.2, prior=True)),
+    "prior per glob": lambda: fitted(prior={"0.*": 2.0, "*": torch.tensor(3.0)}),
+    "prior per weight": lambda: fitted(structure="diag", prior=torch.linspace(0.5, 2, 48)),
+    "prior with a mean": lambda: fitted(structure="full", prior=Prior(0.5, torch.linspace(-1, 1, 48))),
+    "prior from a posterior": lambda: chained("full"),
+    "prior from a block posterior": lambda: chained("blockdiag"),
+    "tuned by evidence, layerwise": lambda: fitted().tune(method="evidence", prior="layerwise"),
+    "tuned on data, layerwise": lambda: fitted().tune(
+        (X[:8], _classes(3)[:8]), prior="layerwise", learn="prior", grid={"prior": [0.1, 1.0]}
+    ),
+    "subnetwork": lambda: fitted(structure="full", select=lapwing.subnetwork(9)),
+    "random subnetwork": lambda: fitted(structure="diag", select=lapwing.subnetwork(9, by="random")),
+    "low-rank subnetwork": lambda: fitted(structure=LowRank(4), select=lapwing.subnetwork(9, by="magnitude")),
+    "last layer": lambda: fitted(structure="ekfac", select="last_layer"),
+    "weights without biases": lambda: fitted(select=["0.weight", "3.weight"]),
+    "empirical": lambda: fitted(factor="empirical"),
+    "Monte Carlo": lambda: fitted(factor=MCFisher(3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore:tuning by the evidence:UserWarning")
+def test_round_trip_of_every_form(path: Path, form: str) -> None:
+    la = FORMS[form]()
+    back = again(la, path)
+    require_same(la, back)
+    require_same(la.replace(temperature=0.7), back.replace(temperature=0.7))
+
+
+def test_factored_damping_is_kept(path: Path) -> None:
+    la = fitted().damping("factored")
+    back = again(la, path)
+    assert back.damped
+    assert torch.equal(la.predict(X[:4]).probs, back.predict(X[:4]).probs)
+    assert torch.equal(la.damping("exact").log_evidence(), back.damping("exact").log_evidence())
+    assert not torch.equal(back.predict(X[:4]).probs, back.damping("exact").predict(X[:4]).probs)
+
+
+def test_scalar_outputs_stay_scalar(path: Path) -> None:
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[:, 0]
+
+    la = lapwing.fit(Line(), (X.float(), _values(N).float()), "regression")
+    p, q = la.predict(X[:4].float()), again(la, path).predict(X[:4].float())
+    assert p.mean.shape == q.mean.shape == (4,)
+    assert torch.equal(p.variance, q.variance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_dtype_is_kept(path: Path, dtype: torch.dtype) -> None:
+    la = lapwing.fit(net(3, dtype), (X.to(dtype), _classes(3)), "classification", structure="kron")
+    back = again(la, path)
+    assert back.params.values[0].dtype == dtype
+    assert torch.equal(la.predict(X[:4].to(dtype)).probs, back.predict(X[:4].to(dtype)).probs)
+
+
+def test_wrappers_are_looked_through(path: Path) -> None:
+    class Compiled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = inner
+
+    la = fitted()
+    la.save(path)
+    for wrapped in (Compiled(la.module), nn.DataParallel(la.module), Compiled(nn.DataParallel(la.module))):
+        require_same(la, lapwing.load(path, wrapped))
+
+
+def test_the_same_object_writes_the_same_bytes(tmp_path: Path) -> None:
+    la = fitted()
+    la.save(tmp_path / "a")
+    la.save(tmp_path / "b")
+    again(la, tmp_path / "c").save(tmp_path / "d")
+    content = {(tmp_path / name).read_bytes() for name in "abcd"}
+    assert len(content) == 1
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_folders_are_made(tmp_path: Path) -> None:
+    fitted().save(str(tmp_path / "new" / "folder" / "a"))
+    assert os.listdir(tmp_path / "new" / "folder") == ["a"]
+
+
+@pytest.mark.parametrize("step", ["save_file", "os.replace"])
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=["full disk", "Ctrl-C"])
+def test_a_crash_leaves_the_old_file_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    old, new = fitted(prior=1.0), fitted(prior=7.0)
+    old.save(path)
+    before = path.read_bytes()
+
+    def crash(first: Any, second: Any, *_: Any, **__: Any) -> None:
+        if step == "save_file":
+            Path(second).write_bytes(b"half of")
+        raise error
+
+    monkeypatch.setattr(storage if step == "save_file" else storage.os, step.removeprefix("os."), crash)
+    with pytest.raises(type(error)):
+        new.save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+    require_same(old, lapwing.load(path, old.module))
+
+
+def test_a_folder_is_no_place_for_a_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError):  # noqa: PT011
+        fitted().save(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_pickle(path: Path) -> None:
+    """Neither in the sources nor in the file, which is a length, JSON and bare numbers."""
+    forbidden = r"torch\.(save|load)\(|import (cloudpickle|dill|pickle)|from pickle|joblib|marshal|shelve"
+    for source in Path(lapwing.__file__).parent.rglob("*.py"):
+        assert not re.search(forbidden, source.read_text()), source
+    fitted().save(path)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    names = json.loads(content[8 : 8 + length])
+    assert set(names.pop("__metadata__")) == {storage.KEY}
+    spans = sorted(tuple(entry["data_offsets"]) for entry in names.values())
+    assert spans[0][0] == 0
+    assert all(a[1] == b[0] for a, b in pairwise(spans))
+    assert 8 + length + spans[-1][1] == len(content)
+    assert content[:2] not in (b"PK", b"\x80\x02", b"\x80\x04")
+    assert b"torch._utils" not in content
+
+
+def test_the_header_says_what_is_inside(path: Path) -> None:
+    fitted("gaussian", "kron", prior=2.0, select=["0.weight", "0.bias"]).save(path)
+    header = header_of(path)
+    assert header["format"] == storage.FORMAT
+    assert header["structure"]["type"] == "Kron"
+    assert header["likelihood"] == {"family": "Gaussian", "noise": 0.3}
+    assert header["parameters"] == {"0.weight": [5, 3], "0.bias": [5]}
+    assert re.fullmatch("[0-9a-f]{64}", header["fingerprint"])
+
+
+# --- what does not belong -------------------------------------------------------------------------------------------
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()[storage.KEY])
+
+
+def rewrite(path: Path, header: Any) -> None:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    save_file(tensors, path, metadata={storage.KEY: json.dumps(header)})
+
+
+@pytest.fixture
+def saved(path: Path) -> Laplace:
+    la = fitted()
+    la.save(path)
+    return la
+
+
+def nudge(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.view(-1)[0] = torch.nextafter(tensor.view(-1)[0], torch.tensor(10.0, dtype=tensor.dtype))
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "one bit of a weight": lambda model: nudge(model[0].weight),
+    "one bit of a buffer": lambda model: nudge(model[1].running_mean),
+    "the step counter of a norm": lambda model: model[1].num_batches_tracked.add_(1),
+    "weights in another order": lambda model: model[3].weight.data.copy_(model[3].weight.data.flip(1).clone()),
+    "the dtype": lambda model: model.float(),
+    "a buffer more": lambda model: model.register_buffer("more", torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_other_weights_are_refused(path: Path, saved: Laplace, what: str) -> None:
+    CHANGES[what](saved.module)
+    with pytest.raises(lapwing.UnsupportedModel, match="other weights or buffers"):
+        lapwing.load(path, saved.module)
+
+
+def test_frozen_weights_count_too(path: Path) -> None:
+    la = fitted(select="3.*")
+    la.save(path)
+    nudge(la.module[0].weight)
+    with pytest.raises(lapwing.UnsupportedModel, match="other weights or buffers"):
+        lapwing.load(path, la.module)
+
+
+def test_another_network_is_refused(path: Path, saved: Laplace) -> None:
+    with pytest.raises(lapwing.UnsupportedModel, match=r"'3.weight' has shape \(3, 5\); here it is \(4, 5\)"):
+        lapwing.load(path, net(4))
+    with pytest.raises(lapwing.UnsupportedModel, match=r"a parameter '1\.weight', which this one lacks"):
+        lapwing.load(path, nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3)).double())
+    with pytest.raises(lapwing.UnsupportedModel, match="other weights"):
+        lapwing.load(path, net(3, seed=1))
+    require_same(saved, lapwing.load(path, net(3)))
+
+
+def test_a_newer_format_says_so(path: Path, saved: Laplace) -> None:
+    rewrite(path, header_of(path) | {"format": storage.FORMAT + 1})
+    with pytest.raises(lapwing.VersionMismatch, match=rf"format {storage.FORMAT + 1}.*update lapwing"):
+        lapwing.load(path, saved.module)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 500, -5000, -8, -1])
+def test_a_truncated_file_is_refused(path: Path, saved: Laplace, keep: int) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:keep])
+    with pytest.raises(lapwing.CorruptFile, match=r"model\.lapwing.*restore a copy"):
+        lapwing.load(path, saved.module)
+
+
+def test_other_files_are_refused(tmp_path: Path, saved: Laplace) -> None:
+    with pytest.raises(lapwing.CorruptFile, match=r"no file .*nowhere"):
+        lapwing.load(tmp_path / "nowhere", saved.module)
+    text = tmp_path / "text"
+    text.write_text("epoch,loss\n1,0.5\n" * 100)
+    with pytest.raises(lapwing.CorruptFile, match="not a Lapwing file"):
+        lapwing.load(text, saved.module)
+    save_file({"weight": torch.ones(2)}, tmp_path / "plain")
+    with pytest.raises(lapwing.CorruptFile, match="not one that Lapwing wrote"):
+        lapwing.load(tmp_path / "plain", saved.module)
+    torch.save(saved.module.state_dict(), tmp_path / "state.pt")
+    with pytest.raises(lapwing.CorruptFile, match="not a Lapwing file"):
+        lapwing.load(tmp_path / "state.pt", saved.module)
+
+
+def test_own_likelihood_is_asked_for(path: Path) -> None:
+    la = fitted("own")
+    la.save(path)
+    with pytest.raises(lapwing.BadData, match=r"likelihood=Waiting\(\)"):
+        lapwing.load(path, la.module)
+    with pytest.raises(lapwing.BadData, match="'Waiting', not 'Gaussian'"):
+        lapwing.load(path, la.module, likelihood=lapwing.Gaussian())
+    require_same(la, lapwing.load(path, la.module, likelihood=Waiting()))
+
+
+def test_another_likelihood_is_refused(path: Path, saved: Laplace) -> None:
+    with pytest.raises(lapwing.BadData, match=r"Load first, then \.replace"):
+        lapwing.load(path, saved.module, likelihood=lapwing.Gaussian(0.1))
+    require_same(saved, lapwing.load(path, saved.module, likelihood=lapwing.Categorical()))
