@@ -141,7 +141,7 @@ def test_priors_with_several_precisions_and_a_mean(kind, structure):
 @pytest.mark.parametrize("likelihood", ["regression", "classification"])
 @pytest.mark.parametrize("backend", [CurvlinopsGGN, BackPackGGN])
 def test_kron_without_biases(likelihood, backend):
-    """The same factors, so the same posterior, evidence and predictions. (Theirs keeps biases apart, ours folds them.)"""
+    """The same factors, so the same posterior, evidence and predictions. (Theirs keeps biases apart, ours does not.)"""
     module, x, y = problem(likelihood, bias=False)
     mine = ours(module, x, y, likelihood, "kron", prior=0.4)
     theirs = peer(module, x, y, likelihood, "all", "kron", prior_precision=0.4, backend=backend)
