@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,20 @@ def evaluate(
         if len(runs) > 1 and not isinstance(source, Tensor):
             Batches(source, nn.Identity(), torch.device("cpu")).require_reiterable("evaluating several models")
     results = {}
-    with tqdm(total=len(runs), desc="evaluate", disable=None if progress is None else not progress) as bar:
-        for name, run in runs.items():
-            bar.set_postfix_str(name)
-            results[name], task = evaluate_one(run, data, ood or {}, split)
-            bar.update()
+    for name, run in runs.items():
+        sources = {"test": Batches(data, run.module, run.device, split)}
+        for place, others in (ood or {}).items():
+            pair = (others, torch.zeros(len(others))) if isinstance(others, Tensor) else others
+            sources[f"ood {place}"] = Batches(pair, run.module, run.device, inputs_only)
+        shown = {key: bar(source, f"{name}: {key}", progress) for key, source in sources.items()}
+        results[name], task = evaluate_one(run, shown)
     return Report(results, task, bins)
+
+
+def bar(batches: Batches, label: str, progress: bool | None) -> Iterable[Batch]:
+    """The batches with a progress bar: always, never, or (None) on a terminal and only if it takes a second."""
+    hide = None if progress is None else not progress
+    return tqdm(batches, label, batches.length, leave=False, disable=hide, delay=0 if progress else 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,17 +112,14 @@ def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | No
     return next((one for one in found if isinstance(one, Likelihood)), None)
 
 
-def evaluate_one(
-    run: Run, data: Any, ood: Mapping[str, Any], split: Callable[[Any], tuple] | None
-) -> tuple[Result, Task]:
-    """Scores of one model. Its clock runs while it predicts the test set, scores included."""
-    batches = Batches(data, run.module, run.device, split)
-    scores, cost = measure(lambda: Scores.of(run, batches, targets=True), run.device)
+def evaluate_one(run: Run, sources: Mapping[str, Iterable[Batch]]) -> tuple[Result, Task]:
+    """Scores of one model on "test" and each "ood …". The clock runs while the test set is predicted and scored."""
+    scores, cost = measure(lambda: Scores.of(run, sources["test"], targets=True), run.device)
     outside = {}
-    for place, others in ood.items():
-        others = (others, torch.zeros(len(others))) if isinstance(others, Tensor) else others
-        seen = Scores.of(run, Batches(others, run.module, run.device, inputs_only), targets=False)
-        outside[place] = Outside(seen.uncertainty, seen.novelty, seen.gallery)
+    for key, batches in sources.items():
+        if key.startswith("ood "):
+            seen = Scores.of(run, batches, targets=False)
+            outside[key.removeprefix("ood ")] = Outside(seen.uncertainty, seen.novelty, seen.gallery)
     result = Result(scores.items, scores.uncertainty, scores.novelty, outside, cost, scores.count, scores.gallery)
     return result, scores.task
 
@@ -131,7 +136,7 @@ class Scores:
     count: int
 
     @classmethod
-    def of(cls, run: Run, batches: Batches, *, targets: bool) -> Scores:
+    def of(cls, run: Run, batches: Iterable[Batch], *, targets: bool) -> Scores:
         parts = [one_batch(run, batch, targets) for batch in batches]
         items = {name: torch.cat([part.items[name] for part in parts]) for name in parts[0].items}
         novelties = [part.novelty for part in parts if part.novelty is not None]

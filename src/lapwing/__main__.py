@@ -1,0 +1,5 @@
+"""`python -m lapwing` is the command line."""
+
+from lapwing.interfaces.cli import run
+
+run()
