@@ -21,7 +21,7 @@ from lapwing.evaluation import metrics, plots
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
-from lapwing.evidence import log_evidence
+from lapwing.evidence import compare, log_evidence
 from lapwing.interfaces.api import fit, load
 from lapwing.interfaces.laplace import Laplace
 from lapwing.likelihoods import (
@@ -36,6 +36,7 @@ from lapwing.likelihoods import (
 from lapwing.model import subnetwork
 from lapwing.posterior import Posterior, Prior, Tempered
 from lapwing.predictive import Prediction
+from lapwing.predictive.mixture import Mixture
 
 __version__ = "0.1.0.dev0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "Likelihood",
     "LowRank",
     "MCFisher",
+    "Mixture",
     "NotConverged",
     "NotPositiveDefinite",
     "NotReiterable",
@@ -75,6 +77,7 @@ __all__ = [
     "UnsupportedModel",
     "UnsupportedOperation",
     "VersionMismatch",
+    "compare",
     "evaluate",
     "fit",
     "load",

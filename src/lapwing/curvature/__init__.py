@@ -14,6 +14,7 @@ from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, Hessian, MCFi
 from lapwing.curvature.full import Full
 from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
+from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.problem import Problem, Totals, available_memory, pose
 from lapwing.curvature.structure import CHEAPER, Accumulator, Curvature, Estimate, Structure, layout_of
 from lapwing.errors import UnsupportedOperation
@@ -28,6 +29,7 @@ STRUCTURES: dict[str, type[Structure]] = {
     "ekfac": EKFAC,
     "full": Full,
     "lowrank": LowRank,
+    "matrixfree": MatrixFree,
 }
 FACTORS: dict[str, type[Factor]] = {
     "ggn": GGN,
@@ -66,7 +68,7 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
     itemsize = torch.finfo(params.dtype).bits // 8
     if params.index is not None or isinstance(problem.factor, Hessian):
         return Full(), "full, because the selection asks for a dense structure"
-    if params.size <= FULL_BELOW:
+    if params.size <= FULL_BELOW and Full().bytes(plan, itemsize) <= problem.memory:
         return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
     if problem.batches.reiterable and EKFAC().bytes(plan, itemsize) <= problem.memory:
         return EKFAC(), f"ekfac, because {params.size:,} weights are too many for a full matrix"

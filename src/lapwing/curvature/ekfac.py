@@ -96,7 +96,7 @@ class EKFAC(Structure):
         assert isinstance(matrix, BlockDiagonal)
         moments = MomentAccumulator(problem, matrix)
         totals = problem.sweep(moments.update, label="update (moments)")
-        total = []
+        total: list[PSD] = []
         for old, new in zip(matrix.blocks, moments.finish().blocks, strict=True):
             if isinstance(old, EigenKronecker) and isinstance(new, EigenKronecker):
                 total.append(replace(old, values=old.values + new.values))

@@ -65,7 +65,7 @@ class GGN(Factor):
         """Raise `TooLarge` where a sample has too many output directions."""
         if f[0].numel() > self.limit:
             raise TooLarge(
-                f"the exact GGN needs up to {f[0].numel():,} output directions a sample (outputs {tuple(f.shape[1:])}), "
+                f"the exact GGN needs up to {f[0].numel():,} output directions a sample, outputs {tuple(f.shape[1:])}, "
                 f"more than {self.limit:,}. Use factor='mc' (Monte Carlo Fisher), or GGN(limit=...) to insist."
             )
 

@@ -21,7 +21,8 @@ def hessian_estimate(problem: Problem, wrap: Callable[[Tensor], PSD]) -> Estimat
     needed = params.size**2 * torch.finfo(params.dtype).bits // 8
     if needed > problem.memory:
         raise TooLarge(
-            f"the exact Hessian of {params.size:,} weights needs {needed / 1e9:.3g} GB. Use factor='ggn', or select fewer weights."
+            f"the exact Hessian of {params.size:,} weights needs {needed / 1e9:.3g} GB. Use factor='ggn', or select "
+            "fewer weights."
         )
     total = torch.zeros(params.size, params.size, dtype=params.dtype, device=params.device)
     statistics, seen = torch.zeros((), dtype=torch.float64), 0.0
@@ -32,7 +33,7 @@ def hessian_estimate(problem: Problem, wrap: Callable[[Tensor], PSD]) -> Estimat
             y = problem.prepare(batch, f)
             statistics = statistics + problem.likelihood.statistics(f.detach(), y, batch.weights)
             seen += problem.likelihood.count(f, y, batch.weights)
-            logs = problem.likelihood.log_prob(f, y).flatten(1).sum(1)
+            logs = problem.likelihood.log_prob(f, y).reshape(f.shape[0], -1).sum(1)
             logs = logs if batch.weights is None else logs * batch.weights.to(logs)
             loss = -logs.sum() * problem.likelihood.dispersion.detach().to(logs)
             first, rows = _second(problem, loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure, layout_of
 from lapwing.errors import UnsupportedOperation
-from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker, MatrixRows, Term
-from lapwing.model import Block, Plan
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
+from lapwing.model import Block, LazyRows, Plan
 
 Sharing = Literal["auto", "expand", "reduce"]
 
@@ -41,49 +42,49 @@ class KronAccumulator(Accumulator):
     def __init__(self, problem: Problem, sharing: Literal["expand", "reduce"]) -> None:
         params = problem.network.params
         self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
-        like = {"dtype": params.dtype, "device": params.device}
+        zeros = partial(torch.zeros, dtype=params.dtype, device=params.device)
         self.tensors: dict[str, Tensor] = {}
         for k, block in enumerate(self.blocks):
             if kept_as(block) == "dense":
-                self.tensors[f"{k}.dense"] = torch.zeros(block.size, block.size, **like)
+                self.tensors[f"{k}.dense"] = zeros(block.size, block.size)
             elif kept_as(block) == "diag":
-                self.tensors[f"{k}.diag"] = torch.zeros(block.size, **like)
+                self.tensors[f"{k}.diag"] = zeros(block.size)
             else:
                 assert block.shape is not None
                 q, o, i = block.shape
                 for swapped in orientations(block):
                     key = f"{k}.{'swapped' if swapped else 'plain'}"
-                    self.tensors[f"{key}.left"] = torch.zeros(q, o, o, **like)
-                    self.tensors[f"{key}.right"] = torch.zeros(q, i, i, **like)
+                    self.tensors[f"{key}.left"] = zeros(q, o, o)
+                    self.tensors[f"{key}.right"] = zeros(q, i, i)
                     self.tensors[f"{key}.rows"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         for k, block in enumerate(self.blocks):
             if block.kind == "unused":
                 continue
-            rows = jacobian.rows[k]
-            if kept_as(block) == "dense":
-                self.tensors[f"{k}.dense"] += rows.gram()
-            elif kept_as(block) == "diag":
-                self.tensors[f"{k}.diag"] += rows.square_sum()
+            kept = kept_as(block)
+            if kept == "dense":
+                self.tensors[f"{k}.dense"] += jacobian.rows[k].gram()
+            elif kept == "diag":
+                self.tensors[f"{k}.diag"] += jacobian.rows[k].square_sum()
             else:
-                assert isinstance(rows, MatrixRows)
-                for swapped, term in zip(orientations(block), rows.terms, strict=True):
-                    self._add(f"{k}.{'swapped' if swapped else 'plain'}", swapped, term, fresh)
+                assert isinstance(jacobian.rows, LazyRows)
+                for swapped in orientations(block):
+                    self._add(jacobian.rows, k, block, swapped, fresh)
 
-    def _add(self, key: str, swapped: bool, term: Term, fresh: Tensor | None) -> None:
+    def _add(self, rows: LazyRows, k: int, block: Block, swapped: bool, fresh: Tensor | None) -> None:
         """Input side: once a batch, it does not depend on the direction. Gradient side: every time."""
-        inputs, gradients = (term.left, term.right) if swapped else (term.right, term.left)
-        input_name, gradient_name = ("left", "right") if swapped else ("right", "left")
-        if self.sharing == "reduce":
-            gradients = gradients.sum(2, keepdim=True)
-        self.tensors[f"{key}.{gradient_name}"] += _covariance(gradients)
-        if fresh is not None and inputs.shape[2]:
-            if self.sharing == "reduce":
-                inputs = inputs.mean(2, keepdim=True)
-            weighted = inputs * fresh.sqrt()[:, None, None, None, None]
-            self.tensors[f"{key}.{input_name}"] += _covariance(weighted)
-            self.tensors[f"{key}.rows"] += fresh.sum() * inputs.shape[2]
+        key, reduce = f"{k}.{'swapped' if swapped else 'plain'}", self.sharing == "reduce"
+        inputs, gradients = ("left", "right") if swapped else ("right", "left")
+        g = rows.gradient_side(block, swapped, reduce)
+        self.tensors[f"{key}.{gradients}"] += g.mT @ g
+        if fresh is None:
+            return
+        a, positions = rows.input_side(block, swapped, reduce)
+        if positions:
+            flat = (a * fresh.sqrt()[:, None, None, None]).flatten(0, 1).transpose(0, 1)  # (q, rows, d)
+            self.tensors[f"{key}.{inputs}"] += flat.mT @ flat
+            self.tensors[f"{key}.rows"] += fresh.sum() * positions
 
     def finish(self) -> BlockDiagonal:
         names = tuple(", ".join(block.names) for block in self.blocks)
@@ -112,19 +113,15 @@ def orientations(block: Block) -> tuple[bool, ...]:
     return tuple(dict.fromkeys(swapped for _, swapped in block.uses))
 
 
-def _covariance(vectors: Tensor) -> Tensor:
-    """Σ_{n,r,t} v vᵀ for each group: (n, r, t, q, d) -> (q, d, d)."""
-    flat = vectors.flatten(0, 2).transpose(0, 1)  # (q, rows, d)
-    return flat.mT @ flat
-
-
 def _nearest_product(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One product with the partial traces of Σ_k L_k ⊗ R_k: for a matrix used in both orientations (tied head)."""
     traces = [(_trace(left), _trace(right)) for left, right in pairs]
     left = sum(p[0] * t[1] for p, t in zip(pairs, traces, strict=True))
     right = sum(p[1] * t[0] for p, t in zip(pairs, traces, strict=True))
     total = sum(a * b for a, b in traces)
-    assert isinstance(left, Tensor) and isinstance(right, Tensor) and isinstance(total, Tensor)
+    assert isinstance(left, Tensor)
+    assert isinstance(right, Tensor)
+    assert isinstance(total, Tensor)
     return left, torch.where(total > 0, right / total, torch.zeros_like(right))
 
 

@@ -34,11 +34,12 @@ class LowRankAccumulator(Accumulator):
         self.tensors["dropped"] = self.tensors["dropped"] + other.tensors["dropped"]
 
     def _absorb(self, rows: Tensor) -> None:
-        stacked = torch.cat([self.tensors["rows"], rows])
-        if len(stacked) <= 2 * self.rank:  # cut only when there is twice too much: half the decompositions
-            self.tensors["rows"] = stacked
-        else:
-            self._cut(stacked, self.rank)
+        for piece in rows.split(max(self.rank, 32)):
+            stacked = torch.cat([self.tensors["rows"], piece])
+            if len(stacked) <= 2 * self.rank:  # cut only when there is twice too much: half the decompositions
+                self.tensors["rows"] = stacked
+            else:
+                self._cut(stacked, self.rank)
 
     def _cut(self, stacked: Tensor, rank: int) -> None:
         small = stacked.double() @ stacked.double().T

@@ -16,7 +16,7 @@ from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.errors import BadData
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Jacobian
-from lapwing.model import Batch, Batches, Linearization, Network, Plan, batch_size, tensors_in
+from lapwing.model import Batch, Batches, LazyRows, Linearization, Network, Plan, batch_size, tensors_in
 from lapwing.model.tape import run
 
 Update = Callable[[Jacobian, Tensor | None], None]
@@ -58,6 +58,7 @@ class Problem:
     progress: bool | None = None
     first: Batch | None = None  # already read from a one-shot iterator
     rest: Iterator[Batch] | None = None
+    scalar: bool = False  # the network returns (B,)
 
     def sweep(self, update: Update, factor: Factor | None = None, label: str = "fit") -> Totals:
         """Pass over the data once, handing rows to `update` in chunks of directions."""
@@ -73,13 +74,14 @@ class Problem:
                 seen += self.likelihood.count(at.f, y, batch.weights)
                 if isinstance(factor, GGN):
                     gradient = self._add_gradient(gradient, at, y, batch)
-                self._feed(update, factor, at, y, batch)
+                self._feed(self._finite(update, batch), factor, at, y, batch)
         assert statistics is not None
         return Totals(statistics, seen, gradient)
 
     def prepare(self, batch: Batch, f: Tensor) -> Tensor:
         """Validated targets; errors name the batch, and the operation where values stopped being finite."""
-        if not bool(f.isfinite().all()):
+        inputs = (t for t in tensors_in(batch.inputs) if t.is_floating_point())
+        if not (bool(f.isfinite().all()) and all(bool(t.isfinite().all()) for t in inputs)):
             raise BadData(self._not_finite(batch))
         try:
             return self.likelihood.targets(f.detach(), batch.targets)
@@ -131,6 +133,24 @@ class Problem:
         flat = (flat if params.index is None else flat[params.index]).double()
         return flat if gradient is None else gradient + flat
 
+    def _finite(self, update: Update, batch: Batch) -> Update:
+        """The same update, refusing rows that are not finite (a square root at zero) with batch and parameters."""
+
+        def checked(jacobian: Jacobian, fresh: Tensor | None) -> None:
+            rows = jacobian.rows
+            # what is not finite spreads to the earliest layers, so one look tells
+            if isinstance(rows, LazyRows) and rows.gradients and not bool(rows.gradients[0].isfinite().all()):
+                steps = rows.at.plan.steps
+                k = max(j for j, g in enumerate(rows.gradients) if not bool(g.isfinite().all()))
+                layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(steps[k].names))})"
+                raise BadData(
+                    f"batch {batch.number}: the gradient of the outputs at layer {layer} is not finite, although the "
+                    "outputs are: an operation after it has no derivative there (a square root or a norm at zero)"
+                )
+            update(jacobian, fresh)
+
+        return checked
+
     def _feed(self, update: Update, factor: Factor, at: Linearization, y: Tensor, batch: Batch) -> None:
         width = sum(record.out.numel() for record in at.finished.records) * 4
         per_chunk = max(1, min(factor.count(at.f), int(self.memory / 8 / max(width, 1))))
@@ -160,7 +180,8 @@ def pose(
     first = next(iterator)
     if not batches.reiterable:
         options |= {"first": first, "rest": iterator}
-    f = network.forward(first.inputs)
+    f, scalar = network.forward_raw(first.inputs)
+    options["scalar"] = scalar
     if f.shape[0] != batch_size(first.inputs):
         raise BadData(f"a batch of {batch_size(first.inputs)} samples gave outputs of shape {tuple(f.shape)}")
     notes: tuple[str, ...] = ()
@@ -172,10 +193,8 @@ def pose(
     if isinstance(factor, GGN):
         factor.require(f)
     with network.borrow():
-        if not bool(f.isfinite().all()):  # before the self-check, which would only see that numbers disagree
-            Problem(network, Plan((), (), ()), batches, likelihood, factor, ()).prepare(first, f)
+        # before the self-check, which would only see that numbers disagree
+        Problem(network, Plan((), (), ()), batches, likelihood, factor, ()).prepare(first, f)
         plan = network.plan(first.inputs)
     plan = replace(plan, notes=plan.notes + notes)
-    problem = Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), **options)
-    problem.prepare(first, f)
-    return problem
+    return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), **options)

@@ -58,7 +58,7 @@ class Structure(ABC):
         """Pass over the data as often as needed."""
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
-        """Add the problem's data to an earlier curvature (unscaled); equal to a fit on the union unless said otherwise."""
+        """Add the problem's data to an earlier, unscaled curvature: a fit on the union unless said otherwise."""
         more = self.estimate(problem)
         return replace(more, matrix=matrix + more.matrix)
 
@@ -81,7 +81,7 @@ class Structure(ABC):
         needed = self.bytes(plan, itemsize)
         if needed > problem.memory:
             raise TooLarge(
-                f"structure={self.name!r} for {problem.network.params.size:,} weights needs about {_gigabytes(needed)}, the "
+                f"structure={self.name!r} for {problem.network.params.size:,} weights needs {_gigabytes(needed)}; the "
                 f"budget is {_gigabytes(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
             )
         if problem.network.params.index is not None and not self.subnetworks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from lapwing.curvature import (
     Diag,
@@ -32,9 +34,7 @@ from lapwing.interfaces.storage import (
 )
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
-from lapwing.model.batches import call
 from lapwing.model.fingerprint import checksum
-from lapwing.model.module import borrowed, output_tensor
 from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
 
 
@@ -68,21 +68,18 @@ def fit(
         la = lapwing.fit(model, train_loader, "classification")
         la.predict(x).probs
     """
-    module = unwrap(model)
-    if not isinstance(module, nn.Module):
-        raise BadData(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    module = _module(model)
     family = resolve_likelihood(likelihood)
     chosen = resolve_structure(structure)
     directions = resolve_factor(factor)
     belief, tempered = resolve_prior(prior), resolve_temperature(temperature)
-    if n_data is not None and not n_data > 0:
-        raise BadData(f"n_data must be positive, got {n_data}")
+    if n_data is not None and not (n_data > 0 and math.isfinite(n_data)):
+        raise BadData(f"n_data must be positive and finite, got {n_data}")
+    if memory is not None and not (isinstance(memory, int | float) and memory > 0):
+        raise BadData(f"memory is a number of bytes, got {memory!r}")
     where = _device(module, device)
     batches = Batches(data, module, where, split)
-    first = next(iter(batches)) if batches.reiterable else None
-    names = _names(module, select, first)
-    with borrowed(module), torch.no_grad():
-        raw = None if first is None else output_tensor(call(module, first.inputs))
+    names = _names(module, select, batches)
     network = Network(module, Params.of(module, names), family.outputs)
     budget = available_memory() if memory is None else int(memory)
     options = {"generator": generator, "memory": budget, "progress": progress}
@@ -91,7 +88,7 @@ def fit(
     problem = pose(network, batches, family, directions, **options)
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
     curvature = estimate_curvature(problem, chosen, n_data)
-    kept = Options(budget, split, progress, scalar=raw is not None and raw.ndim == 1)
+    kept = Options(budget, split, progress, scalar=problem.scalar)
     la = Laplace(
         network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, state=checksum(module)
     )
@@ -99,16 +96,21 @@ def fit(
     return la
 
 
-def load(path: str | Path, model: nn.Module, *, data: Any = None, likelihood: Likelihood | None = None) -> Laplace:
+def load(
+    path: str | Path, model: nn.Module, *, data: Any = None, likelihood: str | Likelihood | None = None
+) -> Laplace:
     """Read a posterior that `la.save(path)` wrote, for the same model with the same weights.
 
     `likelihood` is needed for a likelihood of your own. `data` is for posteriors that keep no matrix.
+
+        la = lapwing.load("model.lapwing", model)
     """
-    path, module = Path(path), unwrap(model)
+    path, module = Path(path), _module(model)
     tensors, header = read(path)
     require_same_module(header, module, path)
     params = restore_params(tensors, header, module)
-    family = likelihood_from_spec(header["likelihood"], likelihood)
+    given = None if likelihood is None else resolve_likelihood(likelihood)
+    family = likelihood_from_spec(header["likelihood"], given)
     return Laplace(
         Network(module, params, family.outputs),
         restore_curvature(tensors, header, params.device),
@@ -118,8 +120,16 @@ def load(path: str | Path, model: nn.Module, *, data: Any = None, likelihood: Li
         Options(header["memory"], scalar=header["scalar"]),
         damped=header["damped"],
         repair=header["repair"],
+        tuned=header["tuned"],
         state=checksum(module),
     )
+
+
+def _module(model: Any) -> nn.Module:
+    module = unwrap(model) if isinstance(model, nn.Module) else model
+    if not isinstance(module, nn.Module):
+        raise BadData(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return module
 
 
 def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -129,18 +139,22 @@ def _device(module: nn.Module, device: torch.device | str | None) -> torch.devic
     if len(devices) > 1:
         raise BadData(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); move it to one")
     (found,) = devices
+    for name, p in module.named_parameters():
+        if isinstance(p, UninitializedParameter) or p.is_meta:
+            raise BadData(f"parameter {name!r} has no values yet: run the model once, or load its weights")
+        if not bool(p.isfinite().all()):
+            raise BadData(f"parameter {name!r} of the network is not finite")
     if device is not None and torch.device(device).type != found.type:
         raise BadData(f"device={str(device)!r}, but the model is on {str(found)!r}: move the model first")
     return found
 
 
-def _names(module: nn.Module, select: Any, first: Any) -> tuple[str, ...]:
+def _names(module: nn.Module, select: Any, batches: Batches) -> tuple[str, ...]:
     if isinstance(select, Subnetwork):
         select = select.within
     if isinstance(select, str) and select == "last_layer":
-        if first is None:
-            raise BadData("select='last_layer' looks at a batch first: pass re-iterable data, or name the parameters")
-        return last_layer(module, first.inputs)
+        batches.require_reiterable("select='last_layer'")
+        return last_layer(module, next(iter(batches)).inputs)
     return select_names(module, select)
 
 

@@ -22,6 +22,7 @@ from lapwing.evidence import (
     log_evidence,
     stationarity,
     tune_evidence,
+    tune_loo,
     tune_validation,
 )
 from lapwing.interfaces.ensemble import Ensemble
@@ -77,6 +78,7 @@ class Laplace:
     tuning: Tuning | None = None
     damped: bool = False
     repair: bool = False
+    tuned: str = ""  # how prior, temperature and noise were chosen, in a line
     state: tuple = field(default=(), repr=False)  # checksum of the module at the fit
     _plans: dict[str, Plan] = field(default_factory=dict, repr=False)  # the plan, once inputs were seen
 
@@ -365,7 +367,11 @@ class Laplace:
         if method == "auto":
             method = "validation" if data is not None else "evidence"
         learn = (learn,) if isinstance(learn, str) else learn
-        common = {"start": self._start(prior), "center": self.prior.mean, "temperature": self.temperature}
+        common: dict[str, Any] = {
+            "start": self._start(prior),
+            "center": self.prior.mean,
+            "temperature": self.temperature,
+        }
         if method == "evidence":
             tuning = self._tune_evidence(data, learn, prior, grid, common)
         elif method == "validation":
@@ -382,10 +388,21 @@ class Laplace:
                 memory=self.options.memory,
                 **common,
             )
+        elif method == "loo":
+            if data is None:
+                raise BadData("method='loo' needs the training data: tune(train_loader, method='loo')")
+            tuning = tune_loo(
+                self.curvature, self.likelihood, self._groups(prior), self._held_out(data), grid=grid, **common
+            )
         else:
-            raise UnsupportedOperation(f"method is 'auto', 'validation' or 'evidence', got {method!r}")
+            raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}")
         return replace(
-            self, prior=tuning.prior, temperature=tuning.temperature, likelihood=tuning.likelihood, tuning=tuning
+            self,
+            prior=tuning.prior,
+            temperature=tuning.temperature,
+            likelihood=tuning.likelihood,
+            tuning=tuning,
+            tuned=f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}",
         )
 
     def _tune_evidence(self, data: Any, learn: Any, prior: str, grid: Any, common: dict[str, Any]) -> Tuning:
@@ -398,8 +415,8 @@ class Laplace:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
         if data is None and self.params.size > self.n_data:
             warnings.warn(
-                "tuning by the evidence: with more weights than data a network interpolates, and the evidence then tends "
-                "to pick too small a prior precision; check on held-out data, or pass some: tune(val_loader)",
+                "tuning by the evidence: with more weights than data a network interpolates, and the evidence then "
+                "tends to pick too small a prior precision; check on held-out data, or pass some: tune(val_loader)",
                 stacklevel=3,
             )
         return tune_evidence(
@@ -444,7 +461,7 @@ class Laplace:
         """What was fitted, how, and what to know about it."""
         curvature, params = self.curvature, self.params
         lines = [
-            f"Laplace posterior over {params.size:,} weights in {len(curvature.names)} blocks of {type(self.module).__name__}",
+            f"Laplace posterior over {params.size:,} weights of {type(self.module).__name__}",
             f"  likelihood   {self.likelihood}",
             f"  structure    {curvature.structure.name}, factor {type(curvature.factor).__name__}",
             f"  data         {curvature.seen:g} seen, standing for {curvature.n_data:g}",
@@ -452,7 +469,8 @@ class Laplace:
             f"  temperature  {self.temperature}",
             f"  log-likelihood at the weights  {float(self.log_likelihood):.6g}",
         ]
-        if not self.damped:
+        deterministic = self.tuning is not None and self.tuning.deterministic
+        if not self.damped and not deterministic:
             what = "log evidence" if self.temperature.is_bayes else "log evidence of the tempered likelihood"
             bound = {"kron": "; KFAC's is no bound of the GGN's", "lowrank": "; an upper bound of the full GGN's"}
             below = (
@@ -463,8 +481,8 @@ class Laplace:
             lines.append(f"  {what}  {float(self.log_evidence()):.6g}{bound.get(curvature.structure.name, below)}")
         if self.posterior.increase:
             lines.append(f"  prior precision raised by {self.posterior.increase:.3g} to make it positive definite")
-        if self.tuning is not None:
-            lines.append(f"  tuned by {self.tuning.method}: {self.tuning.setting}, score {self.tuning.score:.6g}")
+        if self.tuned:
+            lines.append(f"  tuned by {self.tuned}")
         notes = [*curvature.notes, *(self.tuning.messages if self.tuning else ())]
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
 

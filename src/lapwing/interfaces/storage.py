@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Structure
-from lapwing.errors import CorruptFile, UnsupportedModel, VersionMismatch
+from lapwing.errors import CorruptFile, UnsupportedModel, UnsupportedOperation, VersionMismatch
 from lapwing.linalg import Layout, pack, unpack
 from lapwing.model import Params
 from lapwing.model.fingerprint import fingerprint
@@ -55,9 +56,21 @@ def write(path: Path, la: Any) -> None:
         "memory": la.options.memory,
         "damped": la.damped,
         "repair": la.repair,
+        "tuned": la.tuned,
         "fingerprint": fingerprint(la.module),
     }
-    _write_atomically(path, {k: v.detach().contiguous().clone() for k, v in tensors.items()}, header)
+    stored = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    _write_atomically(path, stored, header | {"digest": _digest(stored, header)})
+
+
+def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    """SHA-256 of header and tensors: safetensors itself does not notice a flipped byte."""
+    digest = hashlib.sha256(json.dumps({k: v for k, v in header.items() if k != "digest"}, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Tensor], spec: Any) -> tuple[dict[str, Tensor], Any]:
@@ -70,32 +83,51 @@ def _write_atomically(path: Path, tensors: dict[str, Tensor], header: dict[str, 
     os.close(handle)
     try:
         save_file(tensors, temporary, metadata={KEY: json.dumps(header)})
+        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and header of a file, or a clear error."""
-    if not path.exists():
-        raise CorruptFile(f"there is no file {str(path)!r}")
+    if not path.is_file():
+        raise CorruptFile(f"there is no file {str(path)!r}" if not path.exists() else f"{str(path)!r} is a folder")
+    damaged = f"{path.name!r} is damaged or not a Lapwing file; fit again, or restore a copy"
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if KEY not in metadata:
                 raise CorruptFile(f"{path.name!r} is a safetensors file, but not one that Lapwing wrote")
             header = json.loads(metadata[KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptFile(
-            f"{path.name!r} is damaged or not a Lapwing file ({error}); fit again, or restore a copy"
-        ) from error
-    if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
-        raise VersionMismatch(
-            f"{path.name!r} has format {header.get('format')}, this version reads up to {FORMAT}: update lapwing"
-        )
+            _require_format(header, path, damaged)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, ValueError, OSError, KeyError, TypeError) as error:
+        if isinstance(error, CorruptFile):
+            raise
+        raise CorruptFile(f"{damaged} ({error})") from error
+    if header.get("digest") != _digest(tensors, header):
+        raise CorruptFile(f"{damaged} (its checksum does not fit its content)")
     return tensors, header
+
+
+def _require_format(header: Any, path: Path, damaged: str) -> None:
+    number = header.get("format") if isinstance(header, dict) else None
+    if type(number) is not int or number < 1:
+        raise CorruptFile(damaged)
+    if number > FORMAT:
+        raise VersionMismatch(
+            f"{path.name!r} has format {number}, this version of Lapwing reads up to {FORMAT}: update lapwing"
+        )
 
 
 def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
@@ -106,7 +138,8 @@ def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path
             raise UnsupportedModel(f"{path.name!r} belongs to a model with a parameter {name!r}, which this one lacks")
         if list(live[name].shape) != shape:
             raise UnsupportedModel(
-                f"{path.name!r} belongs to a model whose {name!r} has shape {tuple(shape)}; here it is {tuple(live[name].shape)}"
+                f"{path.name!r} belongs to a model whose {name!r} has shape {tuple(shape)}; here it is "
+                f"{tuple(live[name].shape)}"
             )
     if fingerprint(module) != header["fingerprint"]:
         raise UnsupportedModel(
@@ -155,6 +188,10 @@ def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], mod
 
 def _spec(choice: Structure | Factor) -> dict[str, Any]:
     """A structure or factor by its name and options; an option may be such a choice itself."""
+    if type(choice) not in (*STRUCTURES.values(), *FACTORS.values()):
+        raise UnsupportedOperation(
+            f"{type(choice).__name__} is not one of Lapwing's own structures and factors; load could not read it back"
+        )
     options: dict[str, Any] = {}
     for item in fields(choice):  # type: ignore[arg-type]
         value = getattr(choice, item.name)

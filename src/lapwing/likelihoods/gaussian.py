@@ -49,7 +49,7 @@ class Gaussian(Likelihood):
     @property
     def _noise(self) -> Tensor:
         """σ as a tensor, () or (K,)."""
-        return self.noise if isinstance(self.noise, Tensor) else torch.tensor(self.noise, dtype=torch.float64)
+        return self.noise.double() if isinstance(self.noise, Tensor) else torch.tensor(self.noise, dtype=torch.float64)
 
     def sigma(self, f: Tensor) -> Tensor:
         """σ, () or (K,), in the dtype and on the device of f."""

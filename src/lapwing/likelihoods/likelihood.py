@@ -170,11 +170,23 @@ class Likelihood(ABC):
 
     def same_curvature(self, other: Likelihood) -> bool:
         """Whether φ·Λ is the same function of f, so that the other may replace this one without a new fit."""
-        return type(self) is type(other) and self.spec() == other.spec()
+        return self is other or (type(self) is type(other) and self.spec() == other.spec() and _told(self))
 
     def spec(self) -> dict[str, Any]:
-        """What a file stores. A user's own likelihood stores its name, and loading asks the caller for the object."""
-        return {"family": type(self).__qualname__, "own": True}
+        """What a file stores. A user's own likelihood stores its name and options; loading asks the caller for it."""
+        options = {name: _described(value) for name, value in vars(self).items()}
+        return {"family": type(self).__qualname__, "own": True, "options": options}
+
+
+def _described(value: Any) -> Any:
+    """An option as JSON can hold it; None where it cannot be told (a function, a module)."""
+    if isinstance(value, Tensor):
+        return value.detach().double().tolist()
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _told(likelihood: Likelihood) -> bool:
+    return all(value is None or _described(value) is not None for value in vars(likelihood).values())
 
 
 def promote(f: Tensor) -> Tensor:

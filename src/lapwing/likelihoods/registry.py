@@ -48,6 +48,9 @@ def likelihood_from_spec(spec: dict[str, Any], likelihood: Likelihood | None = N
             )
         if type(likelihood).__qualname__ != family:
             raise BadData(f"the file was made with likelihood {family!r}, not {type(likelihood).__qualname__!r}.")
+        if likelihood.spec() != spec:
+            options = likelihood.spec().get("options")
+            raise BadData(f"the file was made with {family}({spec.get('options')}), not with {family}({options}).")
         return likelihood
     if family not in FAMILIES:
         raise CorruptFile(f"unknown likelihood {family!r} in the file; known: {', '.join(FAMILIES)}.")

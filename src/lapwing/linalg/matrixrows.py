@@ -38,7 +38,11 @@ class Term:
         return self.left.shape[2] * min(self.left.shape[1], self.right.shape[1])
 
     def matrix(self) -> Tensor:
-        """Σ_t left ⊗ right, (n, r|1, q, o, i)."""
+        """Σ_t left ⊗ right, (n, r|1, q, o, i): one product a sample where only one side has directions."""
+        if self.right.shape[1] == 1:
+            return _products(self.left, self.right)
+        if self.left.shape[1] == 1:
+            return _products(self.right, self.left).transpose(3, 4)
         return torch.einsum("nrtqo,nrtqi->nrqoi", self.left, self.right)
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -50,11 +54,24 @@ class Term:
         return torch.einsum("bnrtqi,nrtqi->bnr", half, self.right)
 
 
+def _products(many: Tensor, one: Tensor) -> Tensor:
+    """Σ_t many ⊗ one for many (n, r, t, q, a) and one (n, 1, t, q, b): (n, r, q, a, b)."""
+    n, r, t, q, a = many.shape
+    left = many.permute(0, 3, 1, 4, 2).reshape(n * q, r * a, t)
+    right = one[:, 0].transpose(1, 2).reshape(n * q, t, one.shape[-1])
+    return torch.bmm(left, right).reshape(n, q, r, a, -1).transpose(1, 2)
+
+
 @dataclass(frozen=True, eq=False)
 class MatrixRows(Rows):
-    """Rows J[n, r] = Σ_terms Σ_t left ⊗ right of a weight (q, o, i), flattened row-major."""
+    """Rows J[n, r] = Σ_terms Σ_t left ⊗ right of a weight (q, o, i), flattened row-major.
+
+    `basis` holds matrices (q, o, o) and (q, i, i) that each block is still to be multiplied with: a rotation that is
+    cheaper after the sum over t than before it.
+    """
 
     terms: tuple[Term, ...]
+    basis: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -101,7 +118,7 @@ class MatrixRows(Rows):
     @property
     def _outer(self) -> bool:
         """A single outer product a row with the directions on one side: squares then factor."""
-        if len(self.terms) > 1 or self.terms[0].left.shape[2] != 1:
+        if self.basis is not None or len(self.terms) > 1 or self.terms[0].left.shape[2] != 1:
             return False
         return 1 in (self.terms[0].left.shape[1], self.terms[0].right.shape[1])
 
@@ -124,27 +141,46 @@ class MatrixRows(Rows):
         total = self.terms[0].matrix()
         for term in self.terms[1:]:
             total = total + term.matrix()
-        return total
+        if self.basis is None:
+            return total
+        left, right = self.basis
+        return left.mT @ (total @ right)
 
     def dense(self) -> Tensor:
         return self.matrix().reshape(self.n, self.r, self.size)
 
     def narrow(self, start: int, length: int) -> MatrixRows:
         return MatrixRows(
-            tuple(Term(t.left.narrow(0, start, length), t.right.narrow(0, start, length)) for t in self.terms)
+            tuple(Term(t.left.narrow(0, start, length), t.right.narrow(0, start, length)) for t in self.terms),
+            self.basis,
         )
 
     def to(self, dtype: torch.dtype) -> MatrixRows:
-        return MatrixRows(tuple(Term(t.left.to(dtype), t.right.to(dtype)) for t in self.terms))
+        basis = None if self.basis is None else (self.basis[0].to(dtype), self.basis[1].to(dtype))
+        return MatrixRows(tuple(Term(t.left.to(dtype), t.right.to(dtype)) for t in self.terms), basis)
 
     def rotate(self, left: Tensor, right: Tensor) -> MatrixRows:
-        """J (left ⊗ right) for left (q, o, o′), right (q, i, i′): every term's two sides times the two matrices."""
+        """J (left ⊗ right) for square left (q, o, o), right (q, i, i): the two sides of every term times the matrices.
+
+        With many positions, the blocks are multiplied once the positions are summed.
+        """
+        if self.basis is not None:
+            return MatrixRows(self.terms, (self.basis[0] @ left, self.basis[1] @ right))
+        before = sum(
+            t.left[0, :, :, 0, 0].numel() * self.o**2 + t.right[0, :, :, 0, 0].numel() * self.i**2 for t in self.terms
+        )
+        after = self.r * self.o * self.i * (self.o + self.i)
+        if after < before and sum(t.left.shape[2] for t in self.terms) > 1:
+            return MatrixRows(self.terms, (left, right))
         return MatrixRows(tuple(Term(_times(t.left, left), _times(t.right, right)) for t in self.terms))
 
     def matvec(self, v: Tensor) -> Tensor:
         v = self._check(v)
         batch = v.shape[:-1]
         v = v.reshape(math.prod(batch), self.q, self.o, self.i)
+        if self.basis is not None:
+            left, right = self.basis
+            return MatrixRows(self.terms).matvec((left @ v @ right.mT).reshape(*batch, self.size))
         positions = sum(term.left.shape[2] for term in self.terms)
         if self.r * (positions + len(v)) < len(v) * positions:  # many vectors: forming each block once is cheaper
             pieces = [self._through_blocks(v, a, k) for a, k in self._block_chunks]
@@ -170,7 +206,8 @@ class MatrixRows(Rows):
             return torch.einsum("nrqo,nrqi->qoi", left.square(), right.square()).reshape(-1)
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         for start, length in self._block_chunks:
-            total = total + self.narrow(start, length).dense().square().sum((0, 1))
+            blocks = self.narrow(start, length).dense()
+            total = total + torch.linalg.vector_norm(blocks, dim=(0, 1)).square()  # one pass, no array of squares
         return total
 
     def weighted_gram(self, w: Tensor) -> Tensor:
@@ -201,6 +238,9 @@ class MatrixRows(Rows):
         return right, torch.einsum("qoi,nqo->nqi", grid, left[:, 0].square())
 
     def joint_gram(self, w: Tensor) -> Tensor:
+        if self.basis is not None:
+            block = self.dense().reshape(self.n * self.r, self.size)
+            return ((block * self._check(w)) @ block.T).reshape(self.n, self.r, self.n, self.r)
         grid = self._check(w).reshape(self.q, self.o, self.i)
         total = torch.zeros(self.n * self.r, self.n * self.r, dtype=self.dtype, device=self.device)
         for start, length in chunks(self.o, 2 * self.n * self._block_bytes // max(1, self.o)):

@@ -1,7 +1,7 @@
 """A module and its batches as pure functions: parameters, selection, the tape, Jacobian rows."""
 
 from lapwing.model.batches import Batch, Batches, batch_size, take, tensors_in
-from lapwing.model.jacobian import Linearization
+from lapwing.model.jacobian import LazyRows, Linearization
 from lapwing.model.module import unwrap
 from lapwing.model.network import Network, last_layer
 from lapwing.model.params import Params
@@ -12,6 +12,7 @@ __all__ = [
     "Batch",
     "Batches",
     "Block",
+    "LazyRows",
     "Linearization",
     "Network",
     "Params",

@@ -94,6 +94,17 @@ def _looks_like_tensors(data: Any) -> bool:
     return sizes == {data[1].shape[0] if data[1].ndim else None}
 
 
+def _require_tensors(data: Any) -> None:
+    """Say what is wrong with a pair (X, y) that is not one of tensors of equal length."""
+    if not (isinstance(data, tuple) and len(data) == 2):
+        return
+    x, y = data
+    if type(y).__name__ in ("ndarray", "Series", "DataFrame") or type(x).__name__ in ("ndarray", "DataFrame"):
+        raise BadData("data is a pair of arrays; pass tensors: (torch.as_tensor(X), torch.as_tensor(y))")
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim and y.ndim and x.shape[0] != y.shape[0]:
+        raise BadData(f"X has {x.shape[0]} samples, y has {y.shape[0]}")
+
+
 def _rows_of(data: Any) -> Iterator[tuple[Inputs, Tensor]]:
     inputs, targets = data
     for start in range(0, targets.shape[0], ROWS):
@@ -134,10 +145,11 @@ class Batches:
 
     def raw(self) -> Iterator[Any]:
         """The batches as they come."""
+        _require_tensors(self.data)
         source: Iterable = _rows_of(self.data) if _looks_like_tensors(self.data) else self.data
         if isinstance(source, Tensor) or not hasattr(source, "__iter__"):
             raise BadData(
-                f"data is a {type(source).__name__}; expected a DataLoader, a list of batches, or a pair (X, y) of tensors"
+                f"data is a {type(source).__name__}; expected a DataLoader, a list of batches or a pair (X, y)"
             )
         yield from source
 

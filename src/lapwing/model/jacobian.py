@@ -73,7 +73,7 @@ class Linearization:
             found: Sequence[Tensor | None] = self._grad(edges, directions, batched=True)
         else:
             each = [self._grad(edges, v, batched=False) for v in directions]
-            found = [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]  # type: ignore[arg-type]
+            found = [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]
         for g, reaches in zip(found, self.plan.reaching, strict=False):
             if g is None and reaches:  # the graph of this batch lost a record that the self-check saw
                 raise PlanChanged
@@ -178,12 +178,48 @@ class LazyRows(Sequence):
     def _factors(self, k: int, with_ones: bool) -> tuple[Tensor, Tensor]:
         step, n = self.at.plan.steps[k], self.at.n
         rule, call_ = bind(self.at.finished.records[k])  # type: ignore[misc]
-        assert isinstance(rule, MatrixRule) and step.out is not None
+        assert isinstance(rule, MatrixRule)
+        assert step.out is not None
         left = rule.left(call_, self.gradients[k], step.out, n)
-        right = rule.right(call_, step.out, n)
-        if with_ones:
-            right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
-        return left, right
+        return left, rule.right(call_, step.out, n, with_ones)
+
+    def gradient_side(self, block: Block, swapped: bool, reduce: bool) -> Tensor:
+        """Back-propagated vectors of a matrix block in one orientation, (q, rows, d): summed over positions, or all."""
+        sides = []
+        with torch.no_grad():
+            for k in (k for k, s in block.uses if s == swapped):
+                rule, call_ = bind(self.at.finished.records[k])  # type: ignore[misc]
+                step, n, g = self.at.plan.steps[k], self.at.n, self.gradients[k]
+                assert isinstance(rule, MatrixRule)
+                assert step.out is not None
+                if reduce:
+                    sides.append(rule.left_sum(call_, g, step.out, n).unsqueeze(2))
+                else:
+                    sides.append(rule.left(call_, g, step.out, n))
+            side = sum(sides) if reduce else torch.cat(sides, 2) if len(sides) > 1 else sides[0]
+        assert isinstance(side, Tensor)
+        return side.flatten(0, 2).transpose(0, 1).to(self.at.params.dtype)
+
+    def input_side(self, block: Block, swapped: bool, reduce: bool) -> tuple[Tensor, int]:
+        """Inputs of a matrix block in one orientation, (n, t, q, d), t = 1 for means over positions; and t."""
+        sides, count = [], 0
+        with torch.no_grad():
+            for k in (k for k, s in block.uses if s == swapped):
+                rule, call_ = bind(self.at.finished.records[k])  # type: ignore[misc]
+                step, n = self.at.plan.steps[k], self.at.n
+                assert isinstance(rule, MatrixRule)
+                assert step.out is not None
+                if reduce:
+                    sides.append(rule.right_sum(call_, step.out, n, block.bias).unsqueeze(1))
+                    count += rule.positions(call_, n)
+                else:
+                    sides.append(rule.right(call_, step.out, n, block.bias)[:, 0])
+            if reduce:
+                total = sum(sides)
+                assert isinstance(total, Tensor)
+                return (total / max(count, 1)).to(self.at.params.dtype), 1 if count else 0
+            side = torch.cat(sides, 1) if len(sides) > 1 else sides[0]
+        return side.to(self.at.params.dtype), side.shape[1]
 
     def _explicit(self, k: int, step: Step) -> dict[str, Tensor]:
         """Rows of one record for every parameter behind it, {name: (n, r, size)}."""
@@ -313,7 +349,10 @@ def _sample_call(
         elif not create_graph:
             piece = piece.detach()
         pieces[id(tensor)] = piece
-    swap = lambda tensor: pieces.get(id(tensor), tensor)  # noqa: E731
+
+    def swap(tensor: Tensor) -> Tensor:
+        return pieces.get(id(tensor), tensor)
+
     args, kwargs = map_tensors(swap, record.args), map_tensors(swap, record.kwargs)
     return (lambda: record.func(*args, **kwargs)), leaves
 

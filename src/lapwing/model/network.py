@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import UnsupportedModel
+from lapwing.errors import BadData, UnsupportedModel
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.jacobian import Linearization, Outputs
 from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
@@ -56,8 +56,13 @@ class Network:
 
     def forward(self, inputs: Inputs) -> Tensor:
         """f (n, *event, c), no gradients."""
+        return self.forward_raw(inputs)[0]
+
+    def forward_raw(self, inputs: Inputs) -> tuple[Tensor, bool]:
+        """f (n, *event, c), and whether the module itself returned (n,)."""
         with borrowed(self.module), torch.no_grad():
-            return self.outputs(output_tensor(call(self.module, inputs)))
+            raw = output_tensor(call(self.module, inputs))
+            return self.outputs(raw).detach(), raw.ndim == 1
 
     def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """f at other weights theta (P,); gradients flow into theta and the inputs where the caller has them on."""
@@ -76,7 +81,8 @@ class Network:
             f = None
             for v in tangents:
                 try:
-                    f, out = torch.func.jvp(lambda p: self._functional(p, inputs), (values,), (self.params.tangent(v),))
+                    pair = torch.func.jvp(lambda p: self._functional(p, inputs), (values,), (self.params.tangent(v),))
+                    f, out = pair[0], pair[1]
                 except (NotImplementedError, RuntimeError) as error:
                     if "forward" not in str(error).lower() and "jvp" not in str(error).lower():
                         raise
@@ -155,7 +161,7 @@ class _Check:
         self.n, self.which = len(rows), (len(rows) - 1) // 2 if len(rows) != 3 else 0
         self.alone = take(inputs, rows[self.which : self.which + 1], size)
         live = dict(network.module.named_parameters())
-        self.leaves = {name: live[name] for name in network.params.names}
+        self.leaves: dict[str, Tensor] = {name: live[name] for name in network.params.names}
         self.ids = {id(p): name for name, p in self.leaves.items()}
         types = [p.dtype for p in network.module.parameters() if p.is_floating_point()]
         self.rtol = TOLERANCES.get(min(types, key=lambda d: torch.finfo(d).bits), 5e-2)
@@ -208,8 +214,8 @@ class _Check:
             return self.network._tape(self.alone)
         except (RuntimeError, ValueError) as error:
             raise UnsupportedModel(
-                f"the network runs a batch but not one sample alone ({error}). A posterior needs independent samples: use "
-                "running statistics in normalization layers, and the first dimension for the batch."
+                f"the network runs a batch but not one sample alone ({error}). A posterior needs independent samples: "
+                "use running statistics in normalization layers, and the first dimension for the batch."
             ) from error
 
     def _independent(self, f: Tensor, f_alone: Tensor, steps: tuple[Step, ...]) -> None:
@@ -223,7 +229,7 @@ class _Check:
         )
         raise UnsupportedModel(
             f"the outputs of a sample depend on the other samples of its batch: alone it gives outputs of shape "
-            f"{tuple(f_alone.shape)}, in a batch of {self.n} outputs of shape {tuple(f.shape)} with other values.{place} "
+            f"{tuple(f_alone.shape)}, in a batch of {self.n} outputs of shape {tuple(f.shape)} and values.{place} "
             "A posterior needs independent samples: use running statistics in normalization layers, and the first "
             "dimension for the batch."
         )
@@ -274,10 +280,15 @@ class _Check:
             plan = downgrade(plan, whole, self.network.params, bad)
         rows = self._tape_rows(plan, whole, f, directions)
         name = bad[0]
+        if not bool(truth[name].isfinite().all()):
+            raise BadData(
+                f"the gradient of the outputs with respect to {name!r} is not finite in the first batch, although the "
+                "outputs are: an operation after it has no derivative there (a square root or a norm at zero)"
+            )
         raise UnsupportedModel(
-            f"the gradient of parameter {name!r} for one sample could not be reproduced: autograd on the batch has norm "
-            f"{float(truth[name].norm()):.6g}, the sample alone {float(rows[name].norm()):.6g}. The operation that uses "
-            "it mixes samples or is not deterministic; freeze the parameter or evaluate that part per sample."
+            f"the gradient of parameter {name!r} for one sample could not be reproduced: autograd on the batch has "
+            f"norm {float(truth[name].norm()):.6g}, the sample alone {float(rows[name].norm()):.6g}. The operation "
+            "that uses it mixes samples or is not deterministic; freeze the parameter or evaluate that part per sample."
         )
 
     def _attempt(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor, truth: dict[str, Tensor]) -> list[str]:

@@ -122,7 +122,9 @@ def _same_sources(record: Record, step: Step, names: dict[int, str]) -> bool:
     for j, source in zip(record.live, step.sources, strict=True):
         found = source_of(record.tensors[j], names)
         # a parameter expanded over a batch of one looks like the parameter itself; the plan knows better
-        if found.names != source.names or (source.direct and not (found.direct and found.transposed == source.transposed)):
+        if found.names != source.names or (
+            source.direct and not (found.direct and found.transposed == source.transposed)
+        ):
             return False
     return True
 
@@ -265,6 +267,7 @@ def _matrix_block(
     index, views = _positions(params, name), []
     for k, _, source in found:
         rule, call = bind(whole.records[k])  # type: ignore[misc]
+        assert isinstance(rule, MatrixRule)
         views.append(rule.view(call, index.T if source.transposed else index))
     first = views[0]
     swaps = []
@@ -282,7 +285,7 @@ def _matrix_block(
         bias in looped or {k for k, _, _ in uses[bias]} != records or len(uses[bias]) != len(found)
     ):
         bias = None
-    names = (name,)
+    names: tuple[str, ...] = (name,)
     if bias is not None:
         first = torch.cat([first, _positions(params, bias).reshape(*first.shape[:2], 1)], dim=2)
         names = (name, bias)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 AMBIGUOUS = "samples and positions cannot be told apart by their values"
 
 

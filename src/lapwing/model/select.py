@@ -43,12 +43,19 @@ def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
     every = dict(module.named_parameters())
     if not free:
         raise BadData("every parameter of the model is frozen (requires_grad=False): nothing to put a posterior on")
+    if selection is None or isinstance(selection, nn.Module):
+        raise BadData(
+            f"select is 'all', 'last_layer', a glob, a list of names, a predicate (name, tensor) -> bool or a "
+            f"subnetwork, got {type(selection).__name__}"
+        )
     if callable(selection):
         names = [name for name, p in free.items() if selection(name, p)]
         if not names:
             raise BadData("the select predicate chose no parameter that requires grad")
         return tuple(names)
     patterns = [selection] if isinstance(selection, str) else list(selection)
+    if not patterns:
+        raise BadData("select is an empty list: name at least one parameter")
     if patterns == ["all"]:
         return tuple(free)
     chosen = set()

@@ -139,7 +139,7 @@ class Tape(TorchFunctionMode):
 
     @staticmethod
     def _recordable(func: Callable, out: Tensor, tensors: tuple[Tensor, ...]) -> bool:
-        # an in-place operation overwrites what a rule would need, except for sums; the graph walk finds what is left out
+        # in-place operations other than sums overwrite what a rule would need; the graph walk finds what is left out
         return all(out is not t for t in tensors) or getattr(func, "__name__", "") in INPLACE_ADDITIONS
 
     def _follow(self, out: Any, tensors: tuple[Tensor, ...], meets_data: bool, live: bool, shuffled: bool) -> None:
@@ -177,7 +177,7 @@ def _renormalizes(*args: Any, **kwargs: Any) -> bool:
     return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
 
 
-def _opened(function: types.FunctionType) -> Callable:
+def _opened(function: Any) -> Callable:
     """A copy of a Python-level torch function that runs its body instead of handing itself back to the mode.
 
     Such functions begin with `if has_torch_function(...): return handle_torch_function(...)`, which would come back

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.errors import BadData
+
 
 @dataclass(frozen=True, eq=False)
 class Tempered:
@@ -20,10 +22,10 @@ class Tempered:
     def __post_init__(self) -> None:
         value = torch.as_tensor(self.T).detach()
         if value.ndim:
-            raise ValueError(f"temperature must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
+            raise BadData(f"temperature must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
         lowest = 0.0 < value.item() if self.prior else 0.0 <= value.item()
         if not (lowest and torch.isfinite(value)):
-            raise ValueError(f"temperature must be {'positive' if self.prior else 'at least 0'}, got {value.item()}")
+            raise BadData(f"temperature must be {'positive' if self.prior else 'at least 0'}, got {value.item()}")
 
     def likelihood_scale(self, dispersion: Tensor, power: int = 1) -> Tensor:
         """T/φ^power: what multiplies the stored curvature, 0-d; gradients flow into T and φ."""

@@ -10,6 +10,6 @@ FLOOR = 1e-3  # of the mean curvature of a weight
 
 
 def novelty_precision(matrix: PSD) -> PSD:
-    """H + ε·tr(H)/P·I, which knows nothing of prior, noise and temperature: tr(J · J ᵀ) under its inverse is the score."""
+    """A = H + ε·tr(H)/P·I, which knows nothing of prior, noise and temperature; the score is tr(J A⁻¹ Jᵀ)."""
     level = (FLOOR * matrix.trace().detach() / matrix.size).clamp(min=torch.finfo(torch.float64).tiny)
     return matrix + Diagonal(level.expand(matrix.size))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lapwing.model.rules.rule import Call, MatrixRule
+from lapwing.model.rules.rule import Call, MatrixRule, with_ones
 from lapwing.model.samples import Samples
 
 
@@ -35,7 +35,7 @@ class Convolution(MatrixRule):
     def __init__(self, dims: int) -> None:
         self.dims = dims
 
-    def bind(  # type: ignore[override]
+    def bind(
         self,
         input: Tensor,
         weight: Tensor,
@@ -70,8 +70,22 @@ class Convolution(MatrixRule):
         g = samples.first(g, n, skip=1)  # (n, r, m, positions, channels)
         return g.reshape(n, r, -1, groups, channels // groups)
 
-    def right(self, call: Call, samples: Samples, n: int) -> Tensor:
-        return self._positions(self._windows(call), call, samples, n)
+    def right(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
+        x = self._columns(self._windows(call), call.options["groups"], ones)  # (n·m, groups, in, positions)
+        x = samples.first(x, n)  # (n, m, groups, in, positions)
+        return x.permute(0, 1, 4, 2, 3).reshape(n, 1, -1, *x.shape[2:4])
+
+    def right_sum(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
+        windows = self._windows(call)
+        positions = tuple(range(2, 2 + self.dims))
+        summed = windows.sum(positions)  # (n·m, channels, *kernel): patches are summed without being written out
+        groups = call.options["groups"]
+        x = samples.first(summed.reshape(summed.shape[0], groups, -1), n).sum(1)
+        return with_ones(x, self.positions(call, n)) if ones else x
+
+    def positions(self, call: Call, n: int) -> int:
+        windows = self._windows(call)
+        return windows.shape[0] // n * windows.shape[2 : 2 + self.dims].numel()
 
     def _windows(self, call: Call) -> Tensor:
         weight, options = call.weight, call.options
@@ -80,13 +94,25 @@ class Convolution(MatrixRule):
         x = pad(call.data, edges) if any(edges) else call.data
         return patches(x, tuple(weight.shape[2:]), options["stride"], options["dilation"])
 
-    def _positions(self, windows: Tensor, call: Call, samples: Samples, n: int) -> Tensor:
-        groups, dims = call.options["groups"], self.dims
+    def _columns(self, windows: Tensor, groups: int, ones: bool) -> Tensor:
+        """Patches written out as (count, groups, in, positions), with a row of ones for the bias."""
+        dims = self.dims
         count, channels = windows.shape[:2]
-        order = (0, *range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims))
-        x = windows.permute(order).reshape(count, -1, groups, (channels // groups) * windows.shape[2 + dims :].numel())
-        x = samples.first(x, n)  # (n, m, positions, groups, in)
-        return x.reshape(n, 1, -1, *x.shape[3:])
+        kernel, places = windows.shape[2 + dims :].numel(), windows.shape[2 : 2 + dims].numel()
+        order = (0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))  # runs of positions copy fastest
+        rows = (channels // groups) * kernel
+        x = windows.permute(order).reshape(count, groups, rows, places) if not ones else None
+        if x is not None:
+            return x
+        if windows.requires_grad and torch.is_grad_enabled():
+            x = windows.permute(order).reshape(count, groups, rows, places)
+            return torch.cat([x, x.new_ones(count, groups, 1, places)], 2)
+        out = windows.new_empty(count, groups, rows + 1, places)
+        for g in range(groups):
+            own = windows[:, g * (channels // groups) : (g + 1) * (channels // groups)].permute(order)
+            out[:, g, :rows].unflatten(1, own.shape[1 : 2 + dims]).unflatten(-1, own.shape[2 + dims :]).copy_(own)
+        out[:, :, rows] = 1
+        return out
 
 
 class TransposedConvolution(Convolution):

@@ -65,7 +65,7 @@ class Product(Elementwise):
 class PReLU(Elementwise):
     """max(0, x) + w · min(0, x), one weight or one per channel (axis 1)."""
 
-    def bind(self, input: Tensor, weight: Tensor) -> Call | None:  # type: ignore[override]
+    def bind(self, input: Tensor, weight: Tensor) -> Call | None:
         return Call(input, weight, None)
 
     def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:

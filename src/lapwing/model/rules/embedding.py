@@ -12,7 +12,7 @@ from lapwing.model.samples import Samples
 class Embedding(MatrixRule):
     """y = Wᵀ onehot(x), W (vocabulary, features); the row of `padding_idx` gets no gradient."""
 
-    def bind(  # type: ignore[override]
+    def bind(
         self,
         input: Tensor,
         weight: Tensor,
@@ -36,7 +36,7 @@ class Embedding(MatrixRule):
         g = samples.first(g, n, skip=1)
         return g.reshape(n, g.shape[1], -1, 1, g.shape[-1])
 
-    def right(self, call: Call, samples: Samples, n: int) -> Tensor:
+    def right(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
         weight, padding = call.weight, call.options["padding"]
         assert weight is not None
         index = samples.first(call.data, n).reshape(n, -1)
@@ -45,3 +45,6 @@ class Embedding(MatrixRule):
         if padding is not None:
             hot[..., padding] = 0.0
         return hot.reshape(n, 1, index.shape[1], 1, -1)
+
+    def positions(self, call: Call, n: int) -> int:
+        return call.data.numel() // n

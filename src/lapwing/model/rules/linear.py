@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lapwing.model.rules.rule import Call, MatrixRule
+from lapwing.model.rules.rule import Call, MatrixRule, with_ones
 from lapwing.model.samples import Samples
 
 
@@ -26,8 +26,9 @@ class Linear(MatrixRule):
         g = samples.first(g, n, skip=1)
         return g.reshape(n, g.shape[1], -1, 1, g.shape[-1])
 
-    def right(self, call: Call, samples: Samples, n: int) -> Tensor:
-        return samples.first(call.data, n).reshape(n, 1, -1, 1, call.data.shape[-1])
+    def right(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
+        x = samples.first(call.data, n).reshape(n, 1, -1, 1, call.data.shape[-1])
+        return with_ones(x) if ones else x
 
 
 class Matmul(Linear):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lapwing.model.samples import Samples
@@ -49,13 +50,30 @@ class MatrixRule(Rule):
         """g (r, *output) -> (n, r, t, groups, out)."""
 
     @abstractmethod
-    def right(self, call: Call, samples: Samples, n: int) -> Tensor:
-        """(n, 1, t, groups, in)."""
+    def right(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
+        """(n, 1, t, groups, in), with a last column of ones if the bias is folded in."""
+
+    def left_sum(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        """Σ_t left, (n, r, groups, out)."""
+        return self.left(call, g, samples, n).sum(2)
+
+    def right_sum(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
+        """Σ_t right, (n, groups, in)."""
+        return self.right(call, samples, n, ones).sum(2)[:, 0]
+
+    def positions(self, call: Call, n: int) -> int:
+        """t, the number of positions a sample."""
+        return call.data.numel() // call.data.shape[-1] // n
 
     def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         assert call.bias is not None
-        summed = self.left(call, g, samples, n).sum(2)  # (n, r, groups, out)
+        summed = self.left_sum(call, g, samples, n)
         return summed.reshape(*summed.shape[:2], *call.bias.shape)
+
+
+def with_ones(x: Tensor, value: float = 1.0) -> Tensor:
+    """A last column of ones (or of another value)."""
+    return torch.cat([x, x.new_full((*x.shape[:-1], 1), value)], -1)
 
 
 class RowsRule(Rule):
