@@ -1,0 +1,412 @@
+"""A matrix that is known by its products alone: solves, samples, log-determinants and variances by iteration."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.krylov import (
+    Estimate,
+    Policy,
+    Preconditioner,
+    Sketch,
+    Solution,
+    conjugate_gradients,
+    differentiable_solve,
+    slq_logdet,
+    spheres,
+)
+from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
+from lapwing.linalg.rows import Rows, chunks
+
+
+class Product(ABC):
+    """A positive semi-definite matrix G by its products and by draws from N(0, G)."""
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def matvec(self, v: Tensor) -> Tensor:
+        """G v, (s, P) → (s, P) float64, without gradients."""
+
+    @abstractmethod
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n draws from N(0, G), (n, P) float64."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """diag G, (P,) float64."""
+
+
+@dataclass(frozen=True, eq=False)
+class SumProduct(Product):
+    """Σ_k c_k G_k."""
+
+    parts: tuple[tuple[float, Product], ...]
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.parts[0][1].size
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.parts[0][1].dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.parts[0][1].device
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return torch.stack([c * part.matvec(v) for c, part in self.parts]).sum(0)
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.stack([c**0.5 * part.draw(n, generator) for c, part in self.parts]).sum(0)
+
+    def diagonal(self) -> Tensor:
+        return torch.stack([c * part.diagonal() for c, part in self.parts]).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Solver:
+    """How far iterations go. `columns` vectors are solved at a time; `probes` carry log-determinants and variances.
+
+    `sampling`: "solve" perturbs and solves, exact to the tolerance; "sketch" draws from the sketch plus the prior, the
+    two-part sample, without products. `predictive`: J A⁻¹ Jᵀ by "solve", by fixed `samples`, or by the "sketch".
+    """
+
+    tolerance: float = 1e-6
+    iterations: int = 500
+    columns: int = 16
+    probes: int = 8
+    steps: int = 20
+    samples: int = 64
+    sampling: Literal["solve", "sketch"] = "solve"
+    predictive: Literal["solve", "samples", "sketch"] = "solve"
+    unconverged: Policy = "raise"
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Operator(PSD):
+    """A = factor · G + diag(shift), with G behind a `Product` and a sketch G ≈ Uᵀ diag(λ) U.
+
+    Everything happens in coordinates whitened by the shift, A_w = I + c D^{-½} G D^{-½}, preconditioned by
+    M = I + c D^{-½} Uᵀ diag(λ) U D^{-½}:
+
+        log|A| = log|D| + log|M| + E zᵀ log(M^{-½} A_w M^{-½}) z       (unbiased for any sketch)
+        diag A_w⁻¹ = diag M⁻¹ + E[(A_w⁻¹ M y − y) ∘ y],  y = M^{-½} z   (the same probes; gives every gradient)
+
+    The better the sketch, the fewer products: with an exact one nothing is left to iterate. First derivatives in
+    factor, shift and vectors; second ones raise.
+    """
+
+    product: Product
+    sketch: Sketch
+    factor: Scalar = 1.0
+    shift: Scalar = 0.0
+    solver: Solver = field(default_factory=Solver)
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, metadata={"cache": True})
+
+    @property
+    def size(self) -> int:
+        return self.product.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.product.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.product.device
+
+    @property
+    def _factor(self) -> Tensor:
+        return torch.as_tensor(self.factor, dtype=torch.float64, device=self.device)
+
+    @property
+    def _shift(self) -> Tensor:
+        return torch.as_tensor(self.shift, dtype=torch.float64, device=self.device)
+
+    @property
+    def _constants(self) -> tuple[Tensor, Tensor]:
+        """c and D without gradients, D positive."""
+        shift = self._shift.detach()
+        require_positive(shift.reshape(-1))
+        return self._factor.detach(), shift
+
+    @cached_property
+    def preconditioner(self) -> Preconditioner:
+        """M, from the sketch."""
+        c, shift = self._constants
+        return Preconditioner(Sketch(self.sketch.basis, self.sketch.values * c), shift)
+
+    # --- products and solves ---------------------------------------------------------------------------------------
+
+    def matvec(self, v: Tensor) -> Tensor:
+        v = self._vector(v)
+        return self._apply(v.reshape(-1, self.size).double()).reshape(v.shape).to(self.dtype)
+
+    def _apply(self, v: Tensor) -> Tensor:
+        """A v for (s, P) float64; gradients flow into factor, shift and v."""
+        with torch.no_grad():
+            image = self.product.matvec(v.detach())
+        if v.requires_grad:  # G is constant and symmetric
+            image = _Linear.apply(v, image, self.product.matvec)
+        return self._factor * image + self._shift * v
+
+    def _white(self, v: Tensor) -> Tensor:
+        """A_w v."""
+        c, shift = self._constants
+        root = shift.rsqrt()
+        return v + c * root * self.product.matvec(root * v)
+
+    def solution(self, v: Tensor, start: Tensor | None = None) -> Solution:
+        """A⁻¹ v for (s, P), with the residual (of the whitened system) that every column reached."""
+        _, shift = self._constants
+        root = shift.rsqrt()
+        found = self._white_solution(root * v.double())
+        return replace(found, x=root * found.x)
+
+    def _white_solution(self, v: Tensor) -> Solution:
+        options = self.solver
+        parts = [
+            conjugate_gradients(
+                self._white,
+                part,
+                precondition=lambda u: self.preconditioner.power(u, -1.0),
+                tolerance=options.tolerance,
+                iterations=options.iterations,
+                unconverged=options.unconverged,
+            )
+            for part in v.split(options.columns)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return Solution(
+            torch.cat([p.x for p in parts]) if parts else v,
+            torch.cat([p.residuals for p in parts]) if parts else v.new_zeros(0),
+            options.tolerance,
+            max((p.iterations for p in parts), default=0),
+            sum(p.products for p in parts),
+            sum(p.restarts for p in parts),
+        )
+
+    def solve(self, v: Tensor) -> Tensor:
+        v = self._vector(v)
+        flat = v.reshape(-1, self.size).double()
+        found = differentiable_solve(self._apply, flat, lambda b: self.solution(b).x)
+        return found.reshape(v.shape).to(self.dtype)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        c, shift = self._constants
+        root = shift.rsqrt()
+        with torch.no_grad():
+            noise = torch.randn(n, self.size, dtype=self.dtype, device=self.device, generator=generator).double()
+            if self.solver.sampling == "sketch":
+                return (root * self.preconditioner.power(noise, -0.5)).to(self.dtype)
+            right = noise + c.sqrt() * root * self.product.draw(n, generator)  # covariance A_w
+            return (root * self._white_solution(right).x).to(self.dtype)
+
+    # --- determinants and diagonals --------------------------------------------------------------------------------
+
+    @property
+    def _key(self) -> tuple:
+        c, shift = self._constants
+        if shift.ndim == 0:
+            return float(c), float(shift)
+        return float(c), float(shift.sum()), float(shift @ torch.linspace(0, 1, len(shift), dtype=shift.dtype))
+
+    def _remember(self, name: str, compute: Any) -> Any:
+        key = (name, self._key)
+        if key not in self.memo:
+            with torch.no_grad():
+                self.memo[key] = compute()
+        return self.memo[key]
+
+    def _probes(self) -> Tensor:
+        like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(self.solver.seed)
+        return spheres(self.solver.probes, like, generator)
+
+    def ratio_estimate(self) -> Estimate:
+        """log |A| − log |D| with its standard error."""
+        return self._remember("ratio", self._ratio)
+
+    def _ratio(self) -> Estimate:
+        m, options = self.preconditioner, self.solver
+        like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(options.seed)
+        found = slq_logdet(
+            lambda v: m.power(self._white(m.power(v, -0.5)), -0.5),
+            like,
+            probes=options.probes,
+            steps=options.steps,
+            generator=generator,
+        )
+        return replace(found, value=m.logdet_ratio() + found.value)
+
+    def corrections(self) -> Tensor:
+        """(A_w⁻¹ M y − y) ∘ y of every probe, (probes, P): diag A_w⁻¹ is diag M_w⁻¹ plus their mean."""
+        return self._remember("corrections", self._corrections)
+
+    def _corrections(self) -> Tensor:
+        z = self._probes()
+        y = self.preconditioner.power(z, -0.5)
+        x = self._white_solution(self.preconditioner.power(z, 0.5)).x
+        return (x - y) * y
+
+    def effective(self) -> Estimate:
+        """tr(c G A⁻¹), the number of directions that G determines, with its standard error."""
+        each = -self.corrections().sum(-1)
+        error = each.std() / len(each) ** 0.5
+        return Estimate(self.preconditioner.shares().sum() + each.mean(), error, len(each), 0)
+
+    def _ratio_scalar(self) -> Tensor:
+        value: Tensor = _Ratio.apply(self._factor, self._shift, self)
+        return value
+
+    def logdet(self) -> Tensor:
+        self._constants  # noqa: B018 (refuses a singular matrix)
+        shift = self._shift
+        logs = shift.log() * self.size if shift.ndim == 0 else shift.log().sum()
+        return logs + self._ratio_scalar()
+
+    def logdet_ratio(self, prior: PSD) -> Tensor:
+        self._matches(prior)
+        if not isinstance(prior, Diagonal) or bool((self._shift != 0).any()):
+            return super().logdet_ratio(prior)
+        return (self + prior)._ratio_scalar()
+
+    def diagonal(self) -> Tensor:
+        if "diagonal" not in self.memo:
+            self.memo["diagonal"] = self.product.diagonal()
+        return (self._factor * self.memo["diagonal"] + self._shift).to(self.dtype)
+
+    def inverse_diagonal_estimate(self) -> Estimate:
+        """diag A⁻¹, (P,), with standard errors."""
+        _, shift = self._constants
+        each = self.corrections() / shift
+        error = each.std(0) / len(each) ** 0.5
+        return Estimate(self.preconditioner.inverse_diagonal() + each.mean(0), error, len(each), 0)
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.inverse_diagonal_estimate().value.to(self.dtype)
+
+    def smallest_eigenvalue(self) -> Tensor:
+        return self._shift.min()
+
+    # --- variances of outputs --------------------------------------------------------------------------------------
+
+    def whiten(self, rows: Rows) -> Tensor:
+        """The symmetric root of the joint J A⁻¹ Jᵀ, (n, r, n·r)."""
+        joint = self.joint(rows).reshape(rows.n * rows.r, -1).double()
+        values, vectors = torch.linalg.eigh((joint + joint.T) / 2)
+        white = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+        return white.reshape(rows.n, rows.r, -1).to(self.dtype)
+
+    def quadratic(self, rows: Rows) -> Tensor:
+        rows = self._rows(rows)
+        if self.solver.predictive == "samples":
+            inside = rows.matvec(self._draws().to(rows.dtype))
+            return torch.einsum("snr,snq->nrq", inside, inside) / len(inside)
+        pieces = [torch.zeros(0, rows.r, rows.r, dtype=self.dtype, device=self.device)]
+        for start, length in chunks(rows.n, 8 * rows.r * self.size):
+            dense = rows.narrow(start, length).dense()
+            pieces.append(dense.double() @ self._inverse(dense).mT)
+        return torch.cat([piece.to(self.dtype) for piece in pieces])
+
+    def variance(self, rows: Rows) -> Tensor:
+        return self.quadratic(rows).diagonal(dim1=-2, dim2=-1)
+
+    def joint(self, rows: Rows) -> Tensor:
+        rows = self._rows(rows)
+        if self.solver.predictive == "samples":
+            inside = rows.matvec(self._draws().to(rows.dtype)).flatten(1)
+            gram = inside.T @ inside / len(inside)
+        else:
+            dense = rows.dense()
+            gram = dense.flatten(0, 1).double() @ self._inverse(dense).flatten(0, 1).T
+        return gram.reshape(rows.n, rows.r, rows.n, rows.r).to(self.dtype)
+
+    def _inverse(self, dense: Tensor) -> Tensor:
+        flat = dense.reshape(-1, self.size).double()
+        if self.solver.predictive == "sketch":
+            return self.preconditioner.solve(flat).reshape(dense.shape)
+        found = differentiable_solve(self._apply, flat, lambda b: self.solution(b).x)
+        return found.reshape(dense.shape)
+
+    def _draws(self) -> Tensor:
+        """The fixed weight samples of predictions, (S, P)."""
+        generator = torch.Generator(self.device).manual_seed(self.solver.seed + 1)
+        return self._remember("draws", lambda: self.sample(self.solver.samples, generator))
+
+    # --- algebra ---------------------------------------------------------------------------------------------------
+
+    def scale(self, c: Scalar) -> Operator:
+        return replace(self, factor=self._factor * nonnegative(c), shift=self._shift * c)
+
+    def __add__(self, other: PSD) -> Operator:
+        self._matches(other)
+        if isinstance(other, Diagonal):
+            constant = other.constant()
+            return replace(self, shift=self._shift + (other.values.double() if constant is None else constant))
+        if isinstance(other, Operator):
+            return self._joined(other)
+        raise self._refuse(other, "a diagonal prior or another matrix of its kind")
+
+    def _joined(self, other: Operator) -> Operator:
+        mine, theirs = float(self._factor.detach()), float(other._factor.detach())
+        rows = [
+            c**0.5 * part.sketch.basis * part.sketch.values.sqrt().to(part.sketch.basis)[:, None]
+            for c, part in ((mine, self), (theirs, other))
+        ]
+        product = SumProduct(((mine, self.product), (theirs, other.product)))
+        return Operator(product, Sketch.of_rows(torch.cat(rows)), 1.0, self._shift + other._shift, self.solver)
+
+
+class _Linear(torch.autograd.Function):
+    """v ↦ G v whose value is known."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, image: Tensor, matvec: Any) -> Tensor:
+        ctx.matvec = matvec
+        return image.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.matvec(grads[0]), None, None
+
+
+class _Ratio(torch.autograd.Function):
+    """log|cG + D| − log|D|, with ∂/∂c = γ/c and ∂/∂d_p = (A⁻¹)_pp − 1/d_p from the probes of `corrections`."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, shift: Tensor, operator: Operator) -> Tensor:
+        ctx.operator = operator
+        return operator.ratio_estimate().value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        operator: Operator = ctx.operator
+        with torch.no_grad():
+            c, shift = operator._constants
+            gamma = operator.effective().value
+            if shift.ndim == 0:
+                by_shift = -gamma / shift
+            else:
+                basis, _ = operator.preconditioner._whitened
+                lost = (basis.square() * operator.preconditioner.shares().to(basis)[:, None]).sum(0).double()
+                by_shift = (operator.corrections().mean(0) - lost) / shift
+            by_factor = gamma / c if float(c) > 0 else torch.zeros_like(c)
+        return grads[0] * by_factor, grads[0] * by_shift, None
