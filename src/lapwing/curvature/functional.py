@@ -1,0 +1,208 @@
+"""Function space: the Gaussian process with kernel J Π⁻¹ Jᵀ, exact, on a subset of data, or in its Nyström form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.factor import GGN
+from lapwing.curvature.matrixfree import _totals, curvature_of_outputs
+from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.errors import BadData, TooLarge, UnsupportedOperation
+from lapwing.linalg import Jacobian
+from lapwing.linalg import LowRank as LowRankMatrix
+from lapwing.linalg.krylov import Sketch
+from lapwing.model import Batch, Batches, Plan, batch_size, take
+from lapwing.model.products import Products
+
+
+class RowsAccumulator(Accumulator):
+    """All rows Φ (m, P) with G = ΦᵀΦ, but those that are zero."""
+
+    def __init__(self, problem: Problem) -> None:
+        params = problem.network.params
+        self.parts = [torch.zeros(0, params.size, dtype=params.dtype, device=params.device)]
+        self.tensors = {}
+
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
+        rows = jacobian.dense().flatten(0, 1)
+        self.parts.append(rows[(rows != 0).any(-1)])
+
+    def merge(self, other: Accumulator) -> None:
+        assert isinstance(other, RowsAccumulator)
+        self.parts.extend(part.to(self.parts[0]) for part in other.parts)
+
+    def finish(self) -> LowRankMatrix:
+        rows = torch.cat(self.parts)
+        if not len(rows):
+            rows = rows.new_zeros(1, rows.shape[1])
+        return LowRankMatrix(rows, rows.new_ones(len(rows), dtype=torch.float64), rows.new_zeros(rows.shape[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Functional(Structure):
+    """The exact Gaussian process of the linearized network, equal to the full weight-space posterior to rounding.
+
+    Keeps the m = data × output directions rows Φ of SᵀJ, and inverts the m × m kernel I + c·Φ Π⁻¹ Φᵀ instead of a
+    P × P matrix (Khan et al. 2019; Immer et al. 2021): for more weights than outputs of data. Joint covariances, the
+    evidence and every prior per weight are exact. `points` takes that many data at random and scales their curvature by
+    n / points, so that the posterior is as narrow as the data make it; the log-likelihood is that of all data.
+    """
+
+    points: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.points is not None and self.points < 1:
+            raise BadData(f"points must be at least 1, got {self.points}")
+
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        """Of one row and its float64 copy: how many rows there are, the data tell."""
+        return sum(block.size for block in plan.blocks) * (itemsize + 8)
+
+    def passes(self) -> int:
+        return 2
+
+    def require(self, problem: Problem) -> None:
+        super().require(problem)
+        data = _count(problem.batches)
+        data = data if self.points is None else min(data, self.points)
+        first = next(iter(problem.batches))
+        f = problem.network.forward(first.inputs)
+        rows = data * problem.factor.count(f)
+        params = problem.network.params
+        needed = rows * params.size * torch.finfo(params.dtype).bits // 4 + 3 * 8 * rows**2
+        if needed > problem.memory:
+            raise TooLarge(
+                f"structure='functional' keeps {rows:,} rows of {params.size:,} weights and their kernel, about "
+                f"{needed / 1e9:.3g} GB, the budget is {problem.memory / 1e9:.3g} GB. Use Functional(points=...) "
+                "on fewer data, Nystrom(rank), structure='matrixfree', which keeps no rows, or raise memory=."
+            )
+
+    def estimate(self, problem: Problem) -> Estimate:
+        accumulator = RowsAccumulator(problem)
+        if self.points is None:
+            totals = problem.sweep(accumulator.update)
+            return Estimate(accumulator.finish(), totals, notes=(self._note(accumulator, 1.0),))
+        totals = _totals(problem)
+        chosen = _subset(problem.batches, self.points, self.seed)
+        part = replace(problem, batches=chosen, first=None, rest=None)
+        ratio = totals.seen / part.sweep(accumulator.update).seen
+        return Estimate(accumulator.finish().scale(ratio), totals, notes=(self._note(accumulator, ratio),))
+
+    def _note(self, accumulator: RowsAccumulator, ratio: float) -> str:
+        rows = sum(len(part) for part in accumulator.parts)
+        scaled = f", scaled by {ratio:.4g} to all data" if ratio != 1 else ""
+        return f"function space: a kernel of {rows:,} output directions{scaled}"
+
+
+@dataclass(frozen=True, eq=False)
+class Nystrom(Structure):
+    """The curvature seen by a subspace of `rank` directions in weight space, exact inside it (ELLA, Deng et al. 2022).
+
+    The span of the leading eigenvectors v_k = J̃ᵀu_k/√d_k of the kernel on random Jacobian rows; then one pass of
+    `rank` JVPs adds up Σ φᵀΛφ with φ(x) = J(x)v. ELLA sets the variance outside the span to zero, which is
+    over-confident away from its random rows; here the prior's variance stays there, so that variances are never below
+    ELLA's. The evidence is an upper bound of the full GGN's: the eigenvalues of a compression are never above.
+    """
+
+    rank: int = 32
+    points: int | None = None  # data that the rows come from; None: as many as give 2·rank rows
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise BadData(f"the rank must be at least 1, got {self.rank}")
+
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        return 4 * self.rank * sum(block.size for block in plan.blocks) * (itemsize + 8)
+
+    def passes(self) -> int:
+        return 2
+
+    def require(self, problem: Problem) -> None:
+        super().require(problem)
+        if not isinstance(problem.factor, GGN):
+            raise UnsupportedOperation("structure='nystrom' needs factor='ggn': its pass multiplies with Λ itself")
+
+    def estimate(self, problem: Problem) -> Estimate:
+        basis = self._basis(problem)
+        products = Products(problem.network, problem.batches, problem.progress)
+        core, totals = _project(problem, products, basis)
+        values, turn = torch.linalg.eigh((core + core.T) / 2)
+        matrix = LowRankMatrix(turn.T.to(basis) @ basis, values.clamp(min=0), basis.new_zeros(basis.shape[1]))
+        note = f"Nyström: a subspace of {len(basis)} directions, the prior alone outside it"
+        return Estimate(matrix, totals, notes=(note,))
+
+    def extend(self, problem: Problem, matrix: Any, state: dict[str, Tensor]) -> Estimate:
+        """Add data inside the subspace of the first fit."""
+        products = Products(problem.network, problem.batches, problem.progress)
+        core, totals = _project(problem, products, matrix.basis)
+        values, turn = torch.linalg.eigh(core + torch.diag(matrix.values.double()))
+        grown = LowRankMatrix(turn.T.to(matrix.basis) @ matrix.basis, values.clamp(min=0), matrix.shift)
+        return Estimate(grown, totals)
+
+    def _basis(self, problem: Problem) -> Tensor:
+        """Orthonormal rows V (k, P) from Jacobian rows at random data."""
+        first = next(iter(problem.batches))
+        outputs = problem.network.forward(first.inputs)[0].numel()
+        points = self.points or max(2, -(-2 * self.rank // outputs))
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = []
+        with problem.network.borrow():
+            for batch in _subset(problem.batches, points, self.seed):
+                at = problem.network.linearize(problem.plan, batch.inputs)
+                count = min(outputs, 64)
+                picked = torch.randperm(outputs, generator=generator)[:count]
+                eye = torch.eye(outputs, dtype=at.f.dtype)[picked].to(at.f.device)
+                directions = eye.reshape(count, 1, *at.f.shape[1:]).expand(count, *at.f.shape)
+                rows.append(at.jacobian(directions).dense().flatten(0, 1).detach())
+        sketch = Sketch.of_rows(torch.cat(rows), floor=1e-10)
+        return sketch.basis[: self.rank]
+
+
+def _project(problem: Problem, products: Products, basis: Tensor) -> tuple[Tensor, Totals]:
+    """Σ (J V)ᵀ φΛ (J V), (k, k) float64, and the totals."""
+    core = torch.zeros(len(basis), len(basis), dtype=torch.float64, device=basis.device)
+    for batch, f, inside in products.jacobian(basis, label="fit (Nyström)"):
+        y = problem.prepare(batch, f)
+        image = curvature_of_outputs(problem.likelihood, f, y, inside)
+        if batch.weights is not None:
+            image = image * batch.weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
+        core += inside.flatten(1).double() @ image.flatten(1).double().T
+    return core, _totals(problem)
+
+
+def _count(batches: Batches) -> int:
+    return sum(batch_size(batch.inputs) for batch in batches)
+
+
+def _subset(batches: Batches, points: int, seed: int) -> Batches:
+    """`points` data, without replacement, as batches of their own."""
+    total = _count(batches)
+    chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:points].sort().values
+    return Batches(list(_cut(batches, chosen)), batches.module, batches.device, _as_it_is)
+
+
+def _cut(batches: Batches, chosen: Tensor) -> Iterator[tuple]:
+    start = 0
+    for batch in batches:
+        size = batch_size(batch.inputs)
+        here = chosen[(chosen >= start) & (chosen < start + size)] - start
+        start += size
+        if len(here):
+            yield _taken(batch, here.to(batches.device), size)
+
+
+def _taken(batch: Batch, rows: Tensor, size: int) -> tuple:
+    weights = None if batch.weights is None else batch.weights[rows]
+    return take(batch.inputs, rows, size), take(batch.targets, rows, size), weights
+
+
+def _as_it_is(raw: tuple) -> tuple:
+    return raw
