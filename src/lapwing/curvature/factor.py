@@ -27,8 +27,12 @@ class Factor(ABC):
         """Tensors (n, *event, c), one a direction."""
 
     @abstractmethod
+    def width(self, outputs: int) -> int:
+        """How many directions a sample with so many outputs has (an upper bound, for memory)."""
+
     def count(self, f: Tensor) -> int:
-        """How many directions there will be (an upper bound, for progress and memory)."""
+        """How many directions there will be at outputs f."""
+        return self.width(f[0].numel())
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +62,8 @@ class GGN(Factor):
                     only[:, e] = s
                     yield only.reshape(f.shape)
 
-    def count(self, f: Tensor) -> int:
-        return f[0].numel()
+    def width(self, outputs: int) -> int:
+        return outputs
 
     def require(self, f: Tensor) -> None:
         """Raise `TooLarge` where a sample has too many output directions."""
@@ -82,7 +86,7 @@ class MCFisher(Factor):
         for _ in range(self.samples):
             yield likelihood.sample_factor(f, y, generator) / self.samples**0.5
 
-    def count(self, f: Tensor) -> int:
+    def width(self, outputs: int) -> int:
         return self.samples
 
 
@@ -97,7 +101,7 @@ class EmpiricalFisher(Factor):
     ) -> Iterator[Tensor]:
         yield likelihood.score(f, y) * likelihood.dispersion.detach().to(f)
 
-    def count(self, f: Tensor) -> int:
+    def width(self, outputs: int) -> int:
         return 1
 
 
@@ -113,5 +117,5 @@ class Hessian(Factor):
     ) -> Iterator[Tensor]:
         raise TypeError("the exact Hessian is not a sum of squares and has no directions")
 
-    def count(self, f: Tensor) -> int:
+    def width(self, outputs: int) -> int:
         return 0

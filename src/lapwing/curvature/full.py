@@ -42,4 +42,4 @@ class Full(Structure):
     def estimate(self, problem: Problem) -> Estimate:
         if isinstance(problem.factor, Hessian):
             return hessian_estimate(problem, Dense)
-        return one_pass(problem, FullAccumulator(problem))
+        return one_pass(problem, FullAccumulator(problem), row_bytes=24 * problem.network.params.size)

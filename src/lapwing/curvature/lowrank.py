@@ -91,7 +91,7 @@ class LowRank(Structure):
         return self._sweep(problem, accumulator)
 
     def _sweep(self, problem: Problem, accumulator: LowRankAccumulator) -> Estimate:
-        totals = problem.sweep(accumulator.update)
+        totals = problem.sweep(accumulator.update, row_bytes=32 * problem.network.params.size)
         matrix = accumulator.finish()
         dropped = accumulator.tensors["dropped"]
         total = float(dropped) + float(matrix.trace())

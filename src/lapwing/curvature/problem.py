@@ -17,10 +17,14 @@ from lapwing.errors import BadData
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Jacobian
 from lapwing.model import Batch, Batches, LazyRows, Linearization, Network, Plan, batch_size, tensors_in
+from lapwing.model.batches import parts_of
 from lapwing.model.tape import run
 
 Update = Callable[[Jacobian, Tensor | None], None]
 """Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
+
+
+CHUNK = 2**28  # bytes of back-propagated gradients under way at a time
 
 
 def available_memory() -> int:
@@ -53,6 +57,7 @@ class Problem:
     likelihood: Likelihood
     factor: Factor
     event: tuple[int, ...]  # event dimensions of the outputs of the first batch
+    outputs: int  # outputs a sample
     generator: torch.Generator | None = None
     memory: int = field(default_factory=available_memory)
     progress: bool | None = None
@@ -60,12 +65,15 @@ class Problem:
     rest: Iterator[Batch] | None = None
     scalar: bool = False  # the network returns (B,)
 
-    def sweep(self, update: Update, factor: Factor | None = None, label: str = "fit") -> Totals:
-        """Pass over the data once, handing rows to `update` in chunks of directions."""
+    def sweep(self, update: Update, factor: Factor | None = None, label: str = "fit", row_bytes: int = 0) -> Totals:
+        """Pass over the data once, handing rows to `update` for a few samples and all their directions at a time.
+
+        `row_bytes` is what the structure itself needs for each row.
+        """
         factor = factor or self.factor
         statistics, seen, gradient = None, 0.0, None
         with self.network.borrow():
-            for batch in self._batches(label):
+            for batch in self._pieces(label, factor, row_bytes):
                 at = self.network.linearize(self.plan, batch.inputs)
                 y = self.prepare(batch, at.f)
                 with torch.no_grad():
@@ -74,7 +82,7 @@ class Problem:
                 seen += self.likelihood.count(at.f, y, batch.weights)
                 if isinstance(factor, GGN):
                     gradient = self._add_gradient(gradient, at, y, batch)
-                self._feed(self._finite(update, batch), factor, at, y, batch)
+                self._feed(self._finite(update, batch), factor, at, y, batch, row_bytes)
         assert statistics is not None
         return Totals(statistics, seen, gradient)
 
@@ -83,6 +91,9 @@ class Problem:
         inputs = (t for t in tensors_in(batch.inputs) if t.is_floating_point())
         if not (bool(f.isfinite().all()) and all(bool(t.isfinite().all()) for t in inputs)):
             raise BadData(self._not_finite(batch))
+        if batch.weights is not None and not bool(((batch.weights >= 0) & batch.weights.isfinite()).all()):
+            bad = batch.weights[~((batch.weights >= 0) & batch.weights.isfinite())][0].item()
+            raise BadData(f"batch {batch.number}: a sample weight is {bad}; weights are finite and at least 0")
         try:
             return self.likelihood.targets(f.detach(), batch.targets)
         except BadData as error:
@@ -151,9 +162,20 @@ class Problem:
 
         return checked
 
-    def _feed(self, update: Update, factor: Factor, at: Linearization, y: Tensor, batch: Batch) -> None:
-        width = sum(record.out.numel() for record in at.finished.records) * 4
-        per_chunk = max(1, min(factor.count(at.f), int(self.memory / 8 / max(width, 1))))
+    @property
+    def _cap(self) -> int:
+        """Bytes that the rows under way may take."""
+        return min(self.memory // 8, CHUNK)
+
+    def _pieces(self, label: str, factor: Factor, row_bytes: int) -> Iterator[Batch]:
+        """Batches cut so that all directions of a piece fit at once; a sample alone may still need several chunks."""
+        row = 4 * self.plan.width + row_bytes
+        for batch in self._batches(label):
+            yield from parts_of(batch, max(1, self._cap // max(1, row * factor.width(self.outputs))))
+
+    def _feed(self, update: Update, factor: Factor, at: Linearization, y: Tensor, batch: Batch, row_bytes: int) -> None:
+        row = at.n * (4 * self.plan.width + row_bytes)
+        per_chunk = max(1, min(factor.count(at.f), self._cap // max(row, 1)))
         chunk: list[Tensor] = []
         ones = torch.ones(at.n, dtype=self.network.params.dtype, device=at.f.device)
         fresh: Tensor | None = ones if batch.weights is None else batch.weights.to(ones)
@@ -194,7 +216,7 @@ def pose(
         factor.require(f)
     with network.borrow():
         # before the self-check, which would only see that numbers disagree
-        Problem(network, Plan((), (), ()), batches, likelihood, factor, ()).prepare(first, f)
+        Problem(network, Plan((), (), ()), batches, likelihood, factor, (), 0).prepare(first, f)
         plan = network.plan(first.inputs)
     plan = replace(plan, notes=plan.notes + notes)
-    return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), **options)
+    return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)

@@ -121,9 +121,9 @@ def layout_of(problem: Problem) -> Layout:
     return problem.plan.layout if params.index is None else Layout.contiguous([params.size])
 
 
-def one_pass(problem: Problem, accumulator: Accumulator, notes: tuple[str, ...] = ()) -> Estimate:
+def one_pass(problem: Problem, accumulator: Accumulator, notes: tuple[str, ...] = (), row_bytes: int = 0) -> Estimate:
     """Feed an accumulator from one sweep."""
-    totals = problem.sweep(accumulator.update)
+    totals = problem.sweep(accumulator.update, row_bytes=row_bytes)
     return Estimate(accumulator.finish(), totals, notes=notes)
 
 

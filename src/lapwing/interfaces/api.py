@@ -35,9 +35,11 @@ from lapwing.interfaces.storage import (
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
 from lapwing.model.fingerprint import checksum
+from lapwing.model.module import outside_inference
 from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
 
 
+@outside_inference
 def fit(
     model: nn.Module,
     data: Any,
@@ -96,6 +98,7 @@ def fit(
     return la
 
 
+@outside_inference
 def load(
     path: str | Path, model: nn.Module, *, data: Any = None, likelihood: str | Likelihood | None = None
 ) -> Laplace:
@@ -142,6 +145,10 @@ def _device(module: nn.Module, device: torch.device | str | None) -> torch.devic
     for name, p in module.named_parameters():
         if isinstance(p, UninitializedParameter) or p.is_meta:
             raise BadData(f"parameter {name!r} has no values yet: run the model once, or load its weights")
+        if p.is_inference():
+            raise BadData(
+                f"parameter {name!r} was made in torch.inference_mode() and cannot be differentiated: copy it"
+            )
         if not bool(p.isfinite().all()):
             raise BadData(f"parameter {name!r} of the network is not finite")
     if device is not None and torch.device(device).type != found.type:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lapwing.errors import UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network
 from lapwing.model.batches import Inputs, map_tensors
+from lapwing.model.fingerprint import checksum
+from lapwing.model.module import ordinary, outside_inference
 from lapwing.predictive import Prediction, predict_targets
 from lapwing.predictive.sampled import sampled_function
 
@@ -25,6 +28,7 @@ class Ensemble:
     likelihood: Likelihood
     weights: Tensor
     scalar: bool = False
+    state: tuple[str, ...] = ()  # checksum of the module at the fit
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -32,8 +36,11 @@ class Ensemble:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return (self.network.params.unflatten(theta) for theta in self.weights)
 
+    @outside_inference
     def predict(self, x: Inputs, *, link: str = "mc", differentiable: bool = False) -> Prediction:
         """The mixture of the members' predictions."""
-        x = map_tensors(lambda t: t.to(self.network.params.device), x)
+        if self.state and checksum(self.network.module) != self.state:
+            raise UnsupportedModel("the module has changed since the fit; restore it, or fit again")
+        x = map_tensors(lambda t: ordinary(t).to(self.network.params.device), x)
         function = sampled_function(self.network, self.weights, x, differentiable)
         return predict_targets(function, self.likelihood, link=link, scalar=self.scalar)

@@ -32,6 +32,7 @@ from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.model import Batches, Network, Params, Plan, tensors_in
 from lapwing.model.batches import LABEL_KEYS, Inputs, map_tensors
 from lapwing.model.fingerprint import checksum
+from lapwing.model.module import ordinary, outside_inference
 from lapwing.posterior import (
     Posterior,
     Prior,
@@ -79,7 +80,7 @@ class Laplace:
     damped: bool = False
     repair: bool = False
     tuned: str = ""  # how prior, temperature and noise were chosen, in a line
-    state: tuple = field(default=(), repr=False)  # checksum of the module at the fit
+    state: tuple[str, ...] = field(default=(), repr=False)  # checksum of the module at the fit
     _plans: dict[str, Plan] = field(default_factory=dict, repr=False)  # the plan, once inputs were seen
 
     # --- what it is ------------------------------------------------------------------------------------------------
@@ -127,6 +128,7 @@ class Laplace:
 
     # --- evidence --------------------------------------------------------------------------------------------------
 
+    @outside_inference
     def log_evidence(self, at: str = "map") -> Tensor:
         """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
 
@@ -160,6 +162,7 @@ class Laplace:
 
     # --- changes ---------------------------------------------------------------------------------------------------
 
+    @outside_inference
     def replace(
         self,
         *,
@@ -191,6 +194,7 @@ class Laplace:
             changes["repair"] = repair
         return replace(self, **changes)
 
+    @outside_inference
     def damping(self, kind: str) -> Laplace:
         """Kronecker posteriors: "exact" adds τI to G ⊗ A, "factored" damps each factor (Ritter et al., Eq. 9).
 
@@ -202,6 +206,7 @@ class Laplace:
         _ = damped.posterior  # refuse now what is not Kronecker
         return damped
 
+    @outside_inference
     def update(self, data: Any) -> Laplace:
         """Add data to the curvature: as if fitted on the union (diag, blockdiag, kron, full).
 
@@ -239,6 +244,7 @@ class Laplace:
 
     # --- prediction ------------------------------------------------------------------------------------------------
 
+    @outside_inference
     def predict(
         self,
         x: Inputs,
@@ -290,14 +296,17 @@ class Laplace:
         for raw in batches.raw():
             yield self.predict(batches.inputs_of(raw), **options)
 
+    @outside_inference
     def ensemble(self, n: int, generator: torch.Generator | None = None) -> Ensemble:
         """n fixed weight samples as n networks: the same ones at every input."""
-        return Ensemble(self.network, self.likelihood, self._draws(n, generator), self.options.scalar)
+        self._require_unchanged()
+        draws = self._draws(n, generator)
+        return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.state)
 
     def _inputs(self, x: Inputs) -> Inputs:
         if isinstance(x, Mapping):
             x = {key: value for key, value in x.items() if key not in LABEL_KEYS}
-        x = map_tensors(lambda t: t.to(self.params.device), x)
+        x = map_tensors(lambda t: ordinary(t).to(self.params.device), x)
         if not any(True for _ in tensors_in(x)):
             raise BadData(
                 f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
@@ -332,19 +341,21 @@ class Laplace:
     def _require_unchanged(self) -> None:
         live = dict(self.module.named_parameters())
         for name, value in zip(self.params.names, self.params.values, strict=True):
-            if name not in live or live[name].shape != value.shape or not torch.equal(live[name].detach(), value):
+            now = live.get(name)
+            if now is None or now.dtype != value.dtype or not torch.equal(now.detach(), value):
                 raise UnsupportedModel(
                     f"parameter {name!r} of the module has changed since the fit; the posterior belongs to the old "
                     "weights. Fit again, or restore the weights."
                 )
         if self.state and checksum(self.module) != self.state:
             raise UnsupportedModel(
-                "a frozen parameter or a buffer of the module has changed since the fit (for example batch norm "
-                "statistics, by a forward pass in training mode). Fit again, or restore the module's state."
+                "a frozen parameter, a buffer or a setting of the module has changed since the fit (for example batch "
+                "norm statistics, by a forward pass in training mode). Fit again, or restore the module."
             )
 
     # --- tuning ----------------------------------------------------------------------------------------------------
 
+    @outside_inference
     def tune(
         self,
         data: Any = None,
@@ -457,6 +468,7 @@ class Laplace:
 
     # --- reports and storage ---------------------------------------------------------------------------------------
 
+    @outside_inference
     def summary(self) -> str:
         """What was fitted, how, and what to know about it."""
         curvature, params = self.curvature, self.params
@@ -486,8 +498,10 @@ class Laplace:
         notes = [*curvature.notes, *(self.tuning.messages if self.tuning else ())]
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
 
+    @outside_inference
     def save(self, path: str | Path) -> None:
         """One file (safetensors), written atomically; `lapwing.load(path, model)` reads it."""
+        self._require_unchanged()
         write(Path(path), self)
 
     def __repr__(self) -> str:

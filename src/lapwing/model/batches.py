@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lapwing.errors import BadData, NotReiterable
-from lapwing.model.module import is_causal_language_model
+from lapwing.model.module import is_causal_language_model, ordinary
 
 Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
 
@@ -112,6 +112,19 @@ def _rows_of(data: Any) -> Iterator[tuple[Inputs, Tensor]]:
         yield take(inputs, rows, targets.shape[0]), targets[rows]
 
 
+def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
+    """The batch in pieces of at most `size` samples."""
+    total = batch_size(batch.inputs)
+    if size >= total:
+        yield batch
+        return
+    targets = torch.as_tensor(batch.targets)
+    for start in range(0, total, size):
+        rows = slice(start, start + size)
+        weights = None if batch.weights is None else batch.weights[rows]
+        yield Batch(take(batch.inputs, rows, total), targets[rows], weights, batch.number)
+
+
 @dataclass(frozen=True, eq=False)
 class Batches:
     """Any re-iterable of batches, read as `Batch` objects on one device."""
@@ -167,9 +180,11 @@ class Batches:
         seen = 0
         for number, raw in enumerate(self.raw()):
             inputs, targets, weights = self._split(raw)
-            inputs = map_tensors(lambda t: t.to(self.device), inputs)
+            inputs = map_tensors(lambda t: ordinary(t).to(self.device), inputs)
             if batch_size(inputs) == 0:
                 continue
+            if targets is None:
+                raise BadData(f"batch {number} has no targets")
             seen += 1
             targets = targets.to(self.device) if isinstance(targets, Tensor) else targets
             weights = weights.to(self.device) if isinstance(weights, Tensor) else weights

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.errors import UnsupportedModel
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -21,6 +26,24 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module.module
         else:
             return module
+
+
+def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function as if the caller had not switched to `torch.inference_mode()`: its results may need gradients."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """A tensor that autograd can record: a copy of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 @contextmanager

@@ -76,7 +76,9 @@ class Network:
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c), one forward-mode pass each."""
         values = dict(zip(self.params.names, self.params.values, strict=True))
-        with self.borrow(differentiable=True):
+        with self.borrow(differentiable=True), warnings.catch_warnings():
+            # torch's first forward-mode product loads decompositions by a function that it has itself deprecated
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
             results = []
             f = None
             for v in tangents:
@@ -207,7 +209,8 @@ class _Check:
         truth = self._autograd(directions)
         plan = self._settle(plan, whole, f, directions, truth)
         plan = self._try_batched(plan, whole, f, directions, truth)
-        return replace(plan, distinct=self.distinct, reaching=_reaching(whole, f))
+        width = sum(record.out.numel() for record in whole.records) // self.n
+        return replace(plan, distinct=self.distinct, width=width, reaching=_reaching(whole, f))
 
     def _single(self) -> Pass:
         try:

@@ -85,6 +85,7 @@ class Plan:
     distinct: int = 0  # samples it was made from: one alone cannot tell how a batch is laid out
     notes: tuple[str, ...] = ()
     dynamic: bool = False
+    width: int = 0  # elements of the outputs of all records, a sample
     reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
 
     @cached_property

@@ -12,6 +12,7 @@ from lapwing.errors import TooLarge
 from lapwing.linalg import PSD, Jacobian
 from lapwing.model import Linearization, Network, Plan, PlanChanged, batch_size, dynamic_plan, take
 from lapwing.model.batches import Inputs
+from lapwing.model.module import outside_inference
 from lapwing.predictive.function import GaussianFunction
 
 CLOSED_FORM = 64
@@ -58,6 +59,7 @@ class Linearized:
         width = sum(record.out.numel() for record in at.finished.records) // at.n
         return int(self.memory / 8 / max(1, 4 * directions * width))
 
+    @outside_inference
     def _covariance(self, inputs: Inputs, mean: Tensor) -> Tensor:
         """(B, *event, C, C), event position by event position."""
         _require(mean.numel() * mean.shape[-1] * mean.element_size(), self.memory, "the covariance of the outputs")
@@ -70,6 +72,7 @@ class Linearized:
             blocks.append(torch.cat(parts))
         return torch.stack(blocks, 1).reshape(n, *mean.shape[1:], c).to(mean.dtype)
 
+    @outside_inference
     def variance(self, inputs: Inputs, mean: Tensor, precision: PSD) -> Tensor:
         """diag(J A⁻¹ Jᵀ) under any precision A, (B, *event, C)."""
         columns = []
@@ -78,6 +81,7 @@ class Linearized:
                 columns.append(torch.cat([precision.variance(rows) for _, rows in self.jacobians(inputs, e)]))
         return torch.stack(columns, 1).reshape(mean.shape).to(mean.dtype)
 
+    @outside_inference
     def _joint(self, inputs: Inputs, mean: Tensor) -> Tensor:
         """(B, *event, C, B, *event, C)."""
         _require(mean.numel() ** 2 * mean.element_size(), self.memory, "the joint covariance of the outputs")
@@ -114,6 +118,7 @@ class Linearized:
             parts = [self.precision.quadratic(at.jacobian(_identity(f, e))) for e in range(f[0].numel() // c)]
             return GaussianFunction(f, torch.stack(parts, 1).reshape(n, *f.shape[1:], c).to(f.dtype))
 
+    @outside_inference
     def _sample(self, inputs: Inputs, mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
         """(n, B, *event, C): one weight draw and one forward-mode pass each."""
         steps = self.draws(n, generator) - self.network.params.flat
