@@ -264,6 +264,12 @@ class Operator(PSD):
         x = self._white_solution(self.preconditioner.power(z, 0.5)).x
         return (x - y) * y
 
+    def determined(self) -> Tensor:
+        """1 − d_p (A⁻¹)_pp, (P,) float64: the share of every weight that G determines. Without subtracting from one."""
+        basis, _ = self.preconditioner._whitened
+        share = (basis.square() * self.preconditioner.shares().to(basis)[:, None]).sum(0).double()
+        return share - self.corrections().mean(0)
+
     def effective(self) -> Estimate:
         """tr(c G A⁻¹), the number of directions that G determines, with its standard error."""
         each = -self.corrections().sum(-1)
@@ -405,8 +411,6 @@ class _Ratio(torch.autograd.Function):
             if shift.ndim == 0:
                 by_shift = -gamma / shift
             else:
-                basis, _ = operator.preconditioner._whitened
-                lost = (basis.square() * operator.preconditioner.shares().to(basis)[:, None]).sum(0).double()
-                by_shift = (operator.corrections().mean(0) - lost) / shift
+                by_shift = -operator.determined() / shift
             by_factor = gamma / c if float(c) > 0 else torch.zeros_like(c)
         return grads[0] * by_factor, grads[0] * by_shift, None

@@ -1,0 +1,122 @@
+"""Prior precisions and noise by the evidence where the curvature is known by products alone: MacKay's fixed point."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import UnsupportedOperation
+from lapwing.evidence.evidence import FittedCurvature, log_evidence
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
+from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.linalg import Diagonal
+from lapwing.linalg.operator import Operator
+from lapwing.posterior import Tempered, resolve_temperature
+
+BOUNDS = (1e-10, 1e10)
+
+
+def tune_probes(
+    curvature: FittedCurvature,
+    likelihood: Likelihood,
+    groups: Groups,
+    *,
+    mean: Tensor,
+    start: float | Tensor = 1.0,
+    center: float | Tensor = 0.0,
+    temperature: float | Tensor | Tempered = 1.0,
+    learn: Sequence[str] = ("prior",),
+    tolerance: float = 1e-3,
+    iterations: int = 30,
+) -> Tuning:
+    """`tune_evidence` for matrix-free curvature: τ_g ← γ_g / ‖θ̂ − μ₀‖²_g with γ_g = Σ_{p∈g} (1 − τ_g Σ_pp).
+
+    The effective numbers γ_g come from the solver's fixed probes, deflated by the sketch, so that the same noise enters
+    every step and the iteration converges (MacKay 1992; for noise φ ← Σ r² / (N K − γ)). The mode θ̂ is held fixed, as
+    everywhere. Stops when no logarithm moves by more than `tolerance`. Every step costs one block of solves over data.
+    """
+    if not isinstance(curvature.matrix, Operator):
+        raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
+    unknown = set(learn) - {"prior", "noise"}
+    if unknown or not learn:
+        raise ValueError(f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}")
+    if "noise" in learn and not isinstance(likelihood, Gaussian):
+        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    tempered = resolve_temperature(temperature)
+    offset = mean.detach().double() - torch.as_tensor(center, dtype=torch.float64, device=mean.device).detach()
+    squares = groups.total(offset.square())
+    tau = torch.as_tensor(start, dtype=torch.float64).detach().expand(groups.count).clone()
+    first = Setting(tau.clone(), float(tempered.T), _dispersion(likelihood, learn))
+    family, moved, step = likelihood, math.inf, 0
+    while moved > tolerance and step < iterations:
+        gamma = _effective(curvature, groups, tau, family, tempered)
+        moved, step = 0.0, step + 1
+        if "prior" in learn:
+            known = (gamma > 0) & (squares > 0)
+            scale = float(tempered.T) if tempered.prior else 1.0
+            fresh = torch.where(known, gamma.clamp(min=1e-12) / (scale * squares.clamp(min=1e-300)), tau).clamp(*BOUNDS)
+            moved, tau = float((fresh / tau).log().abs().max()), fresh
+        if "noise" in learn:
+            before = float(family.dispersion)
+            family = _noise(curvature, family, float(gamma.sum()), tempered)
+            moved = max(moved, abs(math.log(float(family.dispersion) / before)))
+    chosen = Setting(tau, float(tempered.T), _dispersion(family, learn))
+    scores = [
+        -_value(curvature, groups, setting, f, mean, center, tempered)
+        for setting, f in ((first, likelihood), (chosen, family))
+    ]
+    error = float(_precision(curvature, groups, tau, family, tempered).ratio_estimate().error) / 2
+    messages = [f"matrix-free: the log evidence has a standard error of {error:.3g}"]
+    if moved > tolerance:
+        messages.append(f"not converged after {step} iterations: a logarithm still moves by {moved:.3g}")
+    return Tuning(
+        "evidence", (first, chosen), torch.tensor(scores, dtype=torch.float64), 1, groups.prior(tau, center), tempered,
+        family, step, moved <= tolerance, messages=tuple(messages),
+    )  # fmt: skip
+
+
+def _dispersion(likelihood: Likelihood, learn: Sequence[str]) -> float | None:
+    return float(likelihood.dispersion) if "noise" in learn else None
+
+
+def _precision(
+    curvature: FittedCurvature, groups: Groups, tau: Tensor, likelihood: Likelihood, tempered: Tempered
+) -> Operator:
+    scale = tempered.likelihood_scale(likelihood.dispersion.detach(), curvature.dispersion_power)
+    prior = Diagonal(groups.expand(tau)).scale(tempered.prior_scale)
+    precision = curvature.matrix.scale(scale) + prior
+    assert isinstance(precision, Operator)
+    return precision
+
+
+def _effective(
+    curvature: FittedCurvature, groups: Groups, tau: Tensor, likelihood: Likelihood, tempered: Tempered
+) -> Tensor:
+    """γ_g of every group, (G,)."""
+    return groups.total(_precision(curvature, groups, tau, likelihood, tempered).determined())
+
+
+def _noise(curvature: FittedCurvature, likelihood: Likelihood, gamma: float, tempered: Tempered) -> Likelihood:
+    """φ ← T Σ r² / (T N K − γ), from the statistics (count, Σ r² of every output) at the noise ratios in use."""
+    count, squares = curvature.statistics[0], curvature.statistics[1:]
+    assert isinstance(likelihood, Gaussian)
+    relative = squares * likelihood._ratios().to(squares).square()
+    free = float(tempered.T) * float(count) * len(squares) - gamma
+    phi = float(tempered.T) * float(relative.sum()) / max(free, 1e-9)
+    return with_dispersion(likelihood, phi)
+
+
+def _value(
+    curvature: FittedCurvature,
+    groups: Groups,
+    setting: Setting,
+    likelihood: Likelihood,
+    mean: Tensor,
+    center: float | Tensor,
+    tempered: Tempered,
+) -> float:
+    prior = torch.as_tensor(center, dtype=torch.float64), Diagonal(groups.expand(setting.precision))
+    with torch.no_grad():
+        return float(log_evidence(curvature, prior, likelihood, mean=mean.double(), temperature=tempered))

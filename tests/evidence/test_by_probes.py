@@ -1,0 +1,46 @@
+"""Tuning matrix-free posteriors by the evidence, against Newton's method on the full matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing
+from lapwing.curvature.matrixfree import MatrixFree
+from lapwing.errors import UnsupportedOperation
+from lapwing.evidence import Groups, tune_evidence
+from lapwing.evidence.by_probes import tune_probes
+
+
+def fits(structure: object) -> tuple[lapwing.Laplace, lapwing.Laplace]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 2)).double()
+    x = torch.randn(40, 3, dtype=torch.float64)
+    y = torch.sin(x[:, :2]) + 0.3 * torch.randn(40, 2, dtype=torch.float64)
+    return tuple(lapwing.fit(model, (x, y), "regression", structure=s) for s in ("full", structure))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("learn", [("prior",), ("prior", "noise")])
+@pytest.mark.parametrize("kind", ["scalar", "layerwise"])
+def test_it_finds_the_maximum_of_the_full_evidence(kind: str, learn: tuple[str, ...]) -> None:
+    full, free = fits(MatrixFree(rank=60, probes=8, tolerance=1e-8))
+    groups = full._groups(kind)
+    options = {"mean": full.params.flat.double(), "learn": learn}
+    truth = tune_evidence(full.curvature, full.likelihood, groups, **options)
+    found = tune_probes(free.curvature, free.likelihood, groups, tolerance=1e-4, iterations=300, **options)
+    assert found.converged
+    torch.testing.assert_close(found.setting.precision, truth.setting.precision, rtol=1e-2, atol=0)
+    torch.testing.assert_close(found.scores[1], truth.scores[1], rtol=1e-4, atol=1e-3)
+    if "noise" in learn:
+        assert found.setting.dispersion == pytest.approx(truth.setting.dispersion, rel=1e-2)
+
+
+def test_it_says_when_it_stops_early_and_what_it_is_for() -> None:
+    full, free = fits(MatrixFree(rank=8, probes=2, steps=2))
+    mean = full.params.flat.double()
+    found = tune_probes(free.curvature, free.likelihood, Groups.scalar(full.params.size), mean=mean, iterations=1)
+    assert not found.converged
+    assert any("not converged" in message for message in found.messages)
+    with pytest.raises(UnsupportedOperation, match="matrixfree"):
+        tune_probes(full.curvature, full.likelihood, Groups.scalar(full.params.size), mean=mean)
