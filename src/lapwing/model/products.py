@@ -17,6 +17,8 @@ from lapwing.model.batches import Batch, Batches, Inputs, call
 from lapwing.model.module import differentiable_kernels, output_tensor
 from lapwing.model.network import Network
 
+SMALL = 20_000  # weights up to which several vectors share one vectorized pass
+
 Middle = Callable[[Batch, Tensor, Tensor], Tensor]
 """(batch, f (n, *event, c), u (s, n, *event, c)) → Λ u, like u."""
 
@@ -38,7 +40,7 @@ class Products:
 
     def jvp(self, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """f and J v for v (s, P): (n, *event, c) and (s, n, *event, c)."""
-        if not self._slow:
+        if "jvp" not in self._slow:
             try:
                 return self._fast_jvp(inputs, v)
             except (NotImplementedError, RuntimeError) as error:
@@ -53,6 +55,12 @@ class Products:
         values = dict(zip(params.names, params.values, strict=True))
         run = lambda p: self.network._functional(p, inputs)  # noqa: E731
         with self.network.borrow(), torch.no_grad(), _quiet():
+            if self._vectorizes("vmap", len(v)):
+                try:
+                    push = lambda row: torch.func.jvp(run, (values,), (params.tangent(row),))[1]  # noqa: E731
+                    return run(values), torch.func.vmap(push)(v.to(params.dtype))
+                except (NotImplementedError, RuntimeError):
+                    self._slow["vmap"] = True
             results: list[Any] = [torch.func.jvp(run, (values,), (params.tangent(row),)) for row in v]
             if not results:
                 f = run(values)
@@ -72,11 +80,31 @@ class Products:
         total = torch.zeros(len(u), params.size, dtype=params.dtype, device=f.device)
         if not f.requires_grad:
             return total
+        if self._vectorizes("batched", len(u)):
+            try:
+                return self._pull_back_at_once(f, u, leaves)
+            except (NotImplementedError, RuntimeError):
+                self._slow["batched"] = True
         for k, row in enumerate(u):
             keep = k + 1 < len(u)
             found = torch.autograd.grad(f, leaves, row.to(f.dtype), retain_graph=keep, allow_unused=True)
             total[k] = self._flat(found, leaves)
         return total
+
+    def _vectorizes(self, what: str, s: int) -> bool:
+        """Small networks spend their time between operations: several vectors at once cost little more than one."""
+        return s > 1 and self.network.params.size <= SMALL and what not in self._slow
+
+    def _pull_back_at_once(self, f: Tensor, u: Tensor, leaves: list[Tensor]) -> Tensor:
+        params = self.network.params
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+            found = torch.autograd.grad(
+                f, leaves, u.to(f.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+        parts = [p.new_zeros(len(u), p.numel()) if g is None else g.reshape(len(u), -1) for g, p in zip(found, leaves)]
+        flat = torch.cat([part.to(params.dtype) for part in parts], -1)
+        return flat if params.index is None else flat[:, params.index]
 
     def _flat(self, found: tuple, leaves: list[Tensor]) -> Tensor:
         params = self.network.params
