@@ -68,9 +68,7 @@ def report(model: nn.Module, data: list, likelihood: str, arguments: argparse.Na
     ratio = precision.ratio_estimate()
     evidence = float(la.log_evidence())
     bar = 0.5 * float(ratio.error)
-    print(
-        f"  log evidence {evidence:.2f} ± {bar:.2f} ({bar / abs(evidence):.2%}); log|A|−log|Π| {float(ratio.value):.2f}"
-    )
+    print(f"  log evidence {evidence:.2f} ± {bar:.2g}; log|A|−log|Π| {float(ratio.value):.3f} ± {2 * bar:.2g}")
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(2, la.params.size, generator=generator, dtype=torch.float64)
     found = timed("solve, 2 columns", lambda: precision.solution(v))
@@ -90,16 +88,16 @@ def report(model: nn.Module, data: list, likelihood: str, arguments: argparse.Na
 
 
 def clock(products: Products, s: int) -> float:
-    """Seconds of a gradient (s = 0) or of a GGN product with s vectors."""
+    """CPU seconds of a gradient (s = 0) or of a GGN product with s vectors."""
     v = torch.randn(max(s, 1), products.network.params.size)
     seconds = []
     for _ in range(4):
-        begin = time.perf_counter()
+        begin = time.process_time()
         if s:
             products.ggn(v, lambda batch, f, u: u)
         else:
             products.transposed(lambda batch, f: f[None], 1)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     return min(seconds)
 
 

@@ -1,0 +1,74 @@
+"""Kernel-space samples: weights that move where the training predictions do not, by alternating projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.problem import Problem
+from lapwing.errors import UnsupportedOperation
+from lapwing.linalg.krylov import Policy, Solution
+from lapwing.linalg.krylov.results import gram
+from lapwing.model import batch_size, take
+
+FLOOR = 1e-12  # of the largest eigenvalue of a batch's kernel: directions below are dependent
+
+
+def project_to_nullspace(
+    problem: Problem,
+    v: Tensor,
+    *,
+    samples: int = 16,
+    tolerance: float = 1e-3,
+    passes: int = 50,
+    unconverged: Policy = "raise",
+) -> Solution:
+    """Project v (s, P) onto {x : J_n x = 0 for all training data n}, so that linearized predictions on them stay put.
+
+    Cyclic projections x ← x − J_bᵀ(J_b J_bᵀ)⁺ J_b x over batches b of `samples` data (Kaczmarz; Miani et al. 2024,
+    "Bayes without underfitting"): memory is that of one batch's rows. With v ~ N(0, τ⁻¹I) the result is the τ-scaled
+    posterior in the limit of infinitely many copies of the data. `residuals` are ‖J x‖ / ‖J v‖ over all data.
+    """
+    if v.shape[-1] != problem.network.params.size:
+        raise ValueError(f"expected rows of length {problem.network.params.size}, got {tuple(v.shape)}")
+    if problem.plan.dynamic:
+        raise UnsupportedOperation("alternating projections need a network whose operations do not depend on the data")
+    x, start, used = v.double(), torch.zeros(len(v), dtype=torch.float64, device=v.device), 0
+    residuals = torch.full_like(start, torch.inf)
+    for number in range(passes + 1):
+        total = torch.zeros_like(start)
+        for rows in _rows(problem, samples):
+            inside = gram(x, rows)  # (s, m)
+            total += inside.square().sum(-1)
+            if number < passes:
+                x = x - (inside @ _inverse(gram(rows, rows))) @ rows.double()
+        start = total.sqrt() if number == 0 else start
+        # measured while projecting: every batch as it was before its own projection of this pass
+        residuals = total.sqrt() / torch.where(start > 0, start, 1.0)
+        used = number
+        if number and bool((residuals <= tolerance).all()):
+            break
+    found = Solution(x.to(v.dtype), residuals, tolerance, used, used * len(v))
+    return found.demand(unconverged, "alternating projections")
+
+
+def _inverse(kernel: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh((kernel + kernel.T) / 2)
+    keep = values > FLOOR * values.max().clamp(min=0)
+    return (vectors[:, keep] / values[keep]) @ vectors[:, keep].T
+
+
+def _rows(problem: Problem, samples: int) -> Iterator[Tensor]:
+    """J of a few data at a time, (m, P), every output of each."""
+    for batch in problem.batches:
+        total = batch_size(batch.inputs)
+        for begin in range(0, total, samples):
+            part = take(batch.inputs, slice(begin, begin + samples), total)
+            with problem.network.borrow():
+                at = problem.network.linearize(problem.plan, part)
+                outputs = at.f[0].numel()
+                eye = torch.eye(outputs, dtype=at.f.dtype, device=at.f.device)
+                directions = eye.reshape(outputs, 1, *at.f.shape[1:]).expand(outputs, *at.f.shape)
+                yield at.jacobian(directions).dense().flatten(0, 1).detach()
