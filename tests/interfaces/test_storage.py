@@ -395,3 +395,98 @@ def test_another_likelihood_is_refused(path: Path, saved: Laplace) -> None:
     with pytest.raises(lapwing.BadData, match=r"Load first, then \.replace"):
         lapwing.load(path, saved.module, likelihood=lapwing.Gaussian(0.1))
     require_same(saved, lapwing.load(path, saved.module, likelihood=lapwing.Categorical()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bytes_are_noticed(path: Path, saved: Laplace, seed: int) -> None:
+    """Anywhere: in the header, or in the numbers."""
+    content = path.read_bytes()
+    generator = torch.Generator().manual_seed(seed)
+    for place in torch.randint(len(content), (40,), generator=generator).tolist():
+        damaged = bytearray(content)
+        damaged[place] ^= 0x41
+        path.write_bytes(damaged)
+        with pytest.raises((lapwing.CorruptFile, lapwing.VersionMismatch, lapwing.UnsupportedModel)):
+            lapwing.load(path, saved.module)
+
+
+@pytest.mark.parametrize(
+    "header", [[1, 2], "text", 3, None, {}, {"format": 1}, {"format": "1"}, {"format": True}], ids=str
+)
+def test_a_header_of_another_kind_is_refused(path: Path, saved: Laplace, header: Any) -> None:
+    rewrite(path, header)
+    with pytest.raises(lapwing.CorruptFile):
+        lapwing.load(path, saved.module)
+
+
+def test_an_entry_missing_in_the_header_is_refused(path: Path, saved: Laplace) -> None:
+    header = header_of(path)
+    for key in header:
+        rewrite(path, {k: v for k, v in header.items() if k != key})
+        with pytest.raises(lapwing.CorruptFile):
+            lapwing.load(path, saved.module)
+
+
+def test_a_folder_is_no_file(tmp_path: Path, saved: Laplace) -> None:
+    with pytest.raises(lapwing.CorruptFile, match="folder"):
+        lapwing.load(tmp_path, saved.module)
+
+
+def test_files_have_the_usual_permissions(path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        fitted().save(path)
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_noise_of_any_type_comes_back(path: Path) -> None:
+    _, outputs, y = LIKELIHOODS["gaussian"]
+    la = lapwing.fit(net(outputs), (X, y), lapwing.Gaussian(torch.tensor([0.3, 0.7])), structure="kron")
+    require_same(la, again(la, path))
+
+
+def test_load_says_what_is_wrong_with_its_arguments(path: Path, saved: Laplace) -> None:
+    with pytest.raises(lapwing.BadData, match=r"torch.nn.Module, got str"):
+        lapwing.load(path, "model.pt")
+    require_same(saved, lapwing.load(path, saved.module, likelihood="classification"))
+    with pytest.raises(lapwing.BadData, match="Gaussian"):
+        lapwing.load(path, saved.module, likelihood="regression")
+
+
+class OwnFactor(lapwing.GGN):
+    pass
+
+
+def test_what_cannot_be_read_back_is_not_written(path: Path) -> None:
+    with pytest.raises(lapwing.UnsupportedOperation, match="OwnFactor"):
+        fitted(factor=OwnFactor()).save(path)
+    assert not path.exists()
+
+
+@dataclass(frozen=True, eq=False)
+class Positive(lapwing.Likelihood):
+    shape: float = 2.0
+
+    def conditional(self, f: Tensor) -> torch.distributions.Distribution:
+        return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
+
+
+def test_options_of_an_own_likelihood_count(path: Path) -> None:
+    la = lapwing.fit(net(1), (X, _values(N).abs()), Positive(2.0), structure="full")
+    la.save(path)
+    require_same(la, lapwing.load(path, la.module, likelihood=Positive(2.0)))
+    with pytest.raises(lapwing.BadData, match="shape"):
+        lapwing.load(path, la.module, likelihood=Positive(50.0))
+    with pytest.raises(lapwing.UnsupportedOperation, match="another curvature"):
+        la.replace(likelihood=Positive(50.0))
+
+
+def test_the_exact_hessian_round_trips(path: Path) -> None:
+    la = fitted(structure="full", factor="hessian", prior=100.0)
+    assert torch.equal(la.log_evidence(), again(la, path).log_evidence())
+    repaired = la.replace(prior=0.001, repair=True)
+    back = again(repaired, path)
+    assert back.posterior.increase == repaired.posterior.increase > 0
+    assert torch.equal(back.predict(X[:4]).probs, repaired.predict(X[:4]).probs)
