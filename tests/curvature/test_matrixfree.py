@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.curvature.matrixfree import MatrixFree
+from lapwing.curvature import pose
+from lapwing.curvature.matrixfree import MatrixFree, restored, stored
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Diagonal
 from lapwing.linalg.krylov import Sketch
@@ -309,3 +310,19 @@ def test_a_joined_operator_is_the_sum() -> None:
     v = torch.randn(2, matrix.size, dtype=torch.float64)
     torch.testing.assert_close(double.matvec(v), 1.5 * matrix.matvec(v))
     assert isinstance(double.sketch, Sketch)
+
+
+def test_what_a_file_needs_gives_the_same_matrix() -> None:
+    model, data, likelihood = problem("conv classification")
+    la = lapwing.fit(model, data, likelihood, structure=MatrixFree(rank=12, tolerance=1e-10), n_data=48)
+    batches = Batches(data, model, torch.device("cpu"))
+    again = restored(
+        pose(la.network, batches, la.likelihood, la.curvature.factor),
+        la.curvature.structure,
+        stored(la.curvature.matrix),
+    )
+    v = torch.randn(2, la.params.size, dtype=torch.float64)
+    mine, theirs = (m + Diagonal(torch.ones(la.params.size)) for m in (la.curvature.matrix, again))
+    torch.testing.assert_close(theirs.solve(v), mine.solve(v))
+    torch.testing.assert_close(theirs.logdet(), mine.logdet())
+    torch.testing.assert_close(theirs.diagonal(), mine.diagonal())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -232,6 +233,27 @@ class MatrixFree(Structure):
             share = float(matrix.sketch.values.sum()) / whole if whole > 0 else 1.0
             note += f", which holds {share:.2%} of the trace"
         return (note,)
+
+
+def stored(matrix: Operator) -> dict[str, Tensor]:
+    """What a file keeps of a matrix-free curvature: its sketch, scale and diagonal. The data are read again."""
+    tensors = {
+        "basis": matrix.sketch.basis,
+        "values": matrix.sketch.values,
+        "factor": torch.as_tensor(matrix.factor, dtype=torch.float64).detach(),
+    }
+    exact = getattr(matrix.product, "exact", None)
+    return tensors if exact is None else {**tensors, "diagonal": exact}
+
+
+def restored(problem: Problem, structure: MatrixFree, tensors: Mapping[str, Tensor]) -> Operator:
+    """The inverse of `stored`, for the same network and data; no pass over them."""
+    sketch = Sketch(tensors["basis"], tensors["values"])
+    products = Products(problem.network, problem.batches, problem.progress)
+    product = CurvatureProduct(problem, products, tensors.get("diagonal"), structure.seed)
+    if sketch.basis.shape[-1] != product.size:
+        raise BadData(f"the file holds vectors of {sketch.basis.shape[-1]} weights, the selection has {product.size}")
+    return Operator(product, sketch, tensors["factor"], solver=structure.solver(product.dtype))
 
 
 def _totals(problem: Problem) -> Totals:
