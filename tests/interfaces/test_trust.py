@@ -537,7 +537,7 @@ def posterior() -> Laplace:
         {"method": "sampled", "differentiable": True},
         {"link": "probit"},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options) or "plain",
 )
 def test_predict_gives_the_module_back(posterior: Laplace, options: dict[str, Any]) -> None:
     x = X[:4].clone().requires_grad_()

@@ -29,7 +29,7 @@ from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
-from lapwing.model import Batches, Network, Params, Plan, tensors_in
+from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
 from lapwing.model.batches import LABEL_KEYS, Inputs, map_tensors
 from lapwing.model.fingerprint import checksum
 from lapwing.model.module import ordinary, outside_inference
@@ -110,6 +110,16 @@ class Laplace:
         params = self.params
         return self.prior.resolve(params.names, params.sizes, torch.float64, params.device, index=params.index)
 
+    @cached_property
+    def _prior_in_use(self) -> tuple[Tensor, PSD]:
+        """The prior with what `repair` had to add to its precision."""
+        mean, matrix = self._resolved_prior
+        increase = 0.0 if self.damped else self.posterior.increase
+        if not increase:
+            return mean, matrix
+        added = torch.full((self.params.size,), increase, dtype=torch.float64, device=self.params.device)
+        return mean, matrix + Diagonal(added / self.temperature.prior_scale)
+
     @property
     def _scale(self) -> Tensor:
         return self.temperature.likelihood_scale(self.likelihood.dispersion, self.curvature.dispersion_power)
@@ -137,7 +147,7 @@ class Laplace:
         """
         return log_evidence(
             self.curvature,
-            self._resolved_prior,
+            self._prior_in_use,
             self.likelihood,
             mean=self.params.flat.double(),
             temperature=self.temperature,
@@ -147,14 +157,14 @@ class Laplace:
     @property
     def effective_parameters(self) -> float:
         """γ = tr(c·H (c·H + Π)⁻¹): how many directions the data, not the prior, determine."""
-        return effective_parameters(self.curvature, self._resolved_prior, self.likelihood, temperature=self.temperature)
+        return effective_parameters(self.curvature, self._prior_in_use, self.likelihood, temperature=self.temperature)
 
     @property
     def stationarity(self) -> float:
         """½gᵀΣg in nats: what the log joint would gain by moving to the mode of the linearized model."""
         return stationarity(
             self.curvature,
-            self._resolved_prior,
+            self._prior_in_use,
             self.likelihood,
             mean=self.params.flat.double(),
             temperature=self.temperature,
@@ -192,7 +202,11 @@ class Laplace:
             changes["likelihood"] = new
         if repair is not None:
             changes["repair"] = repair
-        return replace(self, **changes)
+        replaced = replace(self, **changes)
+        mean, matrix = replaced._resolved_prior
+        if not (mean.requires_grad or matrix.diagonal().requires_grad):
+            _ = replaced.posterior  # refuse now what has no posterior
+        return replaced
 
     @outside_inference
     def damping(self, kind: str) -> Laplace:
@@ -207,7 +221,7 @@ class Laplace:
         return damped
 
     @outside_inference
-    def update(self, data: Any) -> Laplace:
+    def update(self, data: Any, *, generator: torch.Generator | None = None) -> Laplace:
         """Add data to the curvature: as if fitted on the union (diag, blockdiag, kron, full).
 
         EKFAC keeps the eigenbasis of the first fit and adds exact second moments in it; low rank keeps what its rank
@@ -220,6 +234,7 @@ class Laplace:
             batches,
             self.likelihood,
             self.curvature.factor,
+            generator=generator,
             memory=self.options.memory,
             progress=self.options.progress,
         )
@@ -268,6 +283,8 @@ class Laplace:
         """
         self._require_unchanged()
         inputs = self._inputs(x)
+        if samples is not None and not (isinstance(samples, int) and samples > 0):
+            raise BadData(f"samples is a positive whole number, got {samples!r}")
         if method == "sampled":
             if joint:
                 raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
@@ -300,17 +317,21 @@ class Laplace:
     def ensemble(self, n: int, generator: torch.Generator | None = None) -> Ensemble:
         """n fixed weight samples as n networks: the same ones at every input."""
         self._require_unchanged()
+        if n < 1:
+            raise BadData(f"an ensemble has at least one member, got {n}")
         draws = self._draws(n, generator)
         return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.state)
 
     def _inputs(self, x: Inputs) -> Inputs:
-        if isinstance(x, Mapping):
+        if isinstance(x, Mapping) and self.options.split is None:
             x = {key: value for key, value in x.items() if key not in LABEL_KEYS}
         x = map_tensors(lambda t: ordinary(t).to(self.params.device), x)
         if not any(True for _ in tensors_in(x)):
             raise BadData(
                 f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
             )
+        if batch_size(x) == 0:
+            raise BadData("the batch to predict is empty")
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
                 where = tuple((~tensor.isfinite()).nonzero()[0].tolist())

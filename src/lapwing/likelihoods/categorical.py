@@ -86,7 +86,8 @@ def softmax_root(f: Tensor) -> Tensor:
     q, before = tail[..., 1:], tail[..., :-1]  # q_j and q_{j−1}, (..., C−1)
     zero = q == 0  # everything after class j has underflowed
     size = (p[..., :-1] * (q / before.masked_fill(before == 0, 1.0))).sqrt()
-    rest = p[..., :, None] / q.masked_fill(zero, 1.0)[..., None, :]  # (..., C, C−1)
+    # a share of the tail, so at most 1; above the diagonal a subnormal q would make it infinite
+    rest = (p[..., :, None] / q.masked_fill(zero, 1.0)[..., None, :]).clamp(max=1.0)  # (..., C, C−1)
     classes = f.shape[-1]
     eye = torch.eye(classes, classes - 1, dtype=f.dtype, device=f.device)
     below = torch.ones(classes, classes - 1, dtype=f.dtype, device=f.device).tril(-1)

@@ -96,5 +96,6 @@ class Diagonal(PSD):
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
         if isinstance(prior, Diagonal):
+            require_positive(self.values.double() + prior.values.double())  # a Hessian's diagonal may be negative
             return (self.values.double() / require_positive(prior.values).double()).log1p().sum()
         return super().logdet_ratio(prior)

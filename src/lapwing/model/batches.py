@@ -201,21 +201,26 @@ class Batches:
         if isinstance(raw, Mapping):
             return self._split_mapping(raw)
         if isinstance(raw, (tuple, list)) and len(raw) == 2:
-            return raw[0], raw[1], None
+            return raw[0], self._shifted(raw[0], raw[1]), None
         raise BadData(
             f"a batch is a {type(raw).__name__}{f' of {len(raw)} entries' if isinstance(raw, (tuple, list)) else ''}; "
             "expected (x, y), ((x1, x2), y) or a dict with 'labels'. Pass split=lambda batch: (inputs, targets)."
         )
 
+    def _shifted(self, inputs: Inputs, targets: Any) -> Any:
+        """A causal language model's position t predicts token t + 1, as its own loss has it; the last nothing."""
+        same = isinstance(targets, Tensor) and targets.ndim == 2 and not targets.is_floating_point()
+        if not (
+            same and any(t.shape == targets.shape for t in tensors_in(inputs)) and is_causal_language_model(self.module)
+        ):
+            return targets
+        return torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], -100)], dim=1)
+
     def _split_mapping(self, raw: Mapping) -> tuple[Inputs, Any, None]:
         for key in LABEL_KEYS:
             if key in raw:
                 inputs = {name: value for name, value in raw.items() if name != key}
-                targets = raw[key]
-                if is_causal_language_model(self.module) and isinstance(targets, Tensor) and targets.ndim == 2:
-                    # position t predicts token t + 1, as the model's own loss has it; the last predicts nothing
-                    targets = torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], -100)], dim=1)
-                return inputs, targets, None
+                return inputs, self._shifted(inputs, raw[key]), None
         raise BadData(
             f"a batch is a dict with keys {sorted(map(str, raw))} and none of {list(LABEL_KEYS)}. "
             "Pass split=lambda batch: (inputs, targets)."

@@ -69,7 +69,7 @@ class Linearization:
             return [torch.zeros(()).expand(r, *record.out.shape) for record in self.finished.records]
         directions = directions.to(self.f.dtype)
         small = r * sum(record.out.numel() for record in self.finished.records) <= BATCHED_ELEMENTS
-        if r > 1 and self.plan.batched and small:
+        if r > 1 and self.plan.batched and small and not self.create_graph:  # torch's batched double backward has gaps
             found: Sequence[Tensor | None] = self._grad(edges, directions, batched=True)
         else:
             each = [self._grad(edges, v, batched=False) for v in directions]

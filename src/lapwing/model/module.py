@@ -58,6 +58,7 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
     params = list(module.named_parameters())
     required = [p.requires_grad for _, p in params]
     buffers = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m, _ in training]
     try:
         for m, _ in training:
             m.training = False
@@ -66,6 +67,11 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
+        for m, values, own in attributes:  # what the forward pass has set or re-assigned
+            m.__dict__.clear()
+            m.__dict__.update(values)
+            m._buffers.clear()
+            m._buffers.update(own)
         for (_, p), flag in zip(params, required, strict=True):
             p.requires_grad_(flag)
         for m, mode in training:
