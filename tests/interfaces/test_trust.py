@@ -771,3 +771,183 @@ def test_what_is_frozen_stays_frozen() -> None:
     assert torch.equal(la.predict(X[:2]).probs, before)
     with pytest.raises(AttributeError):
         la.prior = 3.0  # type: ignore[misc,assignment]
+
+
+# --- also when the outputs do not show it ---------------------------------------------------------------------------
+
+
+def test_infinite_inputs_are_found_where_the_network_saturates() -> None:
+    for row, batch in ((0, 0), (17, 2)):
+        x = X.clone()
+        x[row, 1] = math.inf
+        with pytest.raises(lapwing.BadData, match=rf"batch {batch}: the inputs hold inf at index \({row % 8}, 1\)"):
+            fit(data=batches(x))
+
+
+def test_infinite_weights_are_found_where_the_network_saturates() -> None:
+    model = net()
+    with torch.no_grad():
+        model[0].bias[1] = math.inf
+    assert model(X).isfinite().all()
+    with pytest.raises(lapwing.BadData, match=r"parameter '0\.bias' of the network is not finite"):
+        fit(model)
+
+
+class Root(nn.Module):
+    """No derivative at inputs of zero, where the output is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).abs().sqrt()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_infinite_gradients_name_batch_and_layer(structure: str) -> None:
+    x = X.clone()
+    x[17] = 0
+    with pytest.raises(lapwing.BadData, match=r"batch 2: the gradient .* linear\(layer\.weight\) is not finite"):
+        fit(Root(), batches(x), structure=structure)
+    x[0] = 0
+    with pytest.raises(lapwing.BadData, match=r"the gradient .*'layer\.weight' is not finite"):
+        fit(Root(), batches(x), structure=structure)
+
+
+def test_sample_weights_are_checked() -> None:
+    for value in (-1.0, math.nan):
+        with pytest.raises(lapwing.BadData, match=f"batch 0: a sample weight is {value}"):
+            fit(split=lambda batch, value=value: (*batch, torch.full((8,), value)))
+    with pytest.raises(lapwing.BadData, match=r"weights of shape \(3,\) for 8 samples"):
+        fit(split=lambda batch: (*batch, torch.ones(3)))
+
+
+def test_arguments_of_fit_are_checked() -> None:
+    with pytest.raises(lapwing.BadData, match="X has 24 samples, y has 5"):
+        fit(data=(X, Y[:5]))
+    with pytest.raises(lapwing.BadData, match="arrays; pass tensors"):
+        fit(data=(X.numpy(), Y.numpy()))
+    with pytest.raises(lapwing.BadData, match="has no targets"):
+        fit(data=[(X, None)])
+    with pytest.raises(lapwing.BadData, match="number of bytes, got '1GB'"):
+        fit(memory="1GB")
+    for n_data in (0, -1, math.nan, math.inf):
+        with pytest.raises(lapwing.BadData, match="n_data must be positive and finite"):
+            fit(n_data=n_data)
+    for select in (None, net()[0]):
+        with pytest.raises(lapwing.BadData, match="select is 'all', 'last_layer', a glob"):
+            fit(select=select)
+    with pytest.raises(lapwing.BadData, match="empty list"):
+        fit(select=[])
+    with pytest.raises(lapwing.LapwingError, match="temperature must be at least 0, got"):
+        fit(temperature=-1.0)
+
+
+@pytest.mark.parametrize("model", [nn.LazyLinear(3), nn.Linear(3, 3, device="meta")], ids=["lazy", "meta"])
+def test_weights_without_values(model: nn.Module) -> None:
+    with pytest.raises(lapwing.BadData, match="has no values yet"):
+        fit(model)
+
+
+# --- inference mode -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_fits_in_inference_mode(structure: str) -> None:
+    model, truth = net(), fit(structure=structure)
+    with torch.inference_mode():
+        loader = DataLoader(TensorDataset(X, Y), batch_size=8)  # which stacks its batches in this mode
+        la = fit(model, loader, structure=structure)
+        assert torch.is_inference_mode_enabled()
+        assert torch.equal(la.predict(X[:4] + 0).probs, truth.predict(X[:4]).probs)
+    assert torch.equal(la.log_evidence(), truth.log_evidence())
+    precision = torch.tensor(2.0, requires_grad=True)
+    (slope,) = torch.autograd.grad(la.replace(prior=precision).log_evidence(), precision)
+    assert slope.isfinite()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"method": "sampled"}, {"joint": True}, {"differentiable": True}, {"link": "probit"}], ids=str
+)
+def test_predicts_in_inference_mode(options: dict[str, Any]) -> None:
+    la = fit(structure="kron")
+    truth = la.predict(X[:4], **options)
+    fresh = fit(structure="kron")  # nothing is cached yet
+    with torch.inference_mode():
+        p = fresh.predict(X[:4] + 0, **options)
+        for field in ("probs", "entropy", "epistemic", "novelty"):
+            assert torch.equal(getattr(p, field), getattr(truth, field)), field
+        assert torch.equal(fresh.ensemble(3).predict(X[:4] + 0).probs, la.ensemble(3).predict(X[:4]).probs)
+        grid = {"prior": [0.1, 1.0]}
+        fresh.tune((X + 0, Y + 0), learn="prior", grid=grid)
+        fresh.update((X + 0, Y + 0))
+    x = X[:4].clone().requires_grad_()  # what was cached in inference mode serves gradients, too
+    (slope,) = torch.autograd.grad(fresh.predict(x, differentiable=True).entropy.sum(), x)
+    (expected,) = torch.autograd.grad(la.predict(x, differentiable=True).entropy.sum(), x)
+    assert torch.equal(slope, expected)
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = net()
+    with pytest.raises(lapwing.BadData, match=r"made in torch\.inference_mode"):
+        fit(model)
+
+
+# --- changes that only a close look finds ---------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Reads a tensor and a number that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.shift, self.factor, self.activation = torch.ones(5), 2.0, nn.Tanh()
+        self.register_buffer("mask", torch.tensor([math.inf, -math.inf, math.nan]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.activation(self.body(x) + self.shift) * self.factor)
+
+
+SUBTLE: dict[str, Callable[[Plain], object]] = {
+    "frozen weights in another order": lambda m: m.body.weight.data.copy_(m.body.weight.data.flip(0).clone()),
+    "a plain tensor": lambda m: bump(m.shift),
+    "a plain number": lambda m: setattr(m, "factor", 3.0),
+    "another activation": lambda m: setattr(m, "activation", nn.ReLU()),
+    "another type of the weights": lambda m: m.double(),
+}
+
+
+@pytest.mark.parametrize("what", SUBTLE)
+def test_a_subtle_change_is_noticed(what: str, tmp_path: Any) -> None:
+    model = Plain()
+    la = fit(model, structure="kron", select="head.*")
+    ensemble = la.ensemble(2)
+    la.save(tmp_path / "before")
+    la.predict(X[:2])  # a buffer of NaN and Inf is no change
+    SUBTLE[what](model)
+    x = X[:2].to(model.head.weight.dtype)
+    uses: list[Callable[[], object]] = [
+        lambda: la.predict(x),
+        lambda: la.ensemble(2),
+        lambda: ensemble.predict(x),
+        lambda: la.save(tmp_path / "after"),
+        lambda: lapwing.load(tmp_path / "before", model),
+    ]
+    for use in uses:
+        with pytest.raises(lapwing.UnsupportedModel):
+            use()
+    assert not (tmp_path / "after").exists()
+
+
+def test_rows_of_a_low_rank_stay_in_the_budget() -> None:
+    """One batch has 256 · 10 rows of 28,170 weights, 290 MB in float32; the budget is 100 MB."""
+    model = nn.Sequential(nn.Linear(64, 376), nn.Tanh(), nn.Linear(376, 10))
+    x = torch.randn(256, 64, generator=seeded())
+    y = torch.arange(256) % 10
+    fit(model, [(x[:4], y[:4])], structure="diag")
+    with PeakMemory() as memory:
+        fit(model, [(x, y)], structure=LowRank(5), memory=100_000_000)
+    assert memory.growth < 150_000_000
