@@ -167,6 +167,21 @@ def test_ignored_targets_do_not_count() -> None:
     assert row["accuracy"] == pytest.approx(metrics.accuracy(model(x)[keep].softmax(-1), y[keep]).item())
 
 
+@pytest.mark.parametrize("form", ["tensor", "pair", "batches", "batches without targets", "singletons"])
+def test_outside_data_may_come_in_any_form(form: str) -> None:
+    model, data, far = nn.Linear(5, 3), classes(), 4 * torch.randn(40, 5)
+    forms = {
+        "tensor": far,
+        "pair": (far, torch.zeros(40)),
+        "batches": [(far[:30], torch.zeros(30)), (far[30:], torch.zeros(10))],
+        "batches without targets": [far[:30], far[30:], far[:0]],
+        "singletons": [(far[:30],), (far[30:],)],
+    }
+    expected = evaluate({"MAP": model}, data, ood={"far": far}, likelihood="classification").row("MAP")
+    row = evaluate({"MAP": model}, data, ood={"far": forms[form]}, likelihood="classification").row("MAP")
+    assert row["auroc far"] == pytest.approx(expected["auroc far"], abs=1e-6)
+
+
 def test_to_dict_is_json_and_complete() -> None:
     model, data = nn.Linear(5, 3), classes()
     report = evaluate({"MAP": model, "posterior": Blurred(model)}, data, ood={"far": torch.randn(30, 5)})
@@ -223,6 +238,8 @@ def test_bad_input() -> None:
         evaluate({"MAP": "model"}, (x, y), likelihood="classification")
     with pytest.raises(BadData, match="no samples"):
         evaluate({"MAP": model}, [], likelihood="classification")
+    with pytest.raises(BadData, match="`ood` holds no items"):
+        evaluate({"MAP": model}, (x, y), ood={"far": []}, likelihood="classification")
     with pytest.raises(NotReiterable, match="several models"):
         evaluate({"a": model, "b": model}, iter([(x, y)]), likelihood="classification")
 

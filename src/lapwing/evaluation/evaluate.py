@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from lapwing.evaluation.report import Gallery, Outside, Report, Result
 from lapwing.evaluation.scoring import Items, Task, task_of
 from lapwing.evaluation.temperature import TemperatureScaled, device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import LABEL_KEYS, Batch, Batches, batch_size, call
+from lapwing.model.batches import Batches, batch_size, call, map_tensors
 from lapwing.model.module import borrowed, output_tensor
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 
@@ -55,19 +55,11 @@ def evaluate(
             Batches(source, nn.Identity(), torch.device("cpu")).require_reiterable("evaluating several models")
     results = {}
     for name, run in runs.items():
-        sources = {"test": Batches(data, run.module, run.device, split)}
+        readers = {"test": Reader(data, run, split, f"{name}: test", progress)}
         for place, others in (ood or {}).items():
-            pair = (others, torch.zeros(len(others))) if isinstance(others, Tensor) else others
-            sources[f"ood {place}"] = Batches(pair, run.module, run.device, inputs_only)
-        shown = {key: bar(source, f"{name}: {key}", progress) for key, source in sources.items()}
-        results[name], task = evaluate_one(run, shown)
+            readers[f"ood {place}"] = Reader(others, run, split, f"{name}: {place}", progress)
+        results[name], task = evaluate_one(run, readers)
     return Report(results, task, bins)
-
-
-def bar(batches: Batches, label: str, progress: bool | None) -> Iterable[Batch]:
-    """The batches with a progress bar: always, never, or (None) on a terminal and only if it takes a second."""
-    hide = None if progress is None else not progress
-    return tqdm(batches, label, batches.length, leave=False, disable=hide, delay=0 if progress else 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,13 +104,46 @@ def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | No
     return next((one for one in found if isinstance(one, Likelihood)), None)
 
 
-def evaluate_one(run: Run, sources: Mapping[str, Iterable[Batch]]) -> tuple[Result, Task]:
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """One data set as a model reads it, with a progress bar."""
+
+    data: Any
+    run: Run
+    split: Callable[[Any], tuple] | None
+    label: str
+    progress: bool | None
+
+    @property
+    def _batches(self) -> Batches:
+        data = (self.data, torch.zeros(len(self.data))) if isinstance(self.data, Tensor) else self.data
+        return Batches(data, self.run.module, self.run.device, self.split)
+
+    def labeled(self) -> Iterator[tuple[Any, Any]]:
+        """(inputs, targets) of each batch."""
+        for batch in self._bar(self._batches):
+            yield batch.inputs, batch.targets
+
+    def unlabeled(self) -> Iterator[tuple[Any, None]]:
+        """(inputs, None) of each batch that is not empty, whether it has targets or not."""
+        for raw in self._bar(self._batches.raw()):
+            inputs = map_tensors(lambda t: t.to(self.run.device), self._batches.inputs_of(raw))
+            if batch_size(inputs):
+                yield inputs, None
+
+    def _bar(self, source: Iterable[Any]) -> Iterable[Any]:
+        """Always, never, or (None) on a terminal and only if it takes a second."""
+        hide, total = (None if self.progress is None else not self.progress), self._batches.length
+        return tqdm(source, self.label, total, leave=False, disable=hide, delay=0 if self.progress else 1)
+
+
+def evaluate_one(run: Run, readers: Mapping[str, Reader]) -> tuple[Result, Task]:
     """Scores of one model on "test" and each "ood …". The clock runs while the test set is predicted and scored."""
-    scores, cost = measure(lambda: Scores.of(run, sources["test"], targets=True), run.device)
+    scores, cost = measure(lambda: Scores.of(run, readers["test"].labeled()), run.device)
     outside = {}
-    for key, batches in sources.items():
+    for key, reader in readers.items():
         if key.startswith("ood "):
-            seen = Scores.of(run, batches, targets=False)
+            seen = Scores.of(run, reader.unlabeled())
             outside[key.removeprefix("ood ")] = Outside(seen.uncertainty, seen.novelty, seen.gallery)
     result = Result(scores.items, scores.uncertainty, scores.novelty, outside, cost, scores.count, scores.gallery)
     return result, scores.task
@@ -136,8 +161,10 @@ class Scores:
     count: int
 
     @classmethod
-    def of(cls, run: Run, batches: Iterable[Batch], *, targets: bool) -> Scores:
-        parts = [one_batch(run, batch, targets) for batch in batches]
+    def of(cls, run: Run, batches: Iterable[tuple[Any, Any]]) -> Scores:
+        parts = [one_batch(run, inputs, targets) for inputs, targets in batches]
+        if not parts:
+            raise BadData("a data set of `ood` holds no items")
         items = {name: torch.cat([part.items[name] for part in parts]) for name in parts[0].items}
         novelties = [part.novelty for part in parts if part.novelty is not None]
         galleries = [part.gallery for part in parts if part.gallery is not None]
@@ -151,11 +178,11 @@ class Scores:
         )
 
 
-def one_batch(run: Run, batch: Batch, targets: bool) -> Scores:
+def one_batch(run: Run, inputs: Any, targets: Any | None) -> Scores:
     """Scores of one batch, flat, in float64 on the CPU; what the likelihood ignores is left out."""
-    prediction = run.predict(batch.inputs)
+    prediction = run.predict(inputs)
     task = task_of(prediction)
-    y = prediction.likelihood.targets(prediction.function.mean, batch.targets) if targets else None
+    y = prediction.likelihood.targets(prediction.function.mean, targets) if targets is not None else None
     mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)
     uncertainty = task.uncertainty(prediction)
     items = {} if y is None else task.items(prediction, y)
@@ -164,8 +191,8 @@ def one_batch(run: Run, batch: Batch, targets: bool) -> Scores:
         {name: flat(values, mask) for name, values in items.items()},
         flat(uncertainty, mask),
         novelty_of(prediction),
-        gallery_of(task, prediction, batch.inputs, y, uncertainty),
-        batch_size(batch.inputs),
+        gallery_of(task, prediction, inputs, y, uncertainty),
+        batch_size(inputs),
     )
 
 
@@ -200,12 +227,3 @@ def merge(galleries: list[Gallery]) -> Gallery:
     captions = [caption for g in galleries for caption in g.captions]
     order = scores.argsort(descending=True)[:PICTURES]
     return Gallery(images[order], scores[order], tuple(captions[int(index)] for index in order))
-
-
-def inputs_only(raw: Any) -> tuple[Any, None]:
-    """The inputs of a batch that may or may not have targets."""
-    if isinstance(raw, Mapping):
-        return {key: value for key, value in raw.items() if key not in LABEL_KEYS}, None
-    if isinstance(raw, tuple | list):
-        return raw[0], None
-    return raw, None

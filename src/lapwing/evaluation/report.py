@@ -154,11 +154,11 @@ class Report:
 
     def _best(self, column: Column) -> set[str]:
         """The models that share the best printed value."""
-        if column.more_is_better is None or len(self.results) < 2:
+        if column.more_is_better is None:
             return set()
         values = {name: self.row(name).get(column.name, math.nan) for name in self.results}
         values = {name: value for name, value in values.items() if not math.isnan(value)}
-        if not values:
+        if len(values) < 2:
             return set()
         top = (max if column.more_is_better else min)(values.values())
         return {name for name, value in values.items() if cell(column.name, value) == cell(column.name, top)}

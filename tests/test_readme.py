@@ -1,0 +1,47 @@
+"""The README's examples run as they stand."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lapwing.interfaces import datasets, networks
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def trained() -> dict[str, object]:
+    """What the examples take for granted: a trained model, loaders and an input."""
+    torch.manual_seed(0)
+    data = datasets.digits()
+    model = networks.mlp([64, 16, 10])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(data.inputs[:300]), data.targets[:300]).backward()
+        optimizer.step()
+    loader = {
+        name: DataLoader(TensorDataset(data.inputs[part], data.targets[part]), batch_size=100)
+        for name, part in {"train_loader": slice(0, 300), "val_loader": slice(300, 500)}.items()
+    }
+    return {"model": model, "x": data.inputs[500:520], "torch": torch, **loader}
+
+
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = trained()
+    assert len(BLOCKS) == 2
+    for block in BLOCKS:
+        exec(compile(block, "README.md", "exec"), names)
+    prediction = names["p"]
+    torch.testing.assert_close(prediction.probs.sum(-1), torch.ones(20))
+    torch.testing.assert_close(names["la"].predict(names["x"]).probs, prediction.probs)
+    assert "NLL" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+
+
+def test_the_first_example_has_six_lines() -> None:
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) == 6
