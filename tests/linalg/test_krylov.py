@@ -246,6 +246,18 @@ class TestLogdet:
         assert abs(float(value - truth)) < 4 * float(found.error)
         assert float(found.error) < 0.01 * float(truth)
 
+    @pytest.mark.parametrize("steps", [3, 5, 8, 15, 40])
+    def test_the_error_holds_what_too_few_steps_leave(self, steps: int) -> None:
+        truth = shifted(0.1).logdet()
+        found = slq_logdet(Counted(shifted(0.1)), shifted(), probes=8, steps=steps, generator=generator(4))
+        assert abs(float(found.value - truth)) < 4 * float(found.error)
+
+    def test_exhausted_spaces_have_no_truncation(self) -> None:
+        eye = 3 * torch.eye(P, dtype=torch.float64)
+        found = slq_logdet(Counted(eye), eye, probes=3, steps=20, generator=generator())
+        assert float(found.error) < 1e-10 * float(found.value)
+        torch.testing.assert_close(found.value, eye.logdet())
+
 
 class TestGradients:
     def test_solve_in_operator_parameters_and_right_hand_side(self) -> None:

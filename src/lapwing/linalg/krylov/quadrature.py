@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lapwing.linalg.krylov.estimators import spheres
-from lapwing.linalg.krylov.lanczos import lanczos
+from lapwing.linalg.krylov.lanczos import Tridiagonal, lanczos
 from lapwing.linalg.krylov.nystrom import Sketch
 from lapwing.linalg.krylov.results import Estimate, Matvec
 
@@ -69,10 +69,33 @@ def slq_logdet(
     """log |A| = E zᵀ log(A) z for a positive definite A, by Lanczos quadrature (Ubaru, Chen, Saad 2017).
 
     For a preconditioned A, close to the identity, few steps and probes suffice whatever the sketch: no bias but that of
-    the quadrature, which for the logarithm falls exponentially with `steps`.
+    the quadrature, which for the logarithm falls exponentially with `steps`. The error holds both: the spread of the
+    probes, and what the last steps' changes, continued as a geometric series, say is left.
     """
     found = lanczos(matvec, spheres(probes, like, generator), min(steps, like.shape[-1]), keep=False)
-    nodes, weights = found.quadrature()
-    each = (weights * nodes.clamp(min=1e-300).log()).sum(-1)
-    error = each.std() / probes**0.5 if probes > 1 else torch.full_like(each[0], torch.inf)
+    each = _logs(found, found.alphas.shape[-1])
+    spread = each.std() / probes**0.5 if probes > 1 else torch.full_like(each[0], torch.inf)
+    error = (spread.square() + _truncation(found).square()).sqrt()
     return Estimate(each.mean(), error, probes, probes * found.alphas.shape[-1])
+
+
+def _logs(found: Tridiagonal, steps: int) -> Tensor:
+    """zᵀ log(A) z of every probe by the first steps, (b,)."""
+    part = replace(found, alphas=found.alphas[:, :steps], betas=found.betas[:, : max(0, steps - 1)])
+    nodes, weights = part.quadrature()
+    return (weights * nodes.clamp(min=1e-300).log()).sum(-1)
+
+
+def _truncation(found: Tridiagonal) -> Tensor:
+    """What is left of the series of changes d_m = v_m − v_{m−1}, continued geometrically: d·r/(1 − r), at least d."""
+    steps = found.alphas.shape[-1]
+    if not bool((found.coupling > 0).any()):  # the Krylov spaces are exhausted: exact
+        return found.alphas.new_zeros(())
+    if steps == 1:
+        return _logs(found, 1).mean().abs()
+    values = [_logs(found, k).mean() for k in range(max(1, steps - 2), steps + 1)]
+    last = (values[-1] - values[-2]).abs()
+    if len(values) < 3:
+        return last
+    ratio = (last / (values[-2] - values[-3]).abs().clamp(min=1e-300)).clamp(max=0.95)
+    return last * (ratio / (1 - ratio)).clamp(min=1.0)
