@@ -44,7 +44,7 @@ from lapwing.posterior import (
 )
 from lapwing.predictive import Prediction, predict_targets
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
-from lapwing.predictive.novelty import novelty_precision
+from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
 from lapwing.predictive.sampled import sampled_function
 
 WEIGHT_DRAWS = 128  # weight samples where f is sampled through the network
@@ -356,8 +356,11 @@ class Laplace:
         return self._plans["plan"]
 
     def _novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
-        precision = novelty_precision(self.curvature.matrix)
-        return self._linearized(inputs).variance(inputs, mean, precision).sum(-1)
+        mean = mean.detach()
+        at = replace(self._linearized(inputs), precision=novelty_precision(self.curvature.matrix))
+        if mean.shape[-1] > CLOSED_FORM:
+            return information_bound(mean, at.variance(inputs, mean, at.precision), self.likelihood)
+        return information_gain(mean, at.covariance(inputs, mean), self.likelihood)
 
     def _require_unchanged(self) -> None:
         live = dict(self.module.named_parameters())

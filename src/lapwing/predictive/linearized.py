@@ -39,7 +39,7 @@ class Linearized:
         sampler = None
         if mean[0].numel() > CLOSED_FORM and not joint:
             sampler = lambda n, generator: self._sample(inputs, mean, n, generator)  # noqa: E731
-        covariance = (lambda: self._joint(inputs, mean)) if joint else (lambda: self._covariance(inputs, mean))
+        covariance = (lambda: self._joint(inputs, mean)) if joint else (lambda: self.covariance(inputs, mean))
         variance = None if joint else lambda: self.variance(inputs, mean, self.precision)
         return GaussianFunction(mean, covariance, variance=variance, sampler=sampler, joint=joint)
 
@@ -60,7 +60,7 @@ class Linearized:
         return int(self.memory / 8 / max(1, 4 * directions * width))
 
     @outside_inference
-    def _covariance(self, inputs: Inputs, mean: Tensor) -> Tensor:
+    def covariance(self, inputs: Inputs, mean: Tensor) -> Tensor:
         """(B, *event, C, C), event position by event position."""
         _require(mean.numel() * mean.shape[-1] * mean.element_size(), self.memory, "the covariance of the outputs")
         n, c = mean.shape[0], mean.shape[-1]
