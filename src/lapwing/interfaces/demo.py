@@ -98,7 +98,7 @@ def _run(scenario: Scenario, out: Path, seed: int) -> Report:
     sizes = (len(part) for part in (scenario.train, scenario.validation, scenario.test, scenario.outside))
     counts = "{:,} to train, {:,} to validate, {:,} to test; outside: {:,} of {}".format(*sizes, scenario.outside_name)
     print(f"{scenario.title}: {counts}")
-    model = train(scenario, seed)
+    model = train_network(scenario, seed)
     validation = (scenario.validation.inputs, scenario.validation.targets)
     scaled = TemperatureScaled.fit(model, validation)
     laplace = posterior(model, scenario)
@@ -148,7 +148,7 @@ def chosen(laplace: Laplace) -> str:
     return str(laplace.tuning.setting) if laplace.tuning is not None else "nothing, it was not tuned"
 
 
-def train(scenario: Scenario, seed: int) -> nn.Module:
+def train_network(scenario: Scenario, seed: int) -> nn.Module:
     """The MAP network: Adam with weight decay, a cosine schedule and nothing else."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
