@@ -101,6 +101,15 @@ def test_other_families_are_refused_by_replace():
             la.replace(likelihood=other)
 
 
+def test_a_prior_that_cannot_be_is_refused_by_replace_itself():
+    """Whoever holds an object can use it."""
+    module, x, y = net(), randn(9, 3), randn(9, 2, seed=2)
+    la = fit(module, (x, y), "regression", "kron")
+    for prior in (torch.rand(26, generator=seeded()) + 0.1, torch.ones(5), {"nope": 1.0, "*": 2.0}):
+        with pytest.raises(lapwing.IncompatiblePrior):
+            la.replace(prior=prior)
+
+
 @pytest.mark.parametrize("likelihood", ["regression", "classification"])
 @pytest.mark.parametrize("structure", ["diag", "blockdiag", "kron", "full", "lowrank"])
 def test_update_is_a_fit_on_the_union(structure, likelihood):

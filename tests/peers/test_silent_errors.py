@@ -458,6 +458,7 @@ def test_generator_ignored():
     """ "`generator=` ignored": the draws follow it, and it alone, and the global state is left where it was."""
     module, x, y = mlp(3, 4, 3), randn(9, 3), classes(9, 3)
     la = lapwing.fit(module, (x, y), "classification", structure="kron")
+    mc = lapwing.fit(module, (x, y), "classification", factor="mc", structure="full", generator=seeded())
     every = {
         "posterior.sample": lambda g: la.posterior.sample(3, generator=g),
         "function.sample": lambda g: la.predict(x).function.sample(3, generator=g),
@@ -469,6 +470,7 @@ def test_generator_ignored():
         "mc fisher": lambda g: lapwing.fit(
             module, (x, y), "classification", factor="mc", structure="full", generator=g
         ).curvature.dense(),
+        "update": lambda g: mc.update((x, y), generator=g).curvature.dense(),
         "subnetwork": lambda g: lapwing.fit(
             module, (x, y), "classification", structure="full", select=lapwing.subnetwork(6, by="random"), generator=g
         ).params.index,
