@@ -3,7 +3,21 @@
 Curvature × Prior × Likelihood → Posterior → Prediction.
 """
 
-from lapwing.curvature import EKFAC, GGN, BlockDiag, Diag, EmpiricalFisher, Full, Hessian, Kron, LowRank, MCFisher
+from lapwing.curvature import (
+    EKFAC,
+    GGN,
+    BlockDiag,
+    Diag,
+    EmpiricalFisher,
+    Full,
+    Functional,
+    Hessian,
+    Kron,
+    LowRank,
+    MatrixFree,
+    MCFisher,
+    Nystrom,
+)
 from lapwing.errors import (
     BadData,
     CorruptFile,
@@ -51,6 +65,7 @@ __all__ = [
     "EKFAC",
     "EmpiricalFisher",
     "Full",
+    "Functional",
     "GGN",
     "Gaussian",
     "Hessian",
@@ -62,10 +77,12 @@ __all__ = [
     "Likelihood",
     "LowRank",
     "MCFisher",
+    "MatrixFree",
     "Mixture",
     "NotConverged",
     "NotPositiveDefinite",
     "NotReiterable",
+    "Nystrom",
     "Poisson",
     "Posterior",
     "Prediction",

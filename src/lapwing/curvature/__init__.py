@@ -12,6 +12,7 @@ from lapwing.curvature.diag import Diag
 from lapwing.curvature.ekfac import EKFAC
 from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, Hessian, MCFisher
 from lapwing.curvature.full import Full
+from lapwing.curvature.functional import Functional, Nystrom
 from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
@@ -30,6 +31,8 @@ STRUCTURES: dict[str, type[Structure]] = {
     "full": Full,
     "lowrank": LowRank,
     "matrixfree": MatrixFree,
+    "functional": Functional,
+    "nystrom": Nystrom,
 }
 FACTORS: dict[str, type[Factor]] = {
     "ggn": GGN,
@@ -168,10 +171,13 @@ __all__ = [
     "EmpiricalFisher",
     "Factor",
     "Full",
+    "Functional",
     "Hessian",
     "Kron",
     "LowRank",
     "MCFisher",
+    "MatrixFree",
+    "Nystrom",
     "Problem",
     "Structure",
     "Totals",

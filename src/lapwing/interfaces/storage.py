@@ -29,7 +29,13 @@ KEY = "lapwing"
 
 def write(path: Path, la: Any) -> None:
     """Store a Laplace object: curvature, prior, temperature, likelihood and the fingerprint of the module."""
-    tensors, matrix = _prefixed("matrix.", *pack(la.curvature.matrix))
+    try:
+        tensors, matrix = _prefixed("matrix.", *pack(la.curvature.matrix))
+    except TypeError as error:
+        raise UnsupportedOperation(
+            f"structure={la.curvature.structure.name!r} keeps products with the data instead of a matrix and cannot be "
+            "stored yet. Store the network, and fit again from the data; or use structure='lowrank' or 'nystrom'."
+        ) from error
     prior_tensors, prior = _prefixed("prior.", *la.prior.spec())
     tensors |= prior_tensors
     tensors |= {f"state.{name}": value for name, value in la.curvature.state.items()}
