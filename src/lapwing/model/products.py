@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
@@ -30,7 +31,7 @@ class Products:
     A product Jᵀ Λ J v of one vector costs a forward-mode and a reverse-mode pass: about 1.7 gradients in operations.
     Several vectors share the recorded forward pass of the reverse mode. Passes run in the network's own dtype; sums
     over batches are kept in float64. Operations without a forward-mode derivative (fused attention, recurrent layers)
-    are replaced by ones that have it, after one failure.
+    are replaced by ones that have it, step by step, after one failure each.
     """
 
     network: Network
@@ -40,13 +41,15 @@ class Products:
 
     def jvp(self, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """f and J v for v (s, P): (n, *event, c) and (s, n, *event, c)."""
-        if "jvp" not in self._slow:
-            try:
-                return self._fast_jvp(inputs, v)
-            except (NotImplementedError, RuntimeError) as error:
-                if "forward" not in str(error).lower() and "jvp" not in str(error).lower():
-                    raise
-                self._slow["jvp"] = True
+        for level, kernels in (("fused", nullcontext), ("jvp", _plain_attention)):
+            if level not in self._slow:
+                try:
+                    with kernels():
+                        return self._fast_jvp(inputs, v)
+                except (NotImplementedError, RuntimeError) as error:
+                    if "forward" not in str(error).lower() and "jvp" not in str(error).lower():
+                        raise
+                    self._slow[level] = True
         with _quiet():
             return self.network.jvp(inputs, v)
 
@@ -163,6 +166,18 @@ class Products:
             if batch.weights is not None and bool((batch.weights < 0).any()):
                 raise BadData(f"batch {batch.number}: weights must be ≥ 0")
             yield batch
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Attention by elementary operations, all other kernels as they are: convolutions stay fast."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager
