@@ -1,10 +1,11 @@
 """Iterations of block CG to 1e-4 for each preconditioner, on trained networks, and how structures' evidence compares.
 
-python experiments/preconditioners.py            # digits: an MLP and a small conv net
+python experiments/preconditioners.py            # digits: an MLP and a small conv net (or one: mlp, cnn)
 """
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -52,7 +53,10 @@ def preconditioners(la: lapwing.Laplace, fit: Callable[[str], lapwing.Laplace], 
 def main() -> None:
     data = datasets.digits()
     x, y = data.inputs[:500], data.targets[:500]
-    for name, model in {"mlp 64-64-64-10": networks.mlp([64, 64, 64, 10]), "small cnn": networks.small_cnn()}.items():
+    chosen = {"mlp 64-64-64-10": networks.mlp([64, 64, 64, 10]), "small cnn": networks.small_cnn()}
+    for name, model in chosen.items():
+        if sys.argv[1:] and sys.argv[1] not in name:
+            continue
         train(model, x, y)
         fit = lambda structure, tau=1.0, model=model: lapwing.fit(  # noqa: E731
             model, (x, y), "classification", structure=structure, prior=tau
@@ -71,7 +75,7 @@ def main() -> None:
                 print(f"  {label:<12} {found.iterations:4d} iterations {time.perf_counter() - begin:7.1f} s "
                       f"residual {float(found.residuals.max()):.1e}", flush=True)  # fmt: skip
         print("  evidence and mean predictive variance of structures, prior 1")
-        for structure in ("diag", "kron", "ekfac", "blockdiag", MatrixFree(rank=500, predictive="sketch", probes=4)):
+        for structure in ("diag", "kron", "ekfac", MatrixFree(rank=500, predictive="sketch", probes=4)):
             la = fit(structure)
             spread = float(la.predict(data.inputs[500:600]).function.variance.mean())
             print(f"  {la.curvature.structure.name:<12} {float(la.log_evidence()):12.2f} {spread:10.4g}", flush=True)

@@ -33,9 +33,9 @@ def test_projection_onto_the_null_space(name: str) -> None:
     v = torch.randn(3, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows = found.network.jvp(x, torch.eye(size, dtype=torch.float64))[1].reshape(size, -1).T  # (m, P)
     exact = v - v @ torch.linalg.pinv(rows) @ rows
-    result = project_to_nullspace(found, v, samples=3, tolerance=1e-4, passes=200, unconverged="accept")
+    result = project_to_nullspace(found, v, samples=3, tolerance=1e-4, passes=80, unconverged="accept")
     moved = (result.x @ rows.T).norm(dim=-1) / (v @ rows.T).norm(dim=-1)
-    assert float(moved.max()) < 0.02
+    assert float(moved.max()) < 0.05
     torch.testing.assert_close(result.x, exact, rtol=0, atol=0.1)
     assert bool((result.residuals >= 0.1 * moved).all())
 
