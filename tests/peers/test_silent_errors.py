@@ -637,7 +637,7 @@ def read_safetensors(path):
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
-@pytest.mark.parametrize("structure", (*STRUCTURES, "functional", "nystrom"))
+@pytest.mark.parametrize("structure", [*STRUCTURES, "functional", "nystrom"])
 def test_the_checkpoint_of_a_gp_holds_the_whole_data_loader(structure, tmp_path):
     """ "the checkpoint of a gp holds the whole DataLoader": numbers and JSON, and not a row of the data."""
     module, path = mlp(3, 4, 2), tmp_path / "small.lapwing"
