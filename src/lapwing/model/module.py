@@ -58,7 +58,8 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
     params = list(module.named_parameters())
     required = [p.requires_grad for _, p in params]
     buffers = [(b, b._version, b.detach().clone()) for b in module.buffers()]
-    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m, _ in training]
+    plain = [m for m, _ in training if not isinstance(m, torch.jit.ScriptModule)]  # a scripted one keeps its own state
+    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in plain]
     try:
         for m, _ in training:
             m.training = False
