@@ -112,6 +112,14 @@ def _rows_of(data: Any) -> Iterator[tuple[Inputs, Tensor]]:
         yield take(inputs, rows, targets.shape[0]), targets[rows]
 
 
+def _repeats(inputs: Inputs, targets: Any) -> bool:
+    """Whether the targets are the input tokens themselves, up to ignored ones."""
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return False
+    same = (t for t in tensors_in(inputs) if t.shape == targets.shape and not t.is_floating_point())
+    return any(bool(((t == targets) | (targets == -100)).all()) for t in same)
+
+
 def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
     """The batch in pieces of at most `size` samples."""
     total = batch_size(batch.inputs)
@@ -201,18 +209,17 @@ class Batches:
         if isinstance(raw, Mapping):
             return self._split_mapping(raw)
         if isinstance(raw, (tuple, list)) and len(raw) == 2:
-            return raw[0], self._shifted(raw[0], raw[1]), None
+            labels = _repeats(raw[0], raw[1])  # (ids, ids): labels as the model's own loss takes them
+            return raw[0], self._shifted(raw[1]) if labels else raw[1], None
         raise BadData(
             f"a batch is a {type(raw).__name__}{f' of {len(raw)} entries' if isinstance(raw, (tuple, list)) else ''}; "
             "expected (x, y), ((x1, x2), y) or a dict with 'labels'. Pass split=lambda batch: (inputs, targets)."
         )
 
-    def _shifted(self, inputs: Inputs, targets: Any) -> Any:
+    def _shifted(self, targets: Any) -> Any:
         """A causal language model's position t predicts token t + 1, as its own loss has it; the last nothing."""
-        same = isinstance(targets, Tensor) and targets.ndim == 2 and not targets.is_floating_point()
-        if not (
-            same and any(t.shape == targets.shape for t in tensors_in(inputs)) and is_causal_language_model(self.module)
-        ):
+        tokens = isinstance(targets, Tensor) and targets.ndim == 2 and not targets.is_floating_point()
+        if not (tokens and is_causal_language_model(self.module)):
             return targets
         return torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], -100)], dim=1)
 
@@ -220,7 +227,7 @@ class Batches:
         for key in LABEL_KEYS:
             if key in raw:
                 inputs = {name: value for name, value in raw.items() if name != key}
-                return inputs, self._shifted(inputs, raw[key]), None
+                return inputs, self._shifted(raw[key]), None
         raise BadData(
             f"a batch is a dict with keys {sorted(map(str, raw))} and none of {list(LABEL_KEYS)}. "
             "Pass split=lambda batch: (inputs, targets)."
