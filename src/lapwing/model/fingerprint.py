@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lapwing.model.module import written_by_forward
 
 WHOLE = 2**28  # bytes of a module up to which a checksum reads every one of them
 PROBES = 4096  # values of a tensor that it reads beyond that
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every parameter, buffer and plain tensor attribute: what the forward pass can read."""
-    plain = [
+    """Every parameter and buffer, also those that are not saved."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Plain attributes of all submodules that the forward pass may read, without those that it writes."""
+    return [
         (f"{where}.{name}", value)
         for where, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor)
-    ]
-    return [*module.named_parameters(), *module.named_buffers(), *plain]
-
-
-def _description(module: nn.Module) -> str:
-    """The modules as they print themselves, and their plain numbers and strings."""
-    plain = [
-        f"{where}.{name}={value!r}"
-        for where, part in module.named_modules()
         for name, value in sorted(vars(part).items())
-        if name != "training" and not name.startswith("_") and isinstance(value, bool | int | float | str)
+        if name != "training" and not name.startswith("_") and name not in written_by_forward(part)
     ]
-    return "\n".join([repr(module), *plain])
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -40,8 +36,8 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """SHA-256 of names, types, shapes and bytes of all parameters and buffers, and of the modules' description."""
-    digest = hashlib.sha256(_description(module).encode())
+    """SHA-256 of names, types, shapes and bytes of all parameters and buffers, and of the modules as they print."""
+    digest = hashlib.sha256(repr(module).encode())
     for name, tensor in _state(module):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(_bytes(tensor))
@@ -49,10 +45,12 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def checksum(module: nn.Module) -> tuple[str, ...]:
-    """A cheap version of `fingerprint`, compared before each prediction: CRC-32, of probes where tensors are large."""
-    state = _state(module)
+    """A cheap check, made before each prediction: CRC-32, of probes where tensors are large, and plain attributes."""
+    attributes = _attributes(module)
+    state = [*_state(module), *((name, value) for name, value in attributes if isinstance(value, Tensor))]
+    plain = [f"{name}={value!r}" for name, value in attributes if isinstance(value, bool | int | float | str)]
     whole = sum(t.numel() * t.element_size() for _, t in state) <= WHOLE
-    sums = [f"{zlib.crc32(_description(module).encode()):x}"]
+    sums = [f"{zlib.crc32(chr(10).join([repr(module), *plain]).encode()):x}"]
     for name, tensor in state:
         flat = tensor.detach().reshape(-1)
         probed = flat if whole or flat.numel() <= PROBES else flat[:: flat.numel() // PROBES]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,14 @@ def ordinary(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
+_WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def written_by_forward(module: nn.Module) -> set[str]:
+    """Plain attributes that a forward pass of this submodule was seen to write (caches, counters, features)."""
+    return _WRITTEN.get(module, set())
+
+
 @contextmanager
 def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
     """Eval mode, gradients for the selected parameters only; everything is put back afterwards.
@@ -69,6 +78,9 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
             yield
     finally:
         for m, values, own in attributes:  # what the forward pass has set or re-assigned
+            changed = {k for k, v in vars(m).items() if k not in values or values[k] is not v} - {"training"}
+            if changed:
+                _WRITTEN.setdefault(m, set()).update(changed)
             m.__dict__.clear()
             m.__dict__.update(values)
             m._buffers.clear()
