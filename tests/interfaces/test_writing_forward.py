@@ -1,5 +1,7 @@
 """Networks that write to themselves in the forward pass: features, counters, re-assigned buffers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ class Writes(nn.Module):
         return self.scale * self.a(x)
 
 
-def test_own_and_foreign_passes_between_predictions_do_not_matter() -> None:
+def test_own_and_foreign_passes_between_predictions_do_not_matter(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Writes(), torch.randn(12, 3)
     la = lapwing.fit(model, (x, torch.randint(3, (12,))), "classification")
@@ -33,6 +35,10 @@ def test_own_and_foreign_passes_between_predictions_do_not_matter() -> None:
     assert model.calls == 0
     model.calls, model.features = 7, x  # as the user's own forward pass leaves them
     assert torch.equal(la.predict(x[:2]).probs, first)
+    la.save(tmp_path / "file")
+    again = Writes()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(lapwing.load(tmp_path / "file", again).predict(x[:2]).probs, first)
 
 
 def test_what_the_forward_only_reads_still_counts() -> None:

@@ -20,7 +20,7 @@ from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Structure
 from lapwing.errors import CorruptFile, UnsupportedModel, UnsupportedOperation, VersionMismatch
 from lapwing.linalg import Layout, pack, unpack
 from lapwing.model import Params
-from lapwing.model.fingerprint import fingerprint
+from lapwing.model.fingerprint import fingerprint, written
 from lapwing.posterior import Prior, Tempered
 
 FORMAT = 1
@@ -63,7 +63,8 @@ def write(path: Path, la: Any) -> None:
         "damped": la.damped,
         "repair": la.repair,
         "tuned": la.tuned,
-        "fingerprint": fingerprint(la.module),
+        "written": written(la.module),
+        "fingerprint": fingerprint(la.module, written(la.module)),
     }
     stored = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     _write_atomically(path, stored, header | {"digest": _digest(stored, header)})
@@ -147,7 +148,7 @@ def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path
                 f"{path.name!r} belongs to a model whose {name!r} has shape {tuple(shape)}; here it is "
                 f"{tuple(live[name].shape)}"
             )
-    if fingerprint(module) != header["fingerprint"]:
+    if fingerprint(module, header["written"]) != header["fingerprint"]:
         raise UnsupportedModel(
             f"{path.name!r} was made with other weights or buffers than this model has now. Load the weights it was "
             "fitted on first."
