@@ -951,3 +951,90 @@ def test_rows_of_a_low_rank_stay_in_the_budget() -> None:
     with PeakMemory() as memory:
         fit(model, [(x, y)], structure=LowRank(5), memory=100_000_000)
     assert memory.growth < 150_000_000
+
+
+# --- networks that write to themselves ------------------------------------------------------------------------------
+
+
+class Remembering(nn.Module):
+    """Keeps features, counts its calls and caches by size, as many networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.calls, self.cache, self.sizes = 0, None, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = x * 2
+        self.calls += 1
+        if self.cache is None or len(self.cache) != len(x):
+            self.cache = torch.ones(len(x), 1)
+        self.sizes[len(x)] = True
+        return self.layer(x) * self.cache
+
+
+class Reassigning(nn.Module):
+    """A buffer that is replaced instead of changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        return self.layer(x)
+
+
+def test_what_a_forward_pass_writes_is_no_change(tmp_path: Any) -> None:
+    model = Remembering()
+    la = fit(model, structure="kron")
+    probs = la.predict(X[:2]).probs
+    model.eval()(X[:7])
+    assert torch.equal(la.predict(X[:2]).probs, probs)
+    la.save(tmp_path / "a")
+    model(X[:5])
+    assert torch.equal(lapwing.load(tmp_path / "a", model).predict(X[:2]).probs, probs)
+    bump(model.layer.weight)
+    with pytest.raises(lapwing.UnsupportedModel):
+        la.predict(X[:2])
+
+
+def test_buffers_that_are_replaced_are_put_back() -> None:
+    model = Reassigning()
+    seen = model.seen
+    la = fit(model, structure="kron")
+    for _ in range(2):
+        la.predict(X[:2])
+    assert model.seen is seen
+    assert seen == 0
+
+
+# --- confident networks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [30.0, 100.0, 1000.0, 1e5])
+@pytest.mark.parametrize("structure", [s for s in STRUCTURES if s != "lowrank"])
+def test_confident_networks_have_finite_curvature(scale: float, structure: str) -> None:
+    """Logit gaps beyond 88, where probabilities leave the range of float32, against the same network in float64."""
+    model = nn.Linear(3, 4)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(12).reshape(4, 3).sin() * scale)
+        model.bias.zero_()
+    x = X * 2
+    assert (model(x).softmax(-1) < torch.finfo(torch.float32).tiny).any()
+    la = fit(model, batches(x), structure=structure)
+    truth = fit(copy.deepcopy(model).double(), batches(x.double()), structure=structure)
+    expected = truth.curvature.dense()
+    assert (la.curvature.dense() - expected).abs().max() <= 1e-3 * expected.abs().max() + 1e-30
+    assert la.predict(x[:4]).probs.isfinite().all()
+    assert la.log_evidence().isfinite()
+
+
+def test_a_repaired_posterior_tells_its_story() -> None:
+    la = fit(structure="full", factor="hessian", prior=1e-3, repair=True)
+    assert la.posterior.increase > 0
+    assert "raised by" in la.summary()
+    assert la.log_evidence().isfinite()
+    with pytest.raises(lapwing.NotPositiveDefinite, match="repair=True"):
+        fit(structure="full", factor="hessian", prior=1e-3)
