@@ -183,7 +183,7 @@ def test_arguments_named_as_labels_reach_the_model() -> None:
     la = lapwing.fit(model, data, "classification", split=lambda b: ({"x": b["x"], "y": b["y"]}, b["truth"]))
     p = la.predict({"x": X[:2], "y": X[:2, 0]})
     assert torch.equal(p.function.mean, model(X[:2], X[:2, 0]))
-    assert torch.equal(next(la.predict_loader(data)).probs[:2], p.probs)
+    assert torch.allclose(next(la.predict_loader(data)).probs[:2], p.probs, rtol=1e-10)  # another batch size rounds
 
 
 def test_integer_inputs() -> None:

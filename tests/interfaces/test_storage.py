@@ -58,6 +58,8 @@ STRUCTURES: dict[str, Any] = {
     "ekfac, sampled basis": EKFAC(basis=MCFisher(2), sharing="reduce"),
     "full": "full",
     "lowrank": LowRank(7),
+    "functional": "functional",
+    "nystrom": lapwing.Nystrom(9),
 }
 X = _values(N, 3)
 
