@@ -464,7 +464,9 @@ class OwnFactor(lapwing.GGN):
 def test_what_cannot_be_read_back_is_not_written(path: Path) -> None:
     with pytest.raises(lapwing.UnsupportedOperation, match="OwnFactor"):
         fitted(factor=OwnFactor()).save(path)
-    assert not path.exists()
+    with pytest.raises(lapwing.UnsupportedOperation, match="cannot be stored"):
+        fitted(structure="matrixfree").save(path)
+    assert os.listdir(path.parent) == []
 
 
 @dataclass(frozen=True, eq=False)
