@@ -88,7 +88,8 @@ def estimate_curvature(problem: Problem, structure: Structure | None, n_data: fl
         notes = (f"structure: {why}",)
     _require(problem, structure)
     problem, estimate = _robustly(problem, structure, structure.estimate)
-    return _finish(problem, structure, estimate, n_data, (*notes, *problem.plan.notes, *estimate.notes))
+    notes = (*notes, *problem.plan.notes, *estimate.notes, *estimate.totals.notes)
+    return _finish(problem, structure, estimate, n_data, notes)
 
 
 def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:

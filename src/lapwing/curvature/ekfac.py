@@ -86,16 +86,16 @@ class EKFAC(Structure):
     def estimate(self, problem: Problem) -> Estimate:
         sharing = resolve_sharing(self.sharing, problem)
         first = KronAccumulator(problem, sharing)
-        problem.sweep(first.update, self.basis, label="fit (basis)")
+        problem.sweep(first.update, self.basis, label="fit (basis)", gradient=False, inputs=first.inputs)
         moments = MomentAccumulator(problem, first.finish())
-        totals = problem.sweep(moments.update, label="fit (moments)")
+        totals = problem.sweep(moments.update, label="fit (moments)", together=True)
         return Estimate(moments.finish(), totals, notes=(f"weight sharing of the basis: {sharing}",))
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add second moments in the basis of the first fit: a valid EKFAC of the union, not the one a new fit finds."""
         assert isinstance(matrix, BlockDiagonal)
         moments = MomentAccumulator(problem, matrix)
-        totals = problem.sweep(moments.update, label="update (moments)")
+        totals = problem.sweep(moments.update, label="update (moments)", together=True)
         total: list[PSD] = []
         for old, new in zip(matrix.blocks, moments.finish().blocks, strict=True):
             if isinstance(old, EigenKronecker) and isinstance(new, EigenKronecker):

@@ -36,6 +36,10 @@ def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "re
     return sharing
 
 
+def _key(k: int, swapped: bool) -> str:
+    return f"{k}.{'swapped' if swapped else 'plain'}"
+
+
 class KronAccumulator(Accumulator):
     """Sums for each block: input and gradient covariances of each orientation, or a dense or diagonal block."""
 
@@ -53,12 +57,14 @@ class KronAccumulator(Accumulator):
                 assert block.shape is not None
                 q, o, i = block.shape
                 for swapped in orientations(block):
-                    key = f"{k}.{'swapped' if swapped else 'plain'}"
+                    key = _key(k, swapped)
                     self.tensors[f"{key}.left"] = zeros(q, o, o)
                     self.tensors[f"{key}.right"] = zeros(q, i, i)
                     self.tensors[f"{key}.rows"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
+        if fresh is not None:
+            self.inputs(jacobian, fresh)
         for k, block in enumerate(self.blocks):
             if block.kind == "unused":
                 continue
@@ -70,21 +76,22 @@ class KronAccumulator(Accumulator):
             else:
                 assert isinstance(jacobian.rows, LazyRows)
                 for swapped in orientations(block):
-                    self._add(jacobian.rows, k, block, swapped, fresh)
+                    g = jacobian.rows.gradient_side(block, swapped, self.sharing == "reduce")
+                    self.tensors[f"{_key(k, swapped)}.{'right' if swapped else 'left'}"] += g.mT @ g
 
-    def _add(self, rows: LazyRows, k: int, block: Block, swapped: bool, fresh: Tensor | None) -> None:
-        """Input side: once a batch, it does not depend on the direction. Gradient side: every time."""
-        key, reduce = f"{k}.{'swapped' if swapped else 'plain'}", self.sharing == "reduce"
-        inputs, gradients = ("left", "right") if swapped else ("right", "left")
-        g = rows.gradient_side(block, swapped, reduce)
-        self.tensors[f"{key}.{gradients}"] += g.mT @ g
-        if fresh is None:
-            return
-        a, positions = rows.input_side(block, swapped, reduce)
-        if positions:
-            flat = (a * fresh.sqrt()[:, None, None, None]).flatten(0, 1).transpose(0, 1)  # (q, rows, d)
-            self.tensors[f"{key}.{inputs}"] += flat.mT @ flat
-            self.tensors[f"{key}.rows"] += fresh.sum() * positions
+    def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
+        """The input side: once a sample, it does not depend on the directions."""
+        assert isinstance(jacobian.rows, LazyRows)
+        assert fresh is not None
+        for k, block in enumerate(self.blocks):
+            if block.kind == "unused" or kept_as(block) != "kron":
+                continue
+            for swapped in orientations(block):
+                a, positions = jacobian.rows.input_side(block, swapped, self.sharing == "reduce")
+                if positions:
+                    flat = (a * fresh.sqrt()[:, None, None, None]).flatten(0, 1).transpose(0, 1)  # (q, rows, d)
+                    self.tensors[f"{_key(k, swapped)}.{'left' if swapped else 'right'}"] += flat.mT @ flat
+                    self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
 
     def finish(self) -> BlockDiagonal:
         names = tuple(", ".join(block.names) for block in self.blocks)
@@ -102,7 +109,7 @@ class KronAccumulator(Accumulator):
         return Kronecker(left, right)
 
     def _pair(self, k: int, swapped: bool) -> tuple[Tensor, Tensor]:
-        key = f"{k}.{'swapped' if swapped else 'plain'}"
+        key = _key(k, swapped)
         left, right, rows = (self.tensors[f"{key}.{part}"] for part in ("left", "right", "rows"))
         count = max(float(rows), 1.0)
         return (left / count, right) if swapped else (left, right / count)
@@ -166,7 +173,7 @@ class Kron(Structure):
     def _sweep(self, problem: Problem, state: dict[str, Tensor]) -> Estimate:
         sharing = resolve_sharing(self.sharing, problem)
         accumulator = KronAccumulator(problem, sharing)
-        totals = problem.sweep(accumulator.update)
+        totals = problem.sweep(accumulator.update, inputs=accumulator.inputs)
         for name, value in state.items():
             accumulator.tensors[name] = accumulator.tensors[name] + value.to(accumulator.tensors[name])
         return Estimate(accumulator.finish(), totals, accumulator.tensors, (f"weight sharing: {sharing}",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lapwing.curvature.factor import GGN, Factor, MCFisher
+from lapwing.curvature.factor import GGN, Directions, Factor, MCFisher
+from lapwing.curvature.regroup import Group, Regrouped
 from lapwing.errors import BadData
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Jacobian
@@ -45,6 +46,34 @@ class Totals:
     statistics: Tensor
     seen: float
     gradient: Tensor | None
+    notes: tuple[str, ...] = ()
+
+
+class _Sums:
+    """Running totals of a pass."""
+
+    def __init__(self) -> None:
+        self.statistics: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.seen = self.curvature = self.dropped = 0.0
+        self.samples = self.directions = 0
+
+    def add(self, statistics: Tensor, chosen: Directions) -> None:
+        self.statistics = statistics if self.statistics is None else self.statistics + statistics
+        self.curvature += chosen.total
+        self.dropped += chosen.dropped
+        self.samples += len(chosen.needed)
+        self.directions += int(chosen.needed.sum())
+
+    def totals(self) -> Totals:
+        assert self.statistics is not None
+        notes: tuple[str, ...] = ()
+        if self.dropped > 1e-6 * self.curvature:
+            notes = (
+                f"directions: {self.directions / max(self.samples, 1):.2g} a sample, "
+                f"which leaves out {self.dropped / self.curvature:.2g} of the curvature in output space",
+            )
+        return Totals(self.statistics, self.seen, self.gradient, notes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,26 +94,63 @@ class Problem:
     rest: Iterator[Batch] | None = None
     scalar: bool = False  # the network returns (B,)
 
-    def sweep(self, update: Update, factor: Factor | None = None, label: str = "fit", row_bytes: int = 0) -> Totals:
-        """Pass over the data once, handing rows to `update` for a few samples and all their directions at a time.
+    def sweep(
+        self,
+        update: Update,
+        factor: Factor | None = None,
+        label: str = "fit",
+        row_bytes: int = 0,
+        gradient: bool = True,
+        inputs: Update | None = None,
+        together: bool = False,
+    ) -> Totals:
+        """Pass over the data once, handing rows to `update` for a few samples and directions at a time.
 
-        `row_bytes` is what the structure itself needs for each row.
+        Where samples need different numbers of directions, those that need alike are brought together and run again.
+        `row_bytes` is what the structure itself needs for each row, `gradient` asks for that of the log-likelihood (of
+        exact factors only). `inputs` sees every sample that is run again when it is first run, without directions.
+        `together` hands over all directions of fewer samples, rather than fewer directions of all samples.
         """
         factor = factor or self.factor
-        statistics, seen, gradient = None, 0.0, None
+        wanted = gradient and isinstance(factor, GGN)
+        sums = _Sums()
+        waiting = Regrouped()
         with self.network.borrow():
-            for batch in self._pieces(label, factor, row_bytes):
+            share = factor.width(self.outputs) if together else 1
+            for batch in self._pieces(label, row_bytes, share):
                 at = self.network.linearize(self.plan, batch.inputs)
                 y = self.prepare(batch, at.f)
+                f, checked = at.f.detach(), self._finite(update, f"batch {batch.number}: ")
                 with torch.no_grad():
-                    part = self.likelihood.statistics(at.f, y, batch.weights)
-                statistics = part if statistics is None else statistics + part
-                seen += self.likelihood.count(at.f, y, batch.weights)
-                if isinstance(factor, GGN):
-                    gradient = self._add_gradient(gradient, at, y, batch)
-                self._feed(self._finite(update, batch), factor, at, y, batch, row_bytes)
-        assert statistics is not None
-        return Totals(statistics, seen, gradient)
+                    directions = factor.choose(self.likelihood, f, y, batch.weights, self.generator)
+                    score = self._score(f, y, batch) if wanted else None
+                    sums.add(self.likelihood.statistics(f, y, batch.weights), directions)
+                    sums.seen += self.likelihood.count(f, y, batch.weights)
+                ones = torch.ones(at.n, dtype=self.network.params.dtype, device=f.device)
+                fresh = ones if batch.weights is None else batch.weights.to(ones)
+                if waiting.admit(batch.inputs, directions, score, factor):
+                    if inputs is not None:
+                        inputs(at.jacobian(f.new_zeros(0, *f.shape)), fresh)
+                    del at
+                    self._run(waiting.full(), update, sums, row_bytes)
+                else:
+                    self._add_gradient(sums, at, score)
+                    self._feed(checked, at, directions, fresh, row_bytes)
+                    del at
+            self._run(waiting.rest(), update, sums, row_bytes)
+        return sums.totals()
+
+    def _run(self, groups: Iterable[Group], update: Update, sums: _Sums, row_bytes: int) -> None:
+        """Rows of samples that were brought together."""
+        for group in groups:
+            at = self.network.linearize(self.plan, group.inputs)
+            self._add_gradient(sums, at, group.score)
+            self._feed(self._finite(update, ""), at, group.directions, None, row_bytes)
+
+    def _score(self, f: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        """φ·∇_f log p(y | f), times the weights."""
+        score = self.likelihood.score(f, y) * self.likelihood.dispersion.detach().to(f)
+        return _weighted(score, batch.weights)
 
     def prepare(self, batch: Batch, f: Tensor) -> Tensor:
         """Validated targets; errors name the batch, and the operation where values stopped being finite."""
@@ -125,11 +191,11 @@ class Problem:
             source, desc=label, total=self.batches.length, disable=hide, delay=0 if self.progress else 1, leave=False
         )
 
-    def _add_gradient(self, gradient: Tensor | None, at: Linearization, y: Tensor, batch: Batch) -> Tensor:
+    def _add_gradient(self, sums: _Sums, at: Linearization, score: Tensor | None) -> None:
         """Σ_n φ·∇_θ log p(y_n | f_n), flat: how far the weights are from a mode."""
+        if score is None:
+            return
         params = self.network.params
-        score = self.likelihood.score(at.f.detach(), y) * self.likelihood.dispersion.detach().to(at.f)
-        score = _weighted(score, batch.weights)
         live = dict(self.network.module.named_parameters())
         leaves = [live[name] for name in params.names]
         found: tuple = (None,) * len(leaves)
@@ -142,9 +208,9 @@ class Problem:
             }
         )
         flat = (flat if params.index is None else flat[params.index]).double()
-        return flat if gradient is None else gradient + flat
+        sums.gradient = flat if sums.gradient is None else sums.gradient + flat
 
-    def _finite(self, update: Update, batch: Batch) -> Update:
+    def _finite(self, update: Update, where: str) -> Update:
         """The same update, refusing rows that are not finite (a square root at zero) with batch and parameters."""
 
         def checked(jacobian: Jacobian, fresh: Tensor | None) -> None:
@@ -155,7 +221,7 @@ class Problem:
                 k = max(j for j, g in enumerate(rows.gradients) if not bool(g.isfinite().all()))
                 layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(steps[k].names))})"
                 raise BadData(
-                    f"batch {batch.number}: the gradient of the outputs at layer {layer} is not finite, although the "
+                    f"{where}the gradient of the outputs at layer {layer} is not finite, although the "
                     "outputs are: an operation after it has no derivative there (a square root or a norm at zero)"
                 )
             update(jacobian, fresh)
@@ -167,26 +233,23 @@ class Problem:
         """Bytes that the rows under way may take."""
         return min(self.memory // 8, CHUNK)
 
-    def _pieces(self, label: str, factor: Factor, row_bytes: int) -> Iterator[Batch]:
-        """Batches cut so that all directions of a piece fit at once; a sample alone may still need several chunks."""
-        row = 4 * self.plan.width + row_bytes
+    def _pieces(self, label: str, row_bytes: int, directions: int) -> Iterator[Batch]:
+        """Batches cut so that so many directions of a piece fit."""
+        row = directions * (4 * self.plan.width + row_bytes)
         for batch in self._batches(label):
-            yield from parts_of(batch, max(1, self._cap // max(1, row * factor.width(self.outputs))))
+            yield from parts_of(batch, max(1, self._cap // max(1, row)))
 
-    def _feed(self, update: Update, factor: Factor, at: Linearization, y: Tensor, batch: Batch, row_bytes: int) -> None:
-        row = at.n * (4 * self.plan.width + row_bytes)
-        per_chunk = max(1, min(factor.count(at.f), self._cap // max(row, 1)))
-        chunk: list[Tensor] = []
-        ones = torch.ones(at.n, dtype=self.network.params.dtype, device=at.f.device)
-        fresh: Tensor | None = ones if batch.weights is None else batch.weights.to(ones)
+    def _feed(
+        self, update: Update, at: Linearization, directions: Directions, fresh: Tensor | None, row_bytes: int
+    ) -> None:
+        """Rows of a piece, as many directions at a time as fit."""
+        row, count = at.n * (4 * self.plan.width + row_bytes), directions.count
+        length = max(1, self._cap // max(row, 1))
         with torch.no_grad():
-            for s in factor.directions(self.likelihood, at.f.detach(), y, self.generator):
-                chunk.append(_weighted(s, None if batch.weights is None else batch.weights.to(s).sqrt()))
-                if len(chunk) == per_chunk:
-                    update(at.jacobian(torch.stack(chunk)), fresh)
-                    chunk, fresh = [], None
-            if chunk:
-                update(at.jacobian(torch.stack(chunk)), fresh)
+            for start in range(0, max(count, 1), length):
+                chosen = directions.between(start, min(start + length, count))
+                update(at.jacobian(chosen), fresh)
+                fresh = None
 
 
 def _weighted(s: Tensor, weights: Tensor | None) -> Tensor:

@@ -123,7 +123,7 @@ def layout_of(problem: Problem) -> Layout:
 
 def one_pass(problem: Problem, accumulator: Accumulator, notes: tuple[str, ...] = (), row_bytes: int = 0) -> Estimate:
     """Feed an accumulator from one sweep."""
-    totals = problem.sweep(accumulator.update, row_bytes=row_bytes)
+    totals = problem.sweep(accumulator.update, row_bytes=row_bytes, together=True)
     return Estimate(accumulator.finish(), totals, notes=notes)
 
 

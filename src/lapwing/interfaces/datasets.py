@@ -180,4 +180,5 @@ def _existing(path: Path) -> Path:
 def _dataset(pixels: NDArray[np.uint8], labels: NDArray) -> Dataset:
     if len(pixels) != len(labels):
         raise CorruptFile(f"{len(pixels)} images and {len(labels)} labels: copy the data again")
-    return Dataset(torch.from_numpy(pixels.astype(np.float32) / 255), torch.from_numpy(labels.astype(np.int64)))
+    values = pixels.astype(np.float32, order="C") / 255  # channels first in memory too, as loaders give them
+    return Dataset(torch.from_numpy(values), torch.from_numpy(labels.astype(np.int64)))

@@ -206,8 +206,8 @@ class MatrixRows(Rows):
             return torch.einsum("nrqo,nrqi->qoi", left.square(), right.square()).reshape(-1)
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         for start, length in self._block_chunks:
-            blocks = self.narrow(start, length).dense()
-            total = total + torch.linalg.vector_norm(blocks, dim=(0, 1)).square()  # one pass, no array of squares
+            blocks = self.narrow(start, length).dense().flatten(0, 1)
+            total = total + (blocks.square() if blocks.requires_grad else blocks.square_()).sum(0)
         return total
 
     def weighted_gram(self, w: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,12 @@ def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
         return tensor[rows] if tensor.ndim and tensor.shape[0] == size else tensor
 
     return map_tensors(cut, inputs)
+
+
+def concatenate(pieces: Sequence[Inputs]) -> Inputs:
+    """Inputs of the same build one after the other, every tensor along its first dimension."""
+    streams = [iter(list(tensors_in(piece))) for piece in pieces]
+    return map_tensors(lambda _: torch.cat([next(stream) for stream in streams]), pieces[0])
 
 
 def _looks_like_tensors(data: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, t
 from lapwing.model.module import output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, PlanChanged, Source, Step, bind
-from lapwing.model.rules import MatrixRule, RowsRule
+from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule
 from lapwing.model.samples import Samples
 from lapwing.model.tape import Pass, Record
 
@@ -41,6 +42,13 @@ class Linearization:
     def n(self) -> int:
         return self.f.shape[0]
 
+    @cached_property
+    def bound(self) -> dict[int, tuple[Rule, Call]]:
+        """Rule and arguments of every record that is read by its rule; what rules compute of the inputs is kept."""
+        read = (k for k, step in enumerate(self.plan.steps) if step.method == "rule")
+        found = {k: bind(self.finished.records[k]) for k in read}
+        return {k: pair for k, pair in found.items() if pair is not None}
+
     def jacobian(self, directions: Tensor) -> Jacobian:
         """Rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row a sample and direction."""
         gradients = self._backward(directions)
@@ -65,7 +73,7 @@ class Linearization:
         """∂(v·f)/∂out of every record, (r, *out.shape)."""
         edges = [record.edge for record in self.finished.records]
         r = directions.shape[0]
-        if not edges or not self.f.requires_grad:
+        if not edges or not r or not self.f.requires_grad:
             return [torch.zeros(()).expand(r, *record.out.shape) for record in self.finished.records]
         directions = directions.to(self.f.dtype)
         small = r * sum(record.out.numel() for record in self.finished.records) <= BATCHED_ELEMENTS
@@ -73,7 +81,7 @@ class Linearization:
             found: Sequence[Tensor | None] = self._grad(edges, directions, batched=True)
         else:
             each = [self._grad(edges, v, batched=False) for v in directions]
-            found = [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]
+            found = [_stacked(g) for g in zip(*each, strict=True)]
         for g, reaches in zip(found, self.plan.reaching, strict=False):
             if g is None and reaches:  # the graph of this batch lost a record that the self-check saw
                 raise PlanChanged
@@ -177,7 +185,7 @@ class LazyRows(Sequence):
 
     def _factors(self, k: int, with_ones: bool) -> tuple[Tensor, Tensor]:
         step, n = self.at.plan.steps[k], self.at.n
-        rule, call_ = bind(self.at.finished.records[k])  # type: ignore[misc]
+        rule, call_ = self.at.bound[k]
         assert isinstance(rule, MatrixRule)
         assert step.out is not None
         left = rule.left(call_, self.gradients[k], step.out, n)
@@ -188,7 +196,7 @@ class LazyRows(Sequence):
         sides = []
         with torch.no_grad():
             for k in (k for k, s in block.uses if s == swapped):
-                rule, call_ = bind(self.at.finished.records[k])  # type: ignore[misc]
+                rule, call_ = self.at.bound[k]
                 step, n, g = self.at.plan.steps[k], self.at.n, self.gradients[k]
                 assert isinstance(rule, MatrixRule)
                 assert step.out is not None
@@ -205,7 +213,7 @@ class LazyRows(Sequence):
         sides, count = [], 0
         with torch.no_grad():
             for k in (k for k, s in block.uses if s == swapped):
-                rule, call_ = bind(self.at.finished.records[k])  # type: ignore[misc]
+                rule, call_ = self.at.bound[k]
                 step, n = self.at.plan.steps[k], self.at.n
                 assert isinstance(rule, MatrixRule)
                 assert step.out is not None
@@ -234,9 +242,12 @@ class LazyRows(Sequence):
 
     def _by_rule(self, k: int, record: Record, step: Step) -> list[Tensor]:
         """(n, r, *shape) for each live tensor."""
-        rule, call_ = bind(record)  # type: ignore[misc]
+        rule, call_ = self.at.bound[k]
         n, g, out = self.at.n, self.gradients[k], step.out
         assert out is not None
+        if isinstance(rule, RowsRule) and len(record.live) == 2:
+            weight, bias = rule.rows(call_, g, out, n)
+            return [bias if record.tensors[j] is call_.bias else weight for j in record.live]
         found = []
         for j in record.live:
             tensor = record.tensors[j]
@@ -321,6 +332,16 @@ class TapeJacobian(Jacobian):
     @property
     def device(self) -> torch.device:
         return self.rows.at.params.device
+
+
+def _stacked(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
+    """(r, *shape), without a copy of a single one; the directions of a sample lie side by side, as products like it."""
+    first = gradients[0]
+    if first is None:
+        return None
+    if len(gradients) == 1 or first.ndim == 0:
+        return torch.stack(gradients) if first.ndim == 0 else first.unsqueeze(0)  # type: ignore[arg-type]
+    return torch.stack([g for g in gradients if g is not None], 1).transpose(0, 1)
 
 
 def _vjps(tensor: Tensor, leaves: list[Tensor], cotangents: Tensor, create_graph: bool) -> list[Tensor]:

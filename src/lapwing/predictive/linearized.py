@@ -18,6 +18,9 @@ from lapwing.predictive.function import GaussianFunction
 CLOSED_FORM = 64
 """Outputs a sample up to which covariances are computed in closed form; beyond, f is sampled by one JVP a draw."""
 
+CHUNK = 2**27
+"""Bytes of back-propagated gradients under way at a time."""
+
 Draws = Callable[[int, torch.Generator | None], Tensor]
 
 
@@ -43,21 +46,26 @@ class Linearized:
         variance = None if joint else lambda: self.variance(inputs, mean, self.precision)
         return GaussianFunction(mean, covariance, variance=variance, sampler=sampler, joint=joint)
 
-    def jacobians(self, inputs: Inputs, event: int | None = None) -> Iterator[tuple[Linearization, Jacobian]]:
-        """Rows of ∂f/∂θ for every output of an item, a few samples at a time (of one event position, if given)."""
+    def jacobians(
+        self, inputs: Inputs, event: int | None = None, directions: int | None = None
+    ) -> Iterator[tuple[Linearization, Jacobian]]:
+        """Rows of ∂f/∂θ for every output of an item, a few samples at a time (of one event position, if given).
+
+        How many rows an item will have, `directions`, is found out from the first few if it is not given.
+        """
         total = batch_size(inputs)
-        start, size = 0, min(4, total)
+        start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan.width, directions), total)
         while start < total:
             part = take(inputs, slice(start, start + size), total)
             with self.network.borrow():
                 at, rows = self._rows(part, event)
             yield at, rows
             start += size
-            size = max(1, min(64, self._samples_at_once(at, rows.r)))
+            width = sum(record.out.numel() for record in at.finished.records) // at.n
+            size = self._samples_at_once(width, rows.r)
 
-    def _samples_at_once(self, at: Linearization, directions: int) -> int:
-        width = sum(record.out.numel() for record in at.finished.records) // at.n
-        return int(self.memory / 8 / max(1, 4 * directions * width))
+    def _samples_at_once(self, width: int, directions: int) -> int:
+        return max(1, min(64, int(min(self.memory / 8, CHUNK) / max(1, 4 * directions * width))))
 
     @outside_inference
     def covariance(self, inputs: Inputs, mean: Tensor) -> Tensor:
@@ -68,7 +76,7 @@ class Linearized:
         blocks = []
         for e in range(events):
             with torch.no_grad():
-                parts = [self.precision.quadratic(rows) for _, rows in self.jacobians(inputs, e)]
+                parts = [self.precision.quadratic(rows) for _, rows in self.jacobians(inputs, e, mean.shape[-1])]
             blocks.append(torch.cat(parts))
         return torch.stack(blocks, 1).reshape(n, *mean.shape[1:], c).to(mean.dtype)
 
@@ -78,7 +86,8 @@ class Linearized:
         columns = []
         for e in range(mean[0].numel() // mean.shape[-1]):
             with torch.no_grad():
-                columns.append(torch.cat([precision.variance(rows) for _, rows in self.jacobians(inputs, e)]))
+                parts = [precision.variance(rows) for _, rows in self.jacobians(inputs, e, mean.shape[-1])]
+                columns.append(torch.cat(parts))
         return torch.stack(columns, 1).reshape(mean.shape).to(mean.dtype)
 
     @outside_inference

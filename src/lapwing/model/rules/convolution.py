@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -27,6 +29,33 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilatio
         x = x[..., ::step]
     assert x.ndim == 2 + 2 * dims
     return x
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One spatial axis of a convolution."""
+
+    size: int
+    kernel: int
+    stride: int
+    dilation: int
+    before: int  # zeros that padding adds
+    after: int
+
+    @property
+    def places(self) -> int:
+        return (self.size + self.before + self.after - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+
+    def parts(self) -> list[slice]:
+        """For each place in the kernel, the entries that it meets."""
+        found = []
+        for k in range(self.kernel):
+            offset = self.dilation * k - self.before  # position p meets entry stride · p + offset
+            first = max(0, -(offset // self.stride))
+            last = min(self.places - 1, (self.size - 1 - offset) // self.stride)
+            start = self.stride * first + offset
+            found.append(slice(start, self.stride * last + offset + 1, self.stride) if last >= first else slice(0, 0))
+        return found
 
 
 class Convolution(MatrixRule):
@@ -70,22 +99,36 @@ class Convolution(MatrixRule):
         g = samples.first(g, n, skip=1)  # (n, r, m, positions, channels)
         return g.reshape(n, r, -1, groups, channels // groups)
 
+    def left_sum(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        groups = call.options["groups"]
+        summed = samples.first(g.flatten(3).sum(-1), n, skip=1).sum(2)  # (n, r, m, channels) -> (n, r, channels)
+        return summed.reshape(*summed.shape[:2], groups, -1)
+
     def right(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
         x = self._columns(self._windows(call), call.options["groups"], ones)  # (n·m, groups, in, positions)
         x = samples.first(x, n)  # (n, m, groups, in, positions)
         return x.permute(0, 1, 4, 2, 3).reshape(n, 1, -1, *x.shape[2:4])
 
     def right_sum(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
-        windows = self._windows(call)
-        positions = tuple(range(2, 2 + self.dims))
-        summed = windows.sum(positions)  # (n·m, channels, *kernel): patches are summed without being written out
-        groups = call.options["groups"]
-        x = samples.first(summed.reshape(summed.shape[0], groups, -1), n).sum(1)
-        return with_ones(x, self.positions(call, n)) if ones else x
+        """One axis after the other, a sum for each place of the kernel: patches are never written out."""
+        x = call.data
+        for axis in self._axes(call):
+            x = torch.stack([x[:, :, part].sum(2) for part in axis.parts()], -1)
+        return self._gathered(call, x, samples, n, ones)
 
     def positions(self, call: Call, n: int) -> int:
-        windows = self._windows(call)
-        return windows.shape[0] // n * windows.shape[2 : 2 + self.dims].numel()
+        return call.data.shape[0] // n * prod(axis.places for axis in self._axes(call))
+
+    def _axes(self, call: Call) -> list[Axis]:
+        weight, options = call.weight, call.options
+        assert weight is not None
+        sizes = zip(call.data.shape[2:], weight.shape[2:], options["stride"], options["dilation"], strict=True)
+        return [Axis(*size, *edges) for size, edges in zip(sizes, options["edges"], strict=True)]
+
+    def _gathered(self, call: Call, summed: Tensor, samples: Samples, n: int, ones: bool) -> Tensor:
+        """(n·m, channels, *kernel) -> (n, groups, in)."""
+        x = samples.first(summed.reshape(summed.shape[0], call.options["groups"], -1), n).sum(1)
+        return with_ones(x, self.positions(call, n)) if ones else x
 
     def _windows(self, call: Call) -> Tensor:
         weight, options = call.weight, call.options
@@ -141,6 +184,14 @@ class TransposedConvolution(Convolution):
         groups = call.options["groups"]
         per_group = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)  # (q, in, out, kernel)
         return per_group.transpose(1, 2).flatten(2)
+
+    def right_sum(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
+        positions = tuple(range(2, 2 + self.dims))
+        return self._gathered(call, self._windows(call).sum(positions), samples, n, ones)
+
+    def positions(self, call: Call, n: int) -> int:
+        windows = self._windows(call)
+        return windows.shape[0] // n * windows.shape[2 : 2 + self.dims].numel()
 
     def _windows(self, call: Call) -> Tensor:
         weight, options = call.weight, call.options

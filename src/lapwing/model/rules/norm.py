@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,15 +17,14 @@ from lapwing.model.samples import Samples
 class Norm(RowsRule):
     """Weights over one channel axis, or over the trailing axes (layer norm, RMS norm)."""
 
-    def __init__(
-        self, read: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Callable[[], Tensor]]], trailing: bool
-    ) -> None:
+    def __init__(self, read: Callable[..., tuple], trailing: bool) -> None:
         self.read = read
         self.trailing = trailing
 
     def bind(self, *args: Any, **kwargs: Any) -> Call | None:
-        data, weight, bias, normalized = self.read(*args, **kwargs)
-        return Call(data, weight, bias, {"normalized": normalized})
+        data, weight, bias, normalized, *statistics = self.read(*args, **kwargs)
+        options = {"normalized": cache(normalized), "statistics": statistics[0] if statistics else None}
+        return Call(data, weight, bias, options)
 
     def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
         some = call.weight if call.weight is not None else call.bias
@@ -35,6 +36,28 @@ class Norm(RowsRule):
 
     def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         return self._sum(call, g, samples, n)
+
+    def rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> tuple[Tensor, Tensor]:
+        """One reading of g and the inputs gives both, by torch's kernel with every sample's channels as its own."""
+        statistics = call.options.get("statistics")
+        if statistics is None or g.shape[1] != n or samples.axis or g.ndim < 4 or torch.is_grad_enabled():
+            return super().rows(call, g, samples, n)
+        mean, variance, eps = statistics
+        repeated = (mean.repeat(n), variance.repeat(n))
+        channels, space = g.shape[2], g.shape[3:]
+        own, x = (1, n * channels, *space), call.data.reshape(1, n * channels, *space)
+        pairs = []
+        for one in g:
+            _, weight, bias = torch.ops.aten.native_batch_norm_backward(
+                one.reshape(own), x, None, *repeated, None, None, False, eps, [False, True, True]
+            )
+            pairs.append((weight, bias))
+        weights, biases = zip(*pairs, strict=True)
+        shape = (len(g), n, channels)
+        return (
+            torch.stack(weights).reshape(shape).transpose(0, 1),
+            torch.stack(biases).reshape(shape).transpose(0, 1),
+        )
 
     def _sum(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         some = call.weight if call.weight is not None else call.bias
@@ -73,7 +96,9 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> tuple:
     # momentum 0: computing x̂ again must not move the running statistics
-    return input, weight, bias, lambda: F.batch_norm(input, running_mean, running_var, None, None, training, 0.0, eps)
+    normalized = partial(F.batch_norm, input, running_mean, running_var, None, None, training, 0.0, eps)
+    fixed = not training and running_mean is not None and input.is_floating_point()
+    return input, weight, bias, normalized, (running_mean, running_var, eps) if fixed else None
 
 
 def instance_norm(

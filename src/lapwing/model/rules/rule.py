@@ -82,3 +82,7 @@ class RowsRule(Rule):
     @abstractmethod
     def weight_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         """g (r, *output) -> (n, r, *weight.shape)."""
+
+    def rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> tuple[Tensor, Tensor]:
+        """Those of weight and bias together, where a rule can share work."""
+        return self.weight_rows(call, g, samples, n), self.bias_rows(call, g, samples, n)

@@ -1,0 +1,106 @@
+"""Samples that need the same number of directions, brought together from several batches.
+
+A backward pass costs the same for every sample of a batch, needed or not. Confident classifiers need nine directions
+for a few samples and none for most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.factor import GGN, Directions, Factor
+from lapwing.model import batch_size, take, tensors_in
+from lapwing.model.batches import Inputs, concatenate
+
+WORTH = 0.6  # share of the directions of a batch that must be needed for running them all at once
+OVERHEAD = 8  # samples that a backward pass of its own costs
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Samples that are run together."""
+
+    inputs: Inputs
+    directions: Directions
+    score: Tensor | None
+
+
+@dataclass(eq=False)
+class Regrouped:
+    """Waiting samples, by the number of directions they need and the shapes of their inputs."""
+
+    size: int = 1  # samples that a group is run with: those of the largest batch so far
+    waiting: dict[tuple, list[Group]] = field(default_factory=dict)
+
+    def admit(self, inputs: Inputs, directions: Directions, score: Tensor | None, factor: Factor) -> bool:
+        """Take a batch, or decline it where running it as it is costs no more."""
+        n = batch_size(inputs)
+        self.size = max(self.size, n)
+        if not isinstance(factor, GGN) or any(t.ndim == 0 or t.shape[0] != n for t in tensors_in(inputs)):
+            return False
+        needed = self._with_scores(directions, score, factor)
+        if float(needed.double().mean()) > WORTH * int(needed.max()):
+            return False
+        shapes = tuple((t.shape[1:], t.dtype) for t in tensors_in(inputs))
+        for count in needed.unique().tolist():
+            if count:
+                rows = (needed == count).nonzero().flatten()
+                part = Group(take(inputs, rows, n), directions.take(rows), None if score is None else score[rows])
+                self.waiting.setdefault((_rounded(count), shapes), []).append(part)
+        return True
+
+    def _with_scores(self, directions: Directions, score: Tensor | None, factor: GGN) -> Tensor:
+        """Directions needed, at least one where the sample matters to the gradient of the log-likelihood."""
+        if score is None:
+            return directions.needed
+        sizes = score.flatten(1).double().norm(dim=1)
+        ascending = sizes.sort().values
+        tolerance = torch.finfo(score.dtype).eps if factor.tolerance is None else factor.tolerance
+        most = int((ascending.cumsum(0) <= tolerance * sizes.sum()).sum())
+        matters = sizes >= (ascending[most] if most < len(sizes) else torch.inf)
+        return torch.maximum(directions.needed, matters.to(directions.needed))
+
+    def full(self) -> Iterator[Group]:
+        """Groups that have reached their size."""
+        for key, parts in self.waiting.items():
+            if _samples(parts) >= self.size:
+                self.waiting[key] = []
+                yield _joined(parts)
+
+    def rest(self) -> Iterator[Group]:
+        """Everything that still waits. A few samples join those that need more rather than run alone."""
+        levels = sorted(self.waiting.items(), key=lambda item: item[0][0])
+        self.waiting = {}
+        for shapes in {key[1] for key, _ in levels}:
+            own = [(key[0], parts) for key, parts in levels if key[1] == shapes and parts]
+            for (count, parts), following in zip_longest(own, own[1:]):
+                if following and _samples(parts) * (following[0] - count) < OVERHEAD * (count + 2):
+                    following[1].extend(parts)
+                else:
+                    yield _joined(parts)
+
+
+def _samples(parts: list[Group]) -> int:
+    return sum(len(part.directions.needed) for part in parts)
+
+
+def _rounded(count: int) -> int:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, …: a few wasted directions for larger groups."""
+    power = 1 << max(0, count.bit_length() - 1)
+    return next(level for level in (power, power + power // 2, 2 * power) if level >= count)
+
+
+def _joined(parts: list[Group]) -> Group:
+    if len(parts) == 1:
+        return parts[0]
+    inputs, first = concatenate([part.inputs for part in parts]), parts[0].directions
+    columns = torch.cat([p.directions.columns for p in parts])
+    needed = torch.cat([p.directions.needed for p in parts])
+    order = torch.cat([p.directions.order for p in parts if p.directions.order is not None])
+    scores = [p.score for p in parts if p.score is not None]
+    return Group(inputs, Directions(columns, needed, first.event, order), torch.cat(scores) if scores else None)
