@@ -366,6 +366,19 @@ def test_novelty_does_not_depend_on_what_is_tuned() -> None:
     assert not torch.equal(la.predict(far).epistemic, other.predict(far).epistemic)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_novelty_is_what_the_data_leave_open(structure: str) -> None:
+    """½ log |I + Λ J A⁻¹ Jᵀ| with A = H + 10⁻³ tr(H)/P, of the structure's own H."""
+    la = fit(structure=structure)
+    j, h = jacobian(la, X[:4]), la.curvature.dense()
+    floor = 1e-3 * h.trace() / len(h) * torch.eye(len(h), dtype=h.dtype)
+    v = torch.einsum("ncp,pq,ndq->ncd", j, torch.linalg.inv(h + floor), j)
+    p = la.module(X[:4]).detach().softmax(-1)
+    information = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    truth = torch.logdet(torch.eye(3, dtype=h.dtype) + information @ v) / 2
+    assert torch.allclose(la.predict(X[:4]).novelty, truth, rtol=1e-8)
+
+
 def test_a_sharp_prior_gives_the_network_back() -> None:
     la = fit(prior=1e12)
     assert torch.allclose(la.predict(X).probs, la.module(X).softmax(-1), atol=1e-9)
