@@ -326,3 +326,11 @@ def test_what_a_file_needs_gives_the_same_matrix() -> None:
     torch.testing.assert_close(theirs.solve(v), mine.solve(v))
     torch.testing.assert_close(theirs.logdet(), mine.logdet())
     torch.testing.assert_close(theirs.diagonal(), mine.diagonal())
+
+
+def test_a_fit_estimates_no_log_determinant() -> None:
+    """Samples and solves need none; and a singular precision is refused all the same."""
+    _, free = pair("mlp regression")
+    assert not any(isinstance(key, tuple) and key[0] == "ratio" for key in free.posterior.precision.memo)
+    with pytest.raises(lapwing.NotPositiveDefinite):
+        pair("mlp regression", prior=0.0)

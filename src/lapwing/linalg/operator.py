@@ -143,6 +143,9 @@ class Operator(PSD):
         require_positive(shift.reshape(-1))
         return self._factor.detach(), shift
 
+    def require_positive_definite(self) -> None:
+        self._constants  # noqa: B018 (G is never indefinite: a positive diagonal suffices)
+
     @cached_property
     def preconditioner(self) -> Preconditioner:
         """M, from the sketch."""
@@ -281,7 +284,7 @@ class Operator(PSD):
         return value
 
     def logdet(self) -> Tensor:
-        self._constants  # noqa: B018 (refuses a singular matrix)
+        self.require_positive_definite()
         shift = self._shift
         logs = shift.log() * self.size if shift.ndim == 0 else shift.log().sum()
         return logs + self._ratio_scalar()
