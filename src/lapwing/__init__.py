@@ -36,8 +36,10 @@ from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.evidence import compare, log_evidence
+from lapwing.evidence.online import Online
 from lapwing.interfaces.api import fit, load
 from lapwing.interfaces.laplace import Laplace
+from lapwing.interfaces.training import Trained, train
 from lapwing.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -83,6 +85,7 @@ __all__ = [
     "NotPositiveDefinite",
     "NotReiterable",
     "Nystrom",
+    "Online",
     "Poisson",
     "Posterior",
     "Prediction",
@@ -91,6 +94,7 @@ __all__ = [
     "TemperatureScaled",
     "Tempered",
     "TooLarge",
+    "Trained",
     "UnsupportedModel",
     "UnsupportedOperation",
     "VersionMismatch",
@@ -102,4 +106,5 @@ __all__ = [
     "metrics",
     "plots",
     "subnetwork",
+    "train",
 ]
