@@ -6,7 +6,7 @@ from lapwing.evidence.by_validation import tune_validation
 from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.scoring import Score, linked
+from lapwing.evidence.scoring import Score, check_logit_temperature, linked
 from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest, widest
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Score",
     "Setting",
     "Tuning",
+    "check_logit_temperature",
     "compare",
     "effective_parameters",
     "linked",

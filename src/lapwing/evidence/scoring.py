@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.tuning import with_dispersion
 from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Likelihood
 from lapwing.predictive import GaussianFunction, predict_targets
@@ -14,6 +15,7 @@ from lapwing.predictive.fixed import base_points
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 
+LOGITS = (Categorical, Bernoulli, BradleyTerry)
 JITTER = 1e-6  # of the mean variance: the covariance of f may be singular
 
 
@@ -45,6 +47,18 @@ def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Cate
     return value if mask is None else torch.where(mask, value, 0.0)
 
 
+def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
+    """A positive number, for likelihoods whose outputs are logits."""
+    if not isinstance(likelihood, LOGITS):
+        raise UnsupportedOperation(
+            f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
+            "Bernoulli and BradleyTerry"
+        )
+    if not (value > 0 and math.isfinite(value)):
+        raise BadData(f"logit_temperature must be positive and finite, got {value}")
+    return float(value)
+
+
 def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, float]:
     """Mean NLL per item of the network without a posterior, and of its usual repair on the same data.
 
@@ -52,7 +66,7 @@ def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> d
     """
     count = items(f, y, likelihood)
     found = {"MAP": -likelihood.log_prob(f, y).double().sum().item() / count}
-    if isinstance(likelihood, Categorical | Bernoulli | BradleyTerry):
+    if isinstance(likelihood, LOGITS):
         found["temperature scaling"] = scaled_nll(f, y, likelihood) / count
     elif isinstance(likelihood, Gaussian) and noise:
         fitted = with_dispersion(likelihood, best_dispersion(f, y, likelihood))

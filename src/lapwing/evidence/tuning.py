@@ -14,13 +14,15 @@ from lapwing.posterior import Prior, Tempered
 class Setting:
     """One candidate: a precision per group (G,), a temperature and, where it is free, the dispersion φ (σ²).
 
-    `deterministic` is the limit τ → ∞: the network without a posterior; its precision is empty.
+    `logit_temperature` divides the logits before the link. `deterministic` is the limit τ → ∞: the network without a
+    posterior (with a logit temperature: temperature scaling); its precision is empty.
     """
 
     precision: Tensor
     temperature: float = 1.0
     dispersion: float | None = None
     deterministic: bool = False
+    logit_temperature: float = 1.0
 
     @property
     def narrow(self) -> float:
@@ -36,6 +38,7 @@ class Setting:
             low, high = self.precision.min().item(), self.precision.max().item()
             parts = [f"prior {low:.3g} … {high:.3g} ({len(self.precision)} values)"]
         parts += [f"T {self.temperature:.4g}"] if self.temperature != 1.0 else []
+        parts += [f"logits / {self.logit_temperature:.4g}"] if self.logit_temperature != 1.0 else []
         parts += [f"noise {self.dispersion**0.5:.4g}"] if self.dispersion is not None else []
         return ", ".join(parts)
 
@@ -49,8 +52,8 @@ class Tuning:
     """The result of `tune`: every setting tried, its score, and the one chosen.
 
     Scores are negative log-likelihoods per held-out datum for `method="validation"` and `"loo"`, and minus the log
-    evidence for `"evidence"`: lower is better throughout. `prior`, `temperature` and `likelihood` are what the chosen
-    setting means for a `Laplace` object.
+    evidence for `"evidence"`: lower is better throughout. `prior`, `temperature`, `likelihood` and `logit_temperature`
+    (None: as it was) are what the chosen setting means for a `Laplace` object.
     """
 
     method: str
@@ -64,6 +67,7 @@ class Tuning:
     converged: bool = True
     baselines: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[str, ...] = ()
+    logit_temperature: float | None = None
 
     @property
     def setting(self) -> Setting:

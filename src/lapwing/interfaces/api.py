@@ -123,6 +123,7 @@ def load(
         Options(header["memory"], scalar=header["scalar"]),
         damped=header["damped"],
         repair=header["repair"],
+        logit_temperature=header.get("logit_temperature", 1.0),
         tuned=header["tuned"],
         state=checksum(module),
     )

@@ -17,6 +17,7 @@ from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
 from lapwing.evidence import (
     Groups,
     Tuning,
+    check_logit_temperature,
     effective_parameters,
     linked,
     log_evidence,
@@ -79,6 +80,7 @@ class Laplace:
     tuning: Tuning | None = None
     damped: bool = False
     repair: bool = False
+    logit_temperature: float = 1.0  # logits are divided by it before the link
     tuned: str = ""  # how prior, temperature and noise were chosen, in a line
     state: tuple[str, ...] = field(default=(), repr=False)  # checksum of the module at the fit
     _plans: dict[str, Plan] = field(default_factory=dict, repr=False)  # the plan, once inputs were seen
@@ -179,12 +181,14 @@ class Laplace:
         prior: Any = None,
         temperature: float | Tensor | Tempered | None = None,
         likelihood: str | Likelihood | None = None,
+        logit_temperature: float | None = None,
         repair: bool | None = None,
     ) -> Laplace:
         """Another prior, temperature or noise on the same curvature; no data pass.
 
         `likelihood` may differ in a common factor of its noise only: other ratios between outputs, another family or
-        other options change the curvature and need a new fit. `repair=True` raises the prior precision by the smallest
+        other options change the curvature and need a new fit. `logit_temperature` divides the logits before they become
+        probabilities: temperature scaling on top of the posterior. `repair=True` raises the prior precision by the smallest
         sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
         """
         changes: dict[str, Any] = {}
@@ -200,6 +204,8 @@ class Laplace:
                     "factor of a Gaussian's noise is free. Fit again with the new likelihood."
                 )
             changes["likelihood"] = new
+        if logit_temperature is not None:
+            changes["logit_temperature"] = check_logit_temperature(logit_temperature, self.likelihood)
         if repair is not None:
             changes["repair"] = repair
         replaced = replace(self, **changes)
@@ -277,7 +283,7 @@ class Laplace:
         many; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
         what is exact or nearly so, else Monte Carlo; "probit", "bridge", "mc" insist. `joint=True` keeps the
         covariance between inputs, `differentiable=True` the gradients with respect to x. Without a generator, results
-        are the same at every call and whatever the batch.
+        are the same at every call and whatever the batch. With a logit temperature s, `function` is that of f/s.
 
             p = la.predict(x);  p.probs, p.entropy, p.epistemic
         """
@@ -298,7 +304,7 @@ class Laplace:
         if samples is None and function.mean[0].numel() > CLOSED_FORM:
             samples = WEIGHT_DRAWS
         return predict_targets(
-            function,
+            function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature),
             self.likelihood,
             link=link,
             samples=samples,
@@ -320,7 +326,9 @@ class Laplace:
         if n < 1:
             raise BadData(f"an ensemble has at least one member, got {n}")
         draws = self._draws(n, generator)
-        return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.state)
+        return Ensemble(
+            self.network, self.likelihood, draws, self.options.scalar, self.state, self.logit_temperature
+        )
 
     def _inputs(self, x: Inputs) -> Inputs:
         if isinstance(x, Mapping) and self.options.split is None:
@@ -436,6 +444,7 @@ class Laplace:
             prior=tuning.prior,
             temperature=tuning.temperature,
             likelihood=tuning.likelihood,
+            logit_temperature=tuning.logit_temperature or self.logit_temperature,
             tuning=tuning,
             tuned=f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}",
         )
@@ -502,7 +511,8 @@ class Laplace:
             f"  structure    {curvature.structure.name}, factor {type(curvature.factor).__name__}",
             f"  data         {curvature.seen:g} seen, standing for {curvature.n_data:g}",
             f"  prior        {self.prior}",
-            f"  temperature  {self.temperature}",
+            f"  temperature  {self.temperature}"
+            + (f", logits divided by {self.logit_temperature:.4g}" if self.logit_temperature != 1.0 else ""),
             f"  log-likelihood at the weights  {float(self.log_likelihood):.6g}",
         ]
         deterministic = self.tuning is not None and self.tuning.deterministic

@@ -52,6 +52,7 @@ def write(path: Path, la: Any) -> None:
         "matrix": matrix,
         "prior": prior,
         "temperature": [float(la.temperature.T), la.temperature.prior],
+        "logit_temperature": la.logit_temperature,
         "likelihood": la.likelihood.spec(),
         "parameters": {name: list(shape) for name, shape in zip(la.params.names, la.params.shapes, strict=True)},
         "blocks": [list(names) for names in la.curvature.names],

@@ -52,6 +52,10 @@ class FunctionDistribution(ABC):
         does not depend on what else is in the batch (and the points say nothing about correlation over inputs).
         """
 
+    @abstractmethod
+    def scaled(self, factor: float) -> FunctionDistribution:
+        """The distribution of factor·f."""
+
     @property
     def item_covariance(self) -> Tensor:
         """(B, *event, C, C), also where `joint`."""
@@ -117,6 +121,16 @@ class GaussianFunction(FunctionDistribution):
         if self._covariance is None:
             return self.mean.shape[-1] == 1 and self._variance is not None
         return self._sampler is None or self.mean.ndim == 2  # tokens and pixels: rather by samples
+
+    def scaled(self, factor: float) -> GaussianFunction:
+        covariance, variance, sampler = self._covariance, self._variance, self._sampler
+        return GaussianFunction(
+            factor * self.mean,
+            None if covariance is None else lambda: factor**2 * self.covariance,
+            variance=None if variance is None else lambda: factor**2 * self.variance,
+            sampler=None if sampler is None else lambda n, generator: factor * sampler(n, generator),
+            joint=self._joint,
+        )
 
     @cached_property
     def covariance(self) -> Tensor:
@@ -217,6 +231,9 @@ class SampledFunction(FunctionDistribution):
     def has_covariance(self) -> bool:
         return False
 
+    def scaled(self, factor: float) -> SampledFunction:
+        return SampledFunction(factor * self.mean, factor * self.samples)
+
     @cached_property
     def variance(self) -> Tensor:
         return self.samples.var(0, correction=0)
@@ -253,6 +270,9 @@ class MixtureFunction(FunctionDistribution):
     @property
     def has_covariance(self) -> bool:
         return False
+
+    def scaled(self, factor: float) -> MixtureFunction:
+        return MixtureFunction([part.scaled(factor) for part in self.parts], self.weights)
 
     @cached_property
     def mean(self) -> Tensor:
