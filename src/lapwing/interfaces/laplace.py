@@ -188,8 +188,8 @@ class Laplace:
 
         `likelihood` may differ in a common factor of its noise only: other ratios between outputs, another family or
         other options change the curvature and need a new fit. `logit_temperature` divides the logits before they become
-        probabilities: temperature scaling on top of the posterior. `repair=True` raises the prior precision by the smallest
-        sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
+        probabilities: temperature scaling on top of the posterior. `repair=True` raises the prior precision by the
+        smallest sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
         """
         changes: dict[str, Any] = {}
         if prior is not None:
@@ -326,9 +326,7 @@ class Laplace:
         if n < 1:
             raise BadData(f"an ensemble has at least one member, got {n}")
         draws = self._draws(n, generator)
-        return Ensemble(
-            self.network, self.likelihood, draws, self.options.scalar, self.state, self.logit_temperature
-        )
+        return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.state, self.logit_temperature)
 
     def _inputs(self, x: Inputs) -> Inputs:
         if isinstance(x, Mapping) and self.options.split is None:
