@@ -37,6 +37,7 @@ from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.evidence import compare, log_evidence
 from lapwing.evidence.online import Online
+from lapwing.evidence.pruning import Pruned, prune, relevance
 from lapwing.interfaces.api import fit, load
 from lapwing.interfaces.laplace import Laplace
 from lapwing.interfaces.training import Trained, train
@@ -90,6 +91,7 @@ __all__ = [
     "Posterior",
     "Prediction",
     "Prior",
+    "Pruned",
     "Report",
     "TemperatureScaled",
     "Tempered",
@@ -105,6 +107,8 @@ __all__ = [
     "log_evidence",
     "metrics",
     "plots",
+    "prune",
+    "relevance",
     "subnetwork",
     "train",
 ]
