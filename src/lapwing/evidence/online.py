@@ -163,7 +163,7 @@ class Online:
         """
         names = select_names(model, self.select)
         network = Network(model, Params.of(model, names), self.likelihood.outputs)
-        subset = _Subset(data, self.samples, self.generator) if self.structure != BATCH else data
+        subset = Subset(data, self.samples, self.generator) if self.structure != BATCH else data
         batches = Batches(subset, model, network.params.device, self.split)
         belief = self._by_batch(network, batches) if self.structure == BATCH else self._by_curvature(network, batches)
         return replace(self, belief=belief, _terms={})
@@ -253,7 +253,7 @@ class Online:
 
 
 @dataclass(frozen=True, eq=False)
-class _Subset:
+class Subset:
     """Up to `count` samples of the data: random rows of a pair of tensors, else the batches that come first."""
 
     data: Any

@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from lapwing.curvature import Factor, Structure
 from lapwing.errors import BadData
-from lapwing.evidence.online import BATCH, Online
+from lapwing.evidence.online import BATCH, Online, Subset
 from lapwing.evidence.training import Moment, Schedule, Shuffled, Training, count_data
 from lapwing.interfaces.api import fit
 from lapwing.interfaces.laplace import Laplace
 from lapwing.likelihoods import Likelihood
 from lapwing.model import unwrap
+
+FIT = 4  # the fit at the end reads so many times the data of a step of the evidence
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +92,8 @@ def train(
     (Adam, 1e-3), without weight decay; `scheduler` likewise, moved once an epoch or with schedule_by="step" every step.
     `keep` the weights with the best "evidence", "validation" NLL (of `val`) or the "last"; stop after `patience` steps
     of the evidence without a better one. `checkpoint` is a folder in which an interrupted training resumes, exactly.
-    A pair (X, y) is shuffled in batches of `batch_size`.
+    A pair (X, y) is shuffled in batches of `batch_size`. The posterior at the end reads up to 4·`samples` data and
+    stands for all; samples=None reads all data at every step and at the end.
 
         trained = lapwing.train(model, (X, y), "classification", epochs=20)
         trained.laplace.predict(x).probs
@@ -114,9 +117,10 @@ def train(
     folder = None if checkpoint is None else Path(checkpoint)
     training = Training(module, source, online, stepper, rate, plan, val, folder, progress)
     online, history, stopped = training.run()
+    seen = Subset(data, None if samples is None else FIT * samples, None)
     la = fit(
-        module, data, online.likelihood, structure=_final(structure), factor=factor, select=select,
-        prior=online.belief.prior, n_data=n_data, split=split, generator=generator, progress=progress,
+        module, seen, online.likelihood, structure=_final(structure), factor=factor, select=select,
+        prior=online.belief.prior, n_data=size, split=split, generator=generator, progress=progress,
     )  # fmt: skip
     return Trained(replace(la, tuned=_told(online)), online, history, stopped)
 
