@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Cell:
-    """What to measure. `n` data to fit, `m` inputs to predict; `peer_n` or `peer_m` where a peer must do with fewer.
+    """What to measure. `n` data to fit, `m` inputs to predict; `peer_n` where a peer must do with fewer data.
 
     `peers` may be empty. `repeats` are processes of each, `inner` timings in a process.
     """
@@ -35,7 +35,6 @@ class Cell:
     m: int = 16
     peers: tuple[str, ...] = ("laplace-torch",)
     peer_n: int | None = None
-    peer_m: int | None = None
     repeats: int = 1
     inner: int = 3
     threads: int = 1
@@ -46,7 +45,7 @@ class Cell:
 
     def size(self, by: str) -> tuple[int, int]:
         """(n, m) for one implementation."""
-        return (self.n, self.m) if by == "ours" else (self.peer_n or self.n, self.peer_m or self.m)
+        return (self.n, self.m) if by == "ours" else (self.peer_n or self.n, self.m)
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,8 @@ class Outcome:
         return ratio(self.peers[k].epochs, self.ours.epochs)
 
     def thrift(self, k: int) -> float | None:
-        """How many times as much memory peer k takes, an item."""
-        scale = self.cell.size("ours")[1] / self.cell.size(self.peers[k].by)[1] if self.cell.op.of_new else 1.0
-        both = ratio(self.peers[k].peak, self.ours.peak)
-        return None if both is None else both * scale
+        """How many times as much memory peer k takes."""
+        return ratio(self.peers[k].peak, self.ours.peak)
 
 
 def run(cell: Cell, place: Place) -> Outcome:
@@ -89,7 +86,7 @@ def run(cell: Cell, place: Place) -> Outcome:
                 if not (runs[by] and runs[by][-1].error):
                     runs[by].append(once(cell, by, place, result=Path(folder) / f"{by}.safetensors"))
         if any(cell.size(by) != cell.size("ours") and not runs[by][-1].error for by in sides[1:]):
-            smaller = replace(cell, n=cell.size(sides[1])[0], m=cell.size(sides[1])[1], inner=1)
+            smaller = replace(cell, n=cell.size(sides[1])[0], inner=1)
             once(smaller, "ours", place, result=Path(folder) / "ours.safetensors")
         results = {by: read(Path(folder) / f"{by}.safetensors") for by in sides}
     differences = tuple(difference(results["ours"], results[by]) for by in sides[1:])
@@ -131,7 +128,7 @@ def needs(cell: Cell) -> int:
     shape = SHAPES[cell.workload]
     n, m = cell.size("laplace-torch")
     rows = min(n, BATCH) * shape.rows
-    return bytes_asked(cell.op, batch=rows, new=m * shape.rows, outputs=shape.outputs, parameters=shape.parameters)
+    return bytes_asked(cell.op, shape, batch=rows, new=m * shape.rows, last_layer=shape.last_layer)
 
 
 def environment(threads: int) -> dict[str, str]:

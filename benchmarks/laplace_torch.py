@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.operations import PRIOR, PRIORS, SAMPLES, Operation
-from benchmarks.workloads import Task
+from benchmarks.workloads import Shape, Task
 
 
 class Loader:
@@ -27,7 +27,7 @@ class Loader:
 def prepare(task: Task, op: Operation) -> tuple[Callable[[], Any], Callable[[Any], Tensor | None]]:
     """What to time, and how to read a comparable tensor from its result."""
     if op.action == "fit":
-        return lambda: fit(task, op), lambda la: curvature(la, op)
+        return lambda: fit(task, op), lambda la: None if op.variant == "mc" else curvature(la, op)
     la = fit(task, op)
     if op.action == "predict":
         return lambda: la._glm_predictive_distribution(task.new)[1], lambda covariance: covariance
@@ -71,18 +71,18 @@ def curvature(la: Any, op: Operation) -> Tensor:
     return la.H_facs.diag() if op.structure == "kron" else la.H
 
 
-def bytes_asked(op: Operation, *, batch: int, new: int, outputs: int, parameters: int, size: int = 4) -> int:
-    """The largest tensors it allocates at once, counted from its source (version 0.3).
+def bytes_asked(op: Operation, shape: Shape, *, batch: int, new: int, last_layer: bool, size: int = 4) -> int:
+    """At least the bytes it allocates at once, counted from its source (version 0.3); batch and new are rows.
 
-    A diagonal fit and a prediction write the Jacobian (batch, outputs, parameters) out and multiply it into a second
-    one of that size; a full fit multiplies an identity of parameters², beside the result.
+    A diagonal fit and a prediction write the Jacobian (rows, outputs, parameters) out, and multiply it into a second
+    one of that size. Where it is not the last layer's, `torch.func.jacrev` goes through all rows × outputs at once,
+    each with the gradient of the largest activation of every row. A full fit multiplies an identity of parameters²,
+    beside the result.
     """
     if op.structure == "full":
-        return 3 * size * parameters**2
-    if op.action == "fit":
-        return 2 * size * batch * outputs * parameters if op.structure == "diag" else 0
-    if op.of_new:
-        return 2 * size * new * outputs * parameters
-    return bytes_asked(
-        Operation("fit", op.structure), batch=batch, new=new, outputs=outputs, parameters=parameters, size=size
-    )
+        return 3 * size * shape.parameters**2
+    if op.structure != "diag" and not op.of_new:
+        return 0
+    rows = new if op.of_new else batch
+    jacobian = 2 * size * rows * shape.outputs * shape.parameters
+    return jacobian if last_layer else max(jacobian, size * rows**2 * shape.outputs * shape.activations)

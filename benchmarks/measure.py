@@ -27,6 +27,7 @@ SOURCES = {
 }
 CPU = torch.device("cpu")
 BRIEF = 0.02  # seconds; what takes less is repeated within one timing
+LONG = 15.0  # seconds; of what takes longer, the first run is the only one
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,12 +60,15 @@ def measure(task: Task, op: Operation, options: argparse.Namespace) -> Measureme
     try:
         run, read = import_module(SOURCES[options.by]).prepare(task, op)
         _warm(task)
-        result, cost = metered(run, CPU)
+        (result, first), cost = metered(lambda: timed(run), CPU)
         if options.result and (tensor := read(result)) is not None:
             save_file({"result": tensor.detach().contiguous()}, options.result)
         del result
         gradient_peak = metered(gradient, CPU)[1].peak_bytes
-        times = alternate({"seconds": run, "gradient": gradient, "forward": task.forward_of_new}, options.repeats)
+        works = {"seconds": run, "gradient": gradient, "forward": task.forward_of_new}
+        if op.action == "predict":
+            works["covariances"] = task.covariances()
+        times = alternate(works, options.repeats, {"seconds": first})
         if options.profile:
             profile(run, options.profile)
     except (Exception, SystemExit) as error:
@@ -86,25 +90,34 @@ def _warm(task: Task) -> None:
     torch.autograd.grad(task.rows(x[:2]).sum(), task.parameters)
 
 
-def alternate(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """CPU and wall seconds of each piece of work, in turns; what is brief is repeated within a turn."""
-    counts = {name: _count(work) for name, work in works.items()}
-    times: dict[str, dict[str, list[float]]] = {name: {"cpu": [], "wall": []} for name in works}
+Times = dict[str, list[float]]  # "cpu" and "wall" seconds
+
+
+def alternate(works: dict[str, Callable[[], Any]], repeats: int, first: dict[str, Times]) -> dict[str, Times]:
+    """Seconds of each piece of work, in turns. Brief work is repeated within a turn; work whose first run was long is
+    not run again."""
+    first = first | {name: timed(work)[1] for name, work in works.items() if name not in first}
+    times = {name: first[name] if first[name]["cpu"][0] > LONG else {"cpu": [], "wall": []} for name in works}
     for _ in range(repeats):
         for name, work in works.items():
-            cpu, wall = time.process_time(), time.perf_counter()
-            for _ in range(counts[name]):
-                work()
-            times[name]["cpu"].append((time.process_time() - cpu) / counts[name])
-            times[name]["wall"].append((time.perf_counter() - wall) / counts[name])
+            if first[name]["cpu"][0] <= LONG:
+                _, turn = timed(work, repetitions(first[name]["cpu"][0]))
+                times[name] = {clock: times[name][clock] + turn[clock] for clock in turn}
     return times
 
 
-def _count(work: Callable[[], Any]) -> int:
-    began = time.process_time()
-    work()
-    spent = time.process_time() - began
-    return 1 if spent >= BRIEF else min(100, 1 + int(BRIEF / max(spent, 1e-5)))
+def timed(work: Callable[[], Any], count: int = 1) -> tuple[Any, Times]:
+    """The result, and the mean seconds of a call."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(count):
+        result = work()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return result, {"cpu": [cpu / count], "wall": [wall / count]}
+
+
+def repetitions(seconds: float) -> int:
+    """How often to repeat work that takes so long, for a timing that is not noise."""
+    return 1 if seconds >= BRIEF else min(100, 1 + int(BRIEF / max(seconds, 1e-5)))
 
 
 def profile(run: Callable[[], Any], path: Path) -> None:

@@ -17,7 +17,7 @@ Run = Callable[[], Any]
 def prepare(task: Task, op: Operation) -> tuple[Run, Callable[[Any], Tensor | None]]:
     """What to time, and how to read a comparable tensor from its result."""
     if op.action == "fit":
-        return lambda: fit(task, op), lambda la: curvature(la, op)
+        return lambda: fit(task, op), lambda la: None if op.variant == "mc" else curvature(la, op)
     la = fit(task, op)
     if op.action == "predict":
         return lambda: la.predict(task.new).function.covariance, lambda covariance: covariance

@@ -12,7 +12,8 @@ class Measurement:
     """One implementation at one operation, in one process.
 
     `seconds` and `gradient` are medians over alternating repeats; `forward` is one forward pass over the inputs to
-    predict; `peak` and `gradient_peak` are bytes above what the loaded model and data take.
+    predict, `covariances` the writing of one U diag(v) Uᵀ, outputs × outputs, for each of them; `peak` and
+    `gradient_peak` are bytes above what the loaded model and data take.
     """
 
     by: str
@@ -24,6 +25,7 @@ class Measurement:
     seconds: float | None = None
     gradient: float | None = None
     forward: float | None = None
+    covariances: float | None = None
     peak: int | None = None
     gradient_peak: int | None = None
     error: str | None = None

@@ -39,7 +39,7 @@ def cell_of(options: argparse.Namespace, workload: str, name: str) -> Cell:
     op = operation(name)
     peers = ("curvlinops",) if op.structure == "ekfac" else ("laplace-torch",)
     return Cell(
-        workload, name, options.n, options.m, peers, options.peer_n, options.peer_m,
+        workload, name, options.n, options.m, peers, options.peer_n,
         repeats=options.processes, inner=options.repeats, threads=options.threads,
     )  # fmt: skip
 
@@ -51,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--n", type=int, default=512, help="data to fit (%(default)s)")
     top.add_argument("--m", type=int, default=16, help="inputs to predict (%(default)s)")
     top.add_argument("--peer-n", type=int, help="data to fit for the peer (as ours)")
-    top.add_argument("--peer-m", type=int, help="inputs to predict for the peer (as ours)")
     top.add_argument("--repeats", type=int, default=3, help="timings in a process (%(default)s)")
     top.add_argument("--processes", type=int, default=1, help="processes of each side, taking turns (%(default)s)")
     top.add_argument("--threads", type=int, default=1, help="(%(default)s); CPU time with one, wall time with more")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache as once
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,12 @@ class Task:
         """The network's outputs at the inputs to predict."""
         return self.rows(self.new)
 
+    def covariances(self) -> Callable[[], Tensor]:
+        """U diag(v) Uᵀ, outputs × outputs, for each input: what a closed-form predictive has to write in any case."""
+        m, c = len(self.new), self.forward_of_new().shape[-1]
+        basis, values = torch.randn(c, c), torch.rand(m, 1, c)
+        return lambda: (basis * values) @ basis.mT
+
     def rows(self, x: Tensor) -> Tensor:
         """Outputs as (rows, classes)."""
         return self.model(x).flatten(0, -2)
@@ -100,7 +107,7 @@ def _first(name: str, data: Callable[[], tuple[Tensor, Tensor]], n: int) -> tupl
 
 def mlp(n: int, m: int, width: int = 1024) -> Task:
     model = _seeded(lambda: networks.mlp([784, width, width, 10], nn.ReLU))
-    return _task(trained(f"mlp{width}", model, _mnist, epochs=2, rate=1e-3), *_first("mnist", _mnist, n + m), n, m)
+    return _task(trained(f"mlp{width}", model, _mnist, epochs=1, rate=1e-3), *_first("mnist", _mnist, n + m), n, m)
 
 
 def lenet(n: int, m: int) -> Task:
@@ -128,9 +135,14 @@ def resnet20_frozen(n: int, m: int) -> Task:
 
 def resnet18(n: int, m: int) -> Task:
     """CIFAR-10 enlarged to 64×64."""
-    model = trained("resnet18", _seeded(ResNet18), lambda: (_larger(_cifar()[0][:8000]), _cifar()[1][:8000]), epochs=1)
+    model = trained("resnet18", _seeded(ResNet18), _larger_cifar, epochs=1)
     x, y = _first("cifar10", _cifar, n + m)
     return _task(model, _larger(x), y, n, m)
+
+
+def _larger_cifar() -> tuple[Tensor, Tensor]:
+    x, y = _cifar()
+    return _larger(x[:4096]), y[:4096]
 
 
 def _larger(images: Tensor) -> Tensor:
@@ -138,7 +150,9 @@ def _larger(images: Tensor) -> Tensor:
 
 
 def vit(n: int, m: int) -> Task:
-    return _task(trained("vit", _seeded(VisionTransformer), _cifar, epochs=1), *_first("cifar10", _cifar, n + m), n, m)
+    return _task(
+        trained("vit", _seeded(VisionTransformer), _cifar, epochs=0.5), *_first("cifar10", _cifar, n + m), n, m
+    )
 
 
 @once
@@ -182,6 +196,10 @@ def _written(model: nn.Module, count: int, length: int = 33) -> Tensor:
 
 WORKLOADS: dict[str, Callable[[int, int], Task]] = {
     "mlp": mlp,
+    "mlp64": partial(mlp, width=64),
+    "mlp128": partial(mlp, width=128),
+    "mlp256": partial(mlp, width=256),
+    "mlp512": partial(mlp, width=512),
     "lenet": lenet,
     "lenet-last": lenet_last,
     "resnet20": resnet20,
@@ -195,21 +213,27 @@ WORKLOADS: dict[str, Callable[[int, int], Task]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Parameters with a posterior, outputs a row, rows (targets) an item: what memory estimates need."""
+    """For memory estimates: parameters with a posterior, outputs and largest activation of a row, rows an item."""
 
     parameters: int
     outputs: int
+    activations: int
     rows: int = 1
+    last_layer: bool = False
 
 
 SHAPES = {
-    "mlp": Shape(1_863_690, 10),
-    "lenet": Shape(61_706, 10),
-    "lenet-last": Shape(850, 10),
-    "resnet20": Shape(269_722, 10),
-    "resnet20-frozen": Shape(268_346, 10),
-    "resnet18": Shape(11_181_642, 10),
-    "vit": Shape(1_009_802, 10),
-    "llama": Shape(260_032, 512, 32),
-    "head": Shape(1_281_000, 1000),
+    "mlp": Shape(1_863_690, 10, 1024),
+    "mlp64": Shape(55_050, 10, 64),
+    "mlp128": Shape(118_282, 10, 128),
+    "mlp256": Shape(269_322, 10, 256),
+    "mlp512": Shape(669_706, 10, 512),
+    "lenet": Shape(61_706, 10, 6 * 28 * 28),
+    "lenet-last": Shape(850, 10, 6 * 28 * 28, last_layer=True),
+    "resnet20": Shape(269_722, 10, 16 * 32 * 32),
+    "resnet20-frozen": Shape(268_346, 10, 16 * 32 * 32),
+    "resnet18": Shape(11_181_642, 10, 64 * 32 * 32),
+    "vit": Shape(1_007_370, 10, 64 * 512),
+    "llama": Shape(260_032, 512, 512, rows=32),
+    "head": Shape(1_281_000, 1000, 1280, last_layer=True),
 }
