@@ -36,6 +36,8 @@ from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.evidence import compare, log_evidence
+from lapwing.evidence.affine import Affine
+from lapwing.evidence.invariances import learn_invariances
 from lapwing.evidence.online import Online
 from lapwing.evidence.pruning import Pruned, prune, relevance
 from lapwing.interfaces.api import fit, load
@@ -58,6 +60,7 @@ from lapwing.predictive.mixture import Mixture
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Affine",
     "BadData",
     "Bernoulli",
     "BlockDiag",
@@ -103,6 +106,7 @@ __all__ = [
     "compare",
     "evaluate",
     "fit",
+    "learn_invariances",
     "load",
     "log_evidence",
     "metrics",
