@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 def chosen(options: argparse.Namespace) -> list[Cell]:
     """The cells of the plan that were asked for."""
-    cells = plan.quick() if options.quick else plan.whole()
+    cells = (replace(cell, inner=2) for cell in plan.quick()) if options.quick else plan.whole()
     names = set(options.workload.split(",")) if options.workload else None
     if names and not names <= set(WORKLOADS):
         raise SystemExit(f"there is no workload {', '.join(sorted(names - set(WORKLOADS)))}: {', '.join(WORKLOADS)}")

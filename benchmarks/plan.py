@@ -61,8 +61,8 @@ def quick() -> Iterator[Cell]:
     yield from after("lenet", 512, 16, ("samples-kron", "evidence-kron", "sweep-kron"))
     yield from fits("lenet-last", 512, ("full",))
     yield from fits("mlp", 512, ("diag", "kron"))
-    yield from fits("resnet20", 128, short[1:])
-    yield from fits("resnet20-frozen", 128, ("kron", "kron-mc"))
+    yield from fits("resnet20", 128, short)
+    yield from fits("resnet20-frozen", 128, ("kron",))
     yield from after("resnet20-frozen", 64, 8, ("predict-kron", "probs-kron"))
     yield from fits("vit", 32, ("diag", "kron"))
     yield from fits("llama", 32, ("diag-mc", "kron-mc"))
@@ -72,10 +72,11 @@ def quick() -> Iterator[Cell]:
 
 def growth(quick: bool) -> Iterator[tuple[str, float, Cell]]:
     """(axis, size, cell): time and memory against the number of data, and against the width of an MLP."""
-    sizes = (128, 256, 512, 1024) if quick else (128, 256, 512, 1024, 2048, 4096)
-    widths = (64, 128, 256, 512) if quick else (64, 128, 256, 512, 1024)
+    sizes = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096)
+    widths = (64, 256, 1024) if quick else (64, 128, 256, 512, 1024)
     for name in ("fit-kron", "fit-diag"):
         for n in sizes:
-            yield "N", n, Cell("lenet", name, n, 1, LAPLACE if name == "fit-kron" else ())
+            yield "N", n, Cell("lenet", name, n, 1, LAPLACE if name == "fit-kron" else (), inner=2)
         for width in widths:
-            yield "width", width, Cell("mlp" if width == 1024 else f"mlp{width}", name, 512, 1, LAPLACE)
+            workload = "mlp" if width == 1024 else f"mlp{width}"
+            yield "width", width, Cell(workload, name, 512, 1, LAPLACE if name == "fit-kron" else (), inner=2)
