@@ -33,7 +33,7 @@ def whole() -> Iterator[Cell]:
     """Everything; hours rather than minutes where peers are slow."""
     yield from fits("mlp", 1024)
     yield from after("mlp", 1024, 64, ("predict-kron", "probs-kron", "samples-kron", "evidence-kron", "sweep-kron"))
-    yield from fits("lenet", 1024, peer_n=128)
+    yield from fits("lenet", 1024, peer_n=64)
     yield from fits("lenet-last", 1024, ("full", "kron", "diag"))
     yield Cell("lenet", "fit-full", 1024, 1)
     yield from after("lenet", 1024, 50, ("predict-kron", "probs-kron", "predict-diag"))
@@ -41,7 +41,7 @@ def whole() -> Iterator[Cell]:
     yield from fits("resnet20", 512)
     yield from fits("resnet20-frozen", 512)
     for name in ("resnet20", "resnet20-frozen"):
-        yield from after(name, 128, 16, ("predict-kron", "probs-kron"))
+        yield from after(name, 128, 10, ("predict-kron", "probs-kron"))
         yield from after(name, 128, 16, ("samples-kron", "sweep-kron"))
     yield from fits("vit", 128)
     yield from after("vit", 128, 16, ("predict-kron", "probs-kron"))
@@ -56,7 +56,7 @@ def whole() -> Iterator[Cell]:
 def quick() -> Iterator[Cell]:
     """The targets on small data, in ten minutes on two cores."""
     short = ("diag", "diag-1e-3", "kron", "kron-1e-3", "kron-mc", "ekfac", "ekfac-1e-3")
-    yield from fits("lenet", 512, short, peer_n=128)
+    yield from fits("lenet", 512, short, peer_n=64)
     yield from after("lenet", 256, 50, ("predict-kron", "probs-kron"))
     yield from after("lenet", 512, 16, ("samples-kron", "evidence-kron", "sweep-kron"))
     yield from fits("lenet-last", 512, ("full",))
