@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from lapwing.errors import BadData, IncompatiblePrior, TooLarge, UnsupportedOperation
-from lapwing.evidence import Groups, Setting, Tuning, linked, lowest, tune_validation, widest
+from lapwing.evidence import Groups, Setting, Trials, Tuning, linked, lowest, tune_validation, widest
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import baselines
 from lapwing.evidence.sweep import Batch
@@ -149,7 +149,7 @@ def test_temperature_alone_keeps_a_layerwise_prior() -> None:
     tuning = run(problem, "kron", "layerwise", start=start, learn=("temperature",))
     for setting in tuning.settings[:-1]:
         torch.testing.assert_close(setting.precision, start.double(), rtol=1e-6, atol=0)
-    assert len({s.temperature for s in tuning.settings[:-1]}) == 10
+    assert len({s.temperature for s in tuning.settings[:-1]}) == 7
 
 
 def test_deterministic_limit_wins_and_says_so() -> None:
@@ -167,18 +167,84 @@ def test_deterministic_limit_wins_and_says_so() -> None:
     assert "deterministic" in tuning.table()
 
 
+def trials(*rows: list[float]) -> Trials:
+    """Settings with precision 0.1, 1, 10, … and these losses; the last is the deterministic limit."""
+    last = Setting(torch.empty(0), deterministic=True)
+    settings = (*(Setting(torch.tensor([10.0 ** (k - 1)])) for k in range(len(rows) - 1)), last)
+    return Trials(settings, torch.tensor(rows, dtype=torch.float64), {})
+
+
 def test_widest_rule() -> None:
-    settings = [Setting(torch.tensor([t])) for t in (0.1, 1.0, 10.0)] + [Setting(torch.empty(0), deterministic=True)]
-    scores = torch.tensor([0.50, 0.30, 0.25, 0.31])
-    assert lowest(settings, scores, {"MAP": 0.31}) == 2
-    assert widest()(settings, scores, {"MAP": 0.31}) == 1
-    assert widest()(settings, scores, {"MAP": 0.31, "temperature scaling": 0.27}) == 2
-    assert widest(0.2)(settings, scores, {"MAP": 0.31}) == 0
-    assert widest()(settings, scores, {"MAP": 0.1}) == 2
+    """The widest setting whose paired excess over the best is at most its standard error."""
+    best = [1.0, 2.0, 3.0, 4.0]
+    noisy = [1.4, 1.7, 3.4, 3.7]  # excess 0.05, standard error 0.175
+    steady = [1.1, 2.1, 3.1, 4.1]  # excess 0.1 on every item: no error at all
+    assert lowest(trials(steady, noisy, best, steady)) == 2
+    assert widest()(trials(steady, noisy, best, steady)) == 1
+    assert widest(0.2)(trials(steady, noisy, best, steady)) == 2
+    assert widest()(trials(steady, steady, noisy, best)) == 2
+    assert widest()(trials(steady, steady, steady, best)) == 3
+    found = trials(steady, noisy, best, steady)
+    mean, error = found.excess(found.losses[2])
+    torch.testing.assert_close(mean, torch.tensor([0.1, 0.05, 0.0, 0.1]).double())
+    difference = torch.tensor(noisy).double() - torch.tensor(best).double()
+    assert error[1].item() == pytest.approx((difference.square().mean() - difference.mean() ** 2).sqrt().item() / 2)
+
+
+def test_widest_rule_chooses_among_the_equals_of_the_lowest() -> None:
+    problem = mlp(Categorical(), outputs=3, scale=0.5)
+    draw = lambda f: problem.likelihood.sample_target(f, torch.Generator().manual_seed(1))  # noqa: E731
+    own = [(f, draw(f), rows) for f, _, rows in held_out(problem)[1]]
+    narrow, wide = run(problem, "ekfac", batches=own), run(problem, "ekfac", rule=widest(), batches=own)
+    assert wide.setting.narrow < narrow.setting.narrow
+    assert any("do not tell" in message for message in wide.messages)
+    torch.testing.assert_close(wide.scores, narrow.scores)
+
+
+def test_a_not_a_number_is_never_chosen() -> None:
+    broken = [float("nan")] * 3
+    assert lowest(trials(broken, [1.0] * 3, [2.0] * 3)) == 1
+    assert widest()(trials(broken, [1.0] * 3, [2.0] * 3)) == 1
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "full"])
+def test_logit_temperature_against_brute_force(structure: str) -> None:
+    """Each score is that of a posterior formed for the setting, its logits divided; the best is a minimum."""
+    problem = mlp(Categorical(), outputs=3, scale=3.0)
+    learn = ("prior", "temperature", "logit_temperature")
+    tuning = run(problem, structure, learn=learn, grid={"prior": (0.1, 10.0), "temperature": (1.0, 100.0)})
+
+    def divided(s: float) -> Any:
+        score = linked()
+        return lambda f, v, y, likelihood: score(f / s, v / s**2, y, likelihood)
+
+    groups = groups_of(problem, "scalar")
+    posteriors = [k for k, s in enumerate(tuning.settings) if not s.deterministic]
+    for k in posteriors:
+        s = tuning.settings[k]
+        prior, tempered = groups.prior(s.precision), Tempered(s.temperature)
+        expected = brute_force(problem, structure, prior, tempered, problem.likelihood, divided(s.logit_temperature))
+        assert tuning.scores[k].item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    (limit,) = [k for k, s in enumerate(tuning.settings) if s.deterministic]
+    assert tuning.scores[limit].item() == pytest.approx(tuning.baselines["temperature scaling"])
+    assert tuning.score <= tuning.baselines["temperature scaling"] + 1e-9
+    chosen = tuning.setting
+    for factor in (0.9, 1.1):
+        s = chosen.logit_temperature * factor
+        prior, tempered = groups.prior(chosen.precision), Tempered(chosen.temperature)
+        assert brute_force(problem, structure, prior, tempered, problem.likelihood, divided(s)) > tuning.score - 2e-4
+
+
+def test_candidates_of_the_logit_temperature() -> None:
     problem = mlp(Categorical(), outputs=3)
-    narrow, wide = run(problem, "ekfac"), run(problem, "ekfac", rule=widest())
-    assert wide.setting.narrow <= narrow.setting.narrow
-    assert wide.score <= min(wide.baselines.values()) or wide.score == narrow.score
+    grid = {"prior": (1.0,), "logit_temperature": (0.5, 2.0)}
+    tuning = run(problem, "diag", learn=("prior", "logit_temperature"), grid=grid, steps=0)
+    assert [s.logit_temperature for s in tuning.settings[:2]] == [0.5, 2.0]
+    kept = run(problem, "diag", learn=("prior",), grid={"prior": (1.0,)}, logit_temperature=2.0, steps=0)
+    assert kept.scores[0].item() == pytest.approx(tuning.scores[1].item())
+    assert kept.logit_temperature == 2.0
+    with pytest.raises(UnsupportedOperation, match="divides logits"):
+        run(mlp(Gaussian(0.3)), "diag", learn=("logit_temperature",))
 
 
 def test_score_is_that_of_the_prediction() -> None:
@@ -211,7 +277,7 @@ def test_baselines() -> None:
     problem = mlp(Categorical(), outputs=3, scale=4.0)
     f = torch.cat([b[0] for b in held_out(problem)[1]])
     y = torch.cat([b[1] for b in held_out(problem)[1]])
-    found = baselines(f, y, problem.likelihood, noise=False)
+    found = {name: losses.mean().item() for name, losses in baselines(f, y, problem.likelihood, noise=False).items()}
     cross_entropy = torch.nn.functional.cross_entropy
     assert found["MAP"] == pytest.approx(cross_entropy(f, y).item())
     tried = [cross_entropy(f * s, y).item() for s in torch.logspace(-2, 2, 2001).tolist()]
@@ -219,7 +285,7 @@ def test_baselines() -> None:
     assert found["temperature scaling"] <= min(tried) + 1e-9
     regression = mlp(Gaussian(0.5))
     f, y = regression.f, regression.y
-    found = baselines(f, y, regression.likelihood, noise=True)
+    found = {name: losses.mean().item() for name, losses in baselines(f, y, Gaussian(0.5), noise=True).items()}
     tried = [-Gaussian(s).log_prob(f, y).mean().item() for s in torch.logspace(-2, 1, 2001).tolist()]
     assert found["MAP, noise fitted"] == pytest.approx(min(tried), abs=1e-5)
 
@@ -282,7 +348,7 @@ def test_data_are_read_once() -> None:
     tuning = tune_validation(
         problem.curvature(), problem.likelihood, groups_of(problem, "scalar"), once(), learn=("prior", "noise")
     )
-    assert len(tuning.settings) == 17 * 15 + 2
+    assert len(tuning.settings) == 19 * 15 + 2
 
 
 def test_dense_rows_serve_every_structure() -> None:

@@ -2,12 +2,12 @@
 
 from lapwing.evidence.by_evidence import tune_evidence
 from lapwing.evidence.by_loo import tune_loo
-from lapwing.evidence.by_validation import tune_validation
+from lapwing.evidence.by_validation import default_learn, tune_validation
 from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.scoring import Score, check_logit_temperature, linked
-from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest, widest
+from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, resolve_rule, widest
 
 __all__ = [
     "Comparison",
@@ -15,13 +15,16 @@ __all__ = [
     "Rule",
     "Score",
     "Setting",
+    "Trials",
     "Tuning",
     "check_logit_temperature",
     "compare",
+    "default_learn",
     "effective_parameters",
     "linked",
     "log_evidence",
     "lowest",
+    "resolve_rule",
     "stationarity",
     "tune_evidence",
     "tune_loo",

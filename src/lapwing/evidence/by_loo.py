@@ -34,6 +34,7 @@ def tune_loo(
     start: float | Tensor = 1.0,
     center: float | Tensor = 0.0,
     temperature: float | Tensor | Tempered = 1.0,
+    logit_temperature: float = 1.0,
     learn: Sequence[str] = ("prior",),
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
@@ -65,6 +66,7 @@ def tune_loo(
         start=start,
         center=center,
         temperature=temperature,
+        logit_temperature=logit_temperature,
         learn=learn,
         grid=grid,
         score=score,
@@ -86,10 +88,10 @@ class Removal:
 
     root: Tensor
 
-    def __call__(self, covariance: Tensor, scale: float, part: slice) -> Tensor:
+    def __call__(self, covariance: Tensor, scale: float, part: slice | Tensor) -> Tensor:
         return self._without(covariance, scale, part)[0]
 
-    def _without(self, covariance: Tensor, scale: float, part: slice) -> tuple[Tensor, Tensor]:
+    def _without(self, covariance: Tensor, scale: float, part: slice | Tensor) -> tuple[Tensor, Tensor]:
         """V₋ₙ, and which data were clamped."""
         root = self.root[part].double()
         wide = covariance.double()

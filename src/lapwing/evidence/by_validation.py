@@ -3,29 +3,55 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.descent import SUBSET, descend, fit_logits
 from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import Score, baselines, best_dispersion, describe, linked
+from lapwing.evidence.scoring import (
+    LOGITS,
+    LOGITS,
+    SCALING,
+    Score,
+    baselines,
+    best_dispersion,
+    best_logit_temperature,
+    check_logit_temperature,
+    counted,
+    describe,
+    linked,
+)
 from lapwing.evidence.sweep import Batch, Sweep, collect
-from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest, with_dispersion
+from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, with_dispersion
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.linalg import PSD
 from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Tempered, resolve_temperature
 
-LEARNABLE = ("prior", "temperature", "noise")
+LEARNABLE = ("prior", "temperature", "logit_temperature", "noise")
 GRID: Mapping[str, tuple[float, ...]] = {
-    "prior": tuple(10 ** (k / 2) for k in range(-6, 11)),
-    "temperature": tuple(10 ** (k / 2) for k in range(-2, 7)),
+    "prior": tuple(10 ** (k / 2) for k in range(-8, 11)),
+    "temperature": tuple(10.0**k for k in range(-1, 5)),
 }
+HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
+LOGIT_RANGE = (0.05, 20.0)
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 MEMORY = 2 * 1024**3
+
+
+def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
+    """What held-out data choose unless told otherwise."""
+    return ("prior", "temperature", "logit_temperature") if isinstance(likelihood, LOGITS) else ("prior", "temperature")
+
+
+def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
+    """What held-out data choose unless told otherwise."""
+    return ("prior", "temperature", "logit_temperature") if isinstance(likelihood, LOGITS) else ("prior", "temperature")
 
 
 def tune_validation(
@@ -37,6 +63,7 @@ def tune_validation(
     start: float | Tensor = 1.0,
     center: float | Tensor = 0.0,
     temperature: float | Tensor | Tempered = 1.0,
+    logit_temperature: float = 1.0,
     learn: Sequence[str] = ("prior", "temperature"),
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
@@ -62,6 +89,7 @@ def tune_validation(
         start=start,
         center=center,
         temperature=temperature,
+        logit_temperature=logit_temperature,
         learn=learn,
         grid=grid,
         score=score,
@@ -81,6 +109,7 @@ def search(
     start: float | Tensor,
     center: float | Tensor,
     temperature: float | Tensor | Tempered,
+    logit_temperature: float,
     learn: Sequence[str],
     grid: Mapping[str, Sequence[float]] | None,
     score: Score | None,
@@ -119,14 +148,60 @@ def search(
         memory=memory,
     )
     sweep = sweep if prepare is None else prepare(sweep, Setting(first, T))
-    settings = [Setting(tau, t, d) for tau, t, d in itertools.product(taus, heats, dispersions)]
-    scores = [sweep.nll(setting) for setting in settings]
+    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in learned)
+    divisors = [float(v) for v in (grid or {}).get("logit_temperature", (logit_temperature,))]
+    settings = [
+        Setting(tau, t, d, logit_temperature=s)
+        for tau, t, d, s in itertools.product(taus, heats, dispersions, divisors)
+    ]
+    if "logit_temperature" in learned and "logit_temperature" not in (grid or {}):
+        settings = _with_logits(sweep, settings, rivals)
+    losses = [sweep.losses(setting) for setting in settings]
     iterations = 0
-    if steps and len(settings) > 1 and math.isfinite(min(scores)):
-        refined, iterations = _descend(sweep, settings[scores.index(min(scores))], box, learned, steps)
+    scores = [loss.mean().item() for loss in losses]
+    if steps and (len(settings) > 1 or "logit_temperature" in learned) and math.isfinite(min(scores)):
+        refined, iterations = descend(sweep, settings[scores.index(min(scores))], box, learned, steps)
         settings.append(refined)
-        scores.append(sweep.nll(refined))
-    return _choose(sweep, groups, settings, scores, learned, rule, tempered, center, iterations, method)
+        losses.append(sweep.losses(refined))
+    limit, loss = _limit(sweep, learned, logit_temperature)
+    settings.append(limit)
+    losses.append(loss)
+    trials = Trials(tuple(settings), torch.stack(losses), rivals)
+    return _choose(sweep, groups, trials, learned, rule, tempered, center, iterations, method)
+
+
+def _with_logits(sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str, Tensor]) -> list[Setting]:
+    """Each setting with its logit temperature: temperature scaling's times the ratio of the two on a few data.
+
+    The ratio, unlike the temperatures themselves, hardly depends on which data these are.
+    """
+    few = sweep.subset(SUBSET)
+    whole, part = (best_logit_temperature(each.f, each.y, each.likelihood) for each in (sweep, few))
+    bar = HOPELESS * rivals[SCALING].mean().item()
+    found, last = [], part
+    for setting in reversed(settings):  # from narrow to wide, each from where its neighbor ended
+        guess = replace(setting, logit_temperature=last)
+        if few.nll(guess) < bar:
+            guess = fit_logits(few, guess)
+        last = guess.logit_temperature
+        found.append(replace(setting, logit_temperature=last * whole / part))
+    return found[::-1]
+
+
+def _limit(sweep: Sweep, learned: Sequence[str], logit_temperature: float) -> tuple[Setting, Tensor]:
+    """The network without a posterior, with what else is learned at its best, and its losses."""
+    f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
+    fitted = None
+    if "noise" in learned:
+        assert isinstance(likelihood, Gaussian)
+        fitted = best_dispersion(f, y, likelihood)
+        likelihood = with_dispersion(likelihood, fitted)
+    if "logit_temperature" in learned:
+        logit_temperature = best_logit_temperature(f, y, likelihood)
+    empty = torch.empty(0, dtype=torch.float64)
+    setting = Setting(empty, 1.0, fitted, deterministic=True, logit_temperature=logit_temperature)
+    losses = -likelihood.log_prob(f / logit_temperature, y).double().reshape(-1)
+    return setting, counted(f, y, likelihood, losses)
 
 
 def _learned(
@@ -143,6 +218,8 @@ def _learned(
         raise ValueError(f"candidates must be positive, finite and at least one, got {bad or grid}")
     if "noise" in learn and not isinstance(likelihood, Gaussian):
         raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    if "logit_temperature" in learn:
+        check_logit_temperature(1.0, likelihood)
     return tuple(learn)
 
 
@@ -163,7 +240,8 @@ def _box(
     """The range of each quantity: that of its candidates, and half a decade beyond for the descent where it moves."""
     values = {"prior": torch.cat(list(taus)).tolist(), "temperature": heats, "noise": dispersions}
     margin = {name: math.sqrt(10) if name in learned else 1.0 for name in values}
-    return {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
+    ranges = {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
+    return ranges | {"logit_temperature": LOGIT_RANGE}
 
 
 def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: bool) -> tuple[float, float]:
@@ -182,60 +260,10 @@ def _largest(matrix: PSD) -> float:
     return max(tops)
 
 
-def _descend(
-    sweep: Sweep, setting: Setting, box: Mapping[str, tuple[float, float]], learned: Sequence[str], steps: int
-) -> tuple[Setting, int]:
-    """L-BFGS on the total NLL in log τ, log T, log φ, each by a sigmoid inside its range, chunk by chunk over items."""
-    phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
-    start = {
-        "prior": setting.precision.double(),
-        "temperature": torch.tensor(setting.temperature, dtype=torch.float64),
-        "noise": torch.tensor(phi, dtype=torch.float64),
-    }
-    wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
-    moving = {name: torch.logit((start[name].log() - low) / (high - low)) for name, (low, high) in wide.items()}
-    moving = {name: z.requires_grad_() for name, z in moving.items()}
-    optimizer = torch.optim.LBFGS(  # tolerances in nats of the whole data set
-        list(moving.values()),
-        max_iter=steps,
-        max_eval=2 * steps,
-        tolerance_grad=1e-3,
-        tolerance_change=1e-3,
-        line_search_fn="strong_wolfe",
-    )
-
-    def values() -> tuple[Tensor, Tensor, Tensor]:
-        inside = {name: (low + (high - low) * moving[name].sigmoid()).exp() for name, (low, high) in wide.items()}
-        now = {**start, **inside}
-        return now["prior"], now["temperature"], now["noise"]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            tau, T, dispersion = values()
-            coefficients = sweep.coefficients(tau, T, dispersion)
-            leaf = coefficients.detach().requires_grad_()
-            noise = dispersion.detach().requires_grad_("noise" in moving)
-            total = torch.zeros((), dtype=torch.float64)
-            for part in sweep.parts(leaf, noise, (T / dispersion).item()):
-                part.backward()
-                total += part.detach().cpu()
-            pulled = [(coefficients, leaf.grad), (dispersion, noise.grad)]
-            roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
-            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
-        return total
-
-    optimizer.step(closure)
-    count = int(optimizer.state[next(iter(moving.values()))].get("n_iter", 0))
-    tau, T, dispersion = (value.detach() for value in values())
-    return Setting(tau, T.item(), dispersion.item() if "noise" in moving else setting.dispersion), count
-
-
 def _choose(
     sweep: Sweep,
     groups: Groups,
-    settings: list[Setting],
-    scores: list[float],
+    trials: Trials,
     learned: Sequence[str],
     rule: Rule,
     tempered: Tempered,
@@ -243,56 +271,63 @@ def _choose(
     iterations: int,
     method: str,
 ) -> Tuning:
-    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in learned)
-    fitted = None
-    if "noise" in learned:
-        assert isinstance(sweep.likelihood, Gaussian)
-        fitted = best_dispersion(sweep.f, sweep.y, sweep.likelihood)
-    settings.append(Setting(torch.empty(0, dtype=torch.float64), 1.0, fitted, deterministic=True))
-    scores.append(rivals.get("MAP, noise fitted", rivals["MAP"]))
-    table = torch.tensor(scores, dtype=torch.float64)
-    best = rule(settings, table, rivals)
-    setting = settings[best]
+    best = rule(trials)
+    setting = trials.settings[best]
+    if "logit_temperature" in learned and not setting.deterministic:
+        trials = _polished(sweep, trials, best)
+        best = len(trials.settings) - 1
+        setting = trials.settings[best]
     precision = torch.full((groups.count,), DETERMINISTIC).double() if setting.deterministic else setting.precision
     T = tempered.T if setting.deterministic else setting.temperature
     likelihood = sweep.likelihood
     return Tuning(
         method,
-        tuple(settings),
-        table,
+        trials.settings,
+        trials.scores,
         best,
         groups.prior(precision, center),
         Tempered(T, tempered.prior),
         likelihood if setting.dispersion is None else with_dispersion(likelihood, setting.dispersion),
         iterations,
-        baselines=rivals,
-        messages=_messages(sweep, settings, table, best, rivals, learned),
+        baselines={name: losses.mean().item() for name, losses in trials.baselines.items()},
+        messages=_messages(sweep, trials, best, learned),
+        logit_temperature=setting.logit_temperature,
     )
 
 
-def _messages(
-    sweep: Sweep,
-    settings: Sequence[Setting],
-    scores: Tensor,
-    best: int,
-    rivals: Mapping[str, float],
-    learned: Sequence[str],
-) -> tuple[str, ...]:
+def _polished(sweep: Sweep, trials: Trials, best: int) -> Trials:
+    """The chosen setting once more, its logit temperature fitted to all data instead of a few."""
+    fitted = fit_logits(sweep, trials.settings[best])
+    losses = sweep.losses(fitted)
+    if losses.mean() > trials.losses[best].mean():
+        fitted, losses = trials.settings[best], trials.losses[best]
+    return replace(trials, settings=(*trials.settings, fitted), losses=torch.cat([trials.losses, losses[None]]))
+
+
+def _messages(sweep: Sweep, trials: Trials, best: int, learned: Sequence[str]) -> tuple[str, ...]:
+    settings, scores = trials.settings, trials.scores
     setting = settings[best]
+    posteriors = [k for k, s in enumerate(settings) if not s.deterministic]
     messages = []
     if setting.deterministic:
-        others = torch.cat([scores[:best], scores[best + 1 :]])
         messages.append(
             f"no posterior beat the network without one (NLL {scores[best]:.5g}, best posterior "
-            f"{others.min():.5g}): the prior is now so narrow that predictions are the network's own"
+            f"{scores[posteriors].min():.5g}): the prior is now so narrow that predictions are the network's own"
         )
     elif "prior" in learned:
-        tried = [s.narrow for s in settings if not s.deterministic]
+        tried = [settings[k].narrow for k in posteriors]
         if len(set(tried)) > 2 and not min(tried) * 1.001 < setting.narrow < max(tried) * 0.999:
             messages.append(f"the chosen precision {setting.narrow:.3g} is at the edge of the grid: pass a wider one")
-    used = torch.cat([sweep.rho(s) for s in settings if not s.deterministic])
+    top = lowest(trials)
+    if scores[best] > scores[top]:
+        mean, error = (value[best].item() for value in trials.excess(trials.losses[top]))
+        messages.append(
+            f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the data do not tell the chosen setting from it "
+            f"({mean:.2g} ± {error:.2g} more per item)"
+        )
+    used = torch.cat([sweep.rho(settings[k]) for k in posteriors])
     messages.append(
         f"{len(settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
-        f"{sweep.nodes.error(used):.1g}; {describe(rivals)}"
+        f"{sweep.nodes.error(used):.1g}; {describe({n: v.mean().item() for n, v in trials.baselines.items()})}"
     )
     return tuple(messages)

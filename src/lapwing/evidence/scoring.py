@@ -16,6 +16,7 @@ Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 
 LOGITS = (Categorical, Bernoulli, BradleyTerry)
+SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
 JITTER = 1e-6  # of the mean variance: the covariance of f may be singular
 
 
@@ -59,25 +60,23 @@ def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
     return float(value)
 
 
-def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, float]:
-    """Mean NLL per item of the network without a posterior, and of its usual repair on the same data.
+def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, Tensor]:
+    """−log p of each item by the network without a posterior, and by its usual repair on the same data.
 
     Logits: temperature scaling. A Gaussian whose noise may change: the noise that fits the residuals.
     """
-    count = items(f, y, likelihood)
-    found = {"MAP": -likelihood.log_prob(f, y).double().sum().item() / count}
+    rivals = {"MAP": (f, likelihood)}
     if isinstance(likelihood, LOGITS):
-        found["temperature scaling"] = scaled_nll(f, y, likelihood) / count
+        rivals[SCALING] = (f / best_logit_temperature(f, y, likelihood), likelihood)
     elif isinstance(likelihood, Gaussian) and noise:
-        fitted = with_dispersion(likelihood, best_dispersion(f, y, likelihood))
-        found["MAP, noise fitted"] = -fitted.log_prob(f, y).double().sum().item() / count
-    return found
+        rivals[REFITTED] = (f, with_dispersion(likelihood, best_dispersion(f, y, likelihood)))
+    return {name: counted(f, y, law, -law.log_prob(g, y).double().reshape(-1)) for name, (g, law) in rivals.items()}
 
 
-def items(f: Tensor, y: Tensor, likelihood: Likelihood) -> int:
-    """How many targets count."""
+def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Tensor:
+    """Those of the items' losses whose targets count."""
     mask = likelihood.mask(f, y)
-    return max(1, f[..., 0].numel() if mask is None else int(mask.sum()))
+    return losses if mask is None else losses[mask.reshape(-1)]
 
 
 def best_dispersion(f: Tensor, y: Tensor, likelihood: Gaussian) -> float:
@@ -87,8 +86,11 @@ def best_dispersion(f: Tensor, y: Tensor, likelihood: Gaussian) -> float:
     return max(ratio, 1e-24) * likelihood.dispersion.item()
 
 
-def scaled_nll(f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0) -> float:
-    """min_s Σ −log p(y | s·f), s between 1/limit and limit; convex in s, so Newton with bisection as its guard."""
+def best_logit_temperature(f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0) -> float:
+    """1/s with the smallest Σ −log p(y | s·f), s between 1/limit and limit.
+
+    Convex in s, so Newton with bisection as its guard.
+    """
     f = f.double()
     low, high = 1 / limit, limit
     s = 1.0
@@ -104,7 +106,7 @@ def scaled_nll(f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.
         if abs(new - s) <= 1e-9 * s:
             break
         s = new
-    return value.item()
+    return 1 / s
 
 
 def describe(scores: Mapping[str, float]) -> str:

@@ -1,7 +1,7 @@
 """What one pass over held-out data keeps, so that every prior, temperature and noise can be scored without another."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from torch import Tensor
 from lapwing.errors import BadData, IncompatiblePrior, TooLarge
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import Score, items
+from lapwing.evidence.scoring import Score, counted
 from lapwing.evidence.tuning import Setting, with_dispersion
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Rows
 from lapwing.linalg.shifts import block_rows, blocks_of, shifted_products
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
-Adjust = Callable[[Tensor, float, slice], Tensor]
+Adjust = Callable[[Tensor, float, slice | Tensor], Tensor]
 """(covariance (items, C, C), T/φ, which items) -> the covariance that is scored."""
 Batch = tuple[Tensor, Tensor, Rows]
 """f (B, *event, C), canonical targets, and rows (B, *event·C flattened) of ∂f/∂θ."""
@@ -35,11 +35,6 @@ class Sweep:
     tempers_prior: bool
     score: Score
     adjust: Adjust | None = None
-
-    @property
-    def items(self) -> int:
-        """How many targets count."""
-        return items(self.f, self.y, self.likelihood)
 
     def _rho(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> tuple[Tensor, Tensor]:
         """c = T/φ^k and ρ = τ/c of each group."""
@@ -63,17 +58,32 @@ class Sweep:
         flat = coefficients.to(grams).reshape(-1) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
         return unpack_symmetric(flat.reshape(grams.shape[2:]), self.f.shape[-1])
 
+    def losses(self, setting: Setting) -> Tensor:
+        """−log p(y) of each item that counts under a setting, float64."""
+        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+        T, dispersion, logits = torch.tensor([setting.temperature, phi, setting.logit_temperature]).double()
+        with torch.no_grad():
+            coefficients = self.coefficients(setting.precision.double(), T, dispersion)
+            every = torch.cat(list(self.parts(coefficients, dispersion, (T / dispersion).item(), logits)))
+        return counted(self.f, self.y, self.likelihood, every)
+
     def nll(self, setting: Setting) -> float:
         """The mean NLL per item under a setting."""
-        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
-        scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)
-        with torch.no_grad():
-            coefficients = self.coefficients(setting.precision.double(), scalars[0], scalars[1])
-            parts = self.parts(coefficients, scalars[1], setting.temperature / phi)
-            return sum(part.item() for part in parts) / self.items
+        return self.losses(setting).mean().item()
 
-    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: float) -> Iterator[Tensor]:
-        """Σ −log p(y) over chunks of items; scale is T/φ."""
+    def subset(self, size: int) -> "Sweep":
+        """About `size` data, evenly spread."""
+        keep = torch.arange(0, len(self.f), max(1, len(self.f) // size))
+        places = self.f[0, ..., 0].numel()
+        index = (places * keep[:, None] + torch.arange(places)).reshape(-1)
+        adjust = self.adjust
+        if adjust is not None:
+            inner = adjust
+            adjust = lambda covariance, scale, part: inner(covariance, scale, index[part])  # noqa: E731
+        return replace(self, f=self.f[keep], y=self.y[keep], grams=self.grams[:, :, index], adjust=adjust)
+
+    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: float, logits: Tensor) -> Iterator[Tensor]:
+        """−log p(y) of chunks of items; scale is T/φ, and logits are divided by `logits`."""
         likelihood = self.likelihood
         if dispersion.requires_grad or dispersion.item() != likelihood.dispersion.item():
             likelihood = with_dispersion(likelihood, dispersion)
@@ -84,7 +94,10 @@ class Sweep:
             covariance = self.covariance(coefficients, part.start, part.stop)
             if self.adjust is not None:
                 covariance = self.adjust(covariance, scale, part)
-            yield -self.score(f[part], covariance, y[part], likelihood).double().sum()
+            mean = f[part]
+            if logits.requires_grad or logits.item() != 1.0:
+                mean, covariance = mean / logits.to(mean), covariance / logits.to(mean).square()
+            yield -self.score(mean, covariance, y[part], likelihood).double()
 
     @property
     def flat(self) -> tuple[Tensor, Tensor]:

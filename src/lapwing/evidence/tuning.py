@@ -1,11 +1,14 @@
 """What tuning tried and what it scored."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lapwing.errors import UnsupportedOperation
+from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.posterior import Prior, Tempered
 
@@ -43,8 +46,27 @@ class Setting:
         return ", ".join(parts)
 
 
-Rule = Callable[[Sequence[Setting], Tensor, Mapping[str, float]], int]
-"""Picks one of the settings from their scores (lower is better) and the scores of the baselines."""
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """Settings with the loss of each on every held-out item (S, N), and those of the baselines (N,)."""
+
+    settings: tuple[Setting, ...]
+    losses: Tensor
+    baselines: Mapping[str, Tensor]
+
+    @property
+    def scores(self) -> Tensor:
+        """The mean loss of each setting, (S,); infinite where it is not a number."""
+        return self.losses.double().mean(1).nan_to_num(float("inf"), float("inf"))
+
+    def excess(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """By how much each setting exceeds other losses (N,), item by item: the mean and its standard error, (S,)."""
+        difference = self.losses.double() - losses.double()
+        return difference.mean(1), difference.std(1, correction=0) / max(1, difference.shape[1]) ** 0.5
+
+
+Rule = Callable[[Trials], int]
+"""Picks one of the settings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,26 +119,51 @@ class Tuning:
         return "\n".join([*lines, *self.messages])
 
 
-def lowest(settings: Sequence[Setting], scores: Tensor, baselines: Mapping[str, float]) -> int:
+def lowest(trials: Trials) -> int:
     """The setting with the lowest score."""
-    return int(scores.nan_to_num(float("inf")).argmin())
+    return int(trials.scores.argmin())
 
 
-def widest(slack: float = 0.0) -> Rule:
-    """The smallest prior precision among settings that score no worse than every baseline (plus `slack`).
+def widest(errors: float = 1.0) -> Rule:
+    """The smallest prior precision among settings that are not measurably worse than the best one.
 
-    Wide where there are no data, and still not above the MAP's or temperature scaling's NLL. Where no setting reaches
-    the baselines, the lowest score.
+    Not measurably: the mean over items of the difference in loss to the setting of the lowest score is at most `errors`
+    times its standard error (Breiman's one-standard-error rule, with paired differences). The data do not tell these
+    settings apart; the widest of them claims least where there are no data.
     """
 
-    def rule(settings: Sequence[Setting], scores: Tensor, baselines: Mapping[str, float]) -> int:
-        bar = min(baselines.values(), default=float("-inf")) + slack
-        good = [k for k, score in enumerate(scores.tolist()) if score <= bar and not settings[k].deterministic]
-        if not good:
-            return lowest(settings, scores, baselines)
-        return min(good, key=lambda k: (settings[k].narrow, scores[k].item()))
+    def rule(trials: Trials) -> int:
+        best = lowest(trials)
+        mean, error = trials.excess(trials.losses[best])
+        scores = trials.scores.tolist()
+        good = [k for k in (mean <= errors * error).nonzero()[:, 0].tolist() if math.isfinite(scores[k])]
+        return min(good or [best], key=lambda k: (trials.settings[k].narrow, scores[k]))
 
     return rule
+
+
+RULES: Mapping[str, Rule] = {"lowest": lowest, "widest": widest()}
+
+
+def resolve_rule(rule: str | Rule) -> Rule:
+    """What the front door accepts as `rule=`."""
+    if callable(rule):
+        return rule
+    if rule not in RULES:
+        raise UnsupportedOperation(f"rule is {', '.join(map(repr, RULES))} or a function of `Trials`, got {rule!r}")
+    return RULES[rule]
+
+
+RULES: Mapping[str, Rule] = {"lowest": lowest, "widest": widest()}
+
+
+def resolve_rule(rule: str | Rule) -> Rule:
+    """What the front door accepts as `rule=`."""
+    if callable(rule):
+        return rule
+    if rule not in RULES:
+        raise UnsupportedOperation(f"rule is {', '.join(map(repr, RULES))} or a function of `Trials`, got {rule!r}")
+    return RULES[rule]
 
 
 def with_dispersion(likelihood: Likelihood, dispersion: float | Tensor) -> Likelihood:

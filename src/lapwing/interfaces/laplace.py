@@ -11,16 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
 from lapwing.evidence import (
     Groups,
+    Rule,
     Tuning,
     check_logit_temperature,
+    default_learn,
     effective_parameters,
     linked,
     log_evidence,
+    resolve_rule,
     stationarity,
     tune_evidence,
     tune_loo,
@@ -31,7 +35,7 @@ from lapwing.interfaces.storage import write
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
-from lapwing.model.batches import LABEL_KEYS, Inputs, map_tensors
+from lapwing.model.batches import LABEL_KEYS, Batch, Inputs, map_tensors
 from lapwing.model.fingerprint import checksum
 from lapwing.model.module import ordinary, outside_inference
 from lapwing.posterior import (
@@ -394,14 +398,18 @@ class Laplace:
         learn: str | Sequence[str] | None = None,
         prior: str = "scalar",
         grid: Mapping[str, Sequence[float]] | None = None,
+        rule: str | Rule = "widest",
         link: str = "auto",
     ) -> Laplace:
         """Choose prior, temperature and noise; `.tuning` of the result holds what was tried and what it scored.
 
         With held-out `data`, by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
-        interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature", "noise";
-        `prior` is "scalar", "layerwise" or "parameterwise"; `grid` maps those names to candidates.
+        interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature",
+        "logit_temperature", "noise" (held-out data: the first two, and the third where outputs are logits); `prior` is
+        "scalar", "layerwise" or "parameterwise"; `grid` maps those names to candidates. `rule` picks from what was
+        tried: "lowest" the lowest NLL, "widest" the smallest precision that the data do not tell from it, which is as
+        good on data like these and more cautious elsewhere.
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
@@ -423,9 +431,11 @@ class Laplace:
                 self.likelihood,
                 self._groups(prior),
                 self._held_out(data),
-                learn=tuple(learn) if learn else ("prior", "temperature"),
+                learn=tuple(learn) if learn else default_learn(self.likelihood),
                 grid=grid,
                 score=linked(link),
+                rule=resolve_rule(rule),
+                logit_temperature=self.logit_temperature,
                 memory=self.options.memory,
                 **common,
             )
@@ -487,15 +497,27 @@ class Laplace:
     def _held_out(self, data: Any) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
         """(f, targets, rows) of held-out data, a few samples at a time."""
         self._require_unchanged()
-        for batch in Batches(data, self.module, self.params.device, self.options.split):
+        batches = Batches(data, self.module, self.params.device, self.options.split)
+        show = self.options.progress
+        bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
+                   leave=False)  # fmt: skip
+        for batch in bar:
+            y = self._targets(batch)
             start = 0
-            at = self._linearized(batch.inputs)
-            for linearization, rows in at.jacobians(batch.inputs):
+            for linearization, rows in self._linearized(batch.inputs).jacobians(batch.inputs):
                 f = linearization.f.detach()
-                part = slice(start, start + f.shape[0])
-                y = self.likelihood.targets(f, batch.targets[part])
+                yield f, y[start : start + f.shape[0]], rows
                 start += f.shape[0]
-                yield f, y, rows
+
+    def _targets(self, batch: Batch) -> Tensor:
+        """The targets of a batch in canonical form; errors name the batch."""
+        try:
+            f = self.network.forward(self._inputs(batch.inputs))
+            if not bool(f.isfinite().all()):
+                raise BadData("the outputs of the network are not finite")
+            return self.likelihood.targets(f, batch.targets)
+        except BadData as error:
+            raise BadData(f"batch {batch.number}: {error}") from error
 
     # --- reports and storage ---------------------------------------------------------------------------------------
 
