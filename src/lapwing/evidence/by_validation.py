@@ -15,7 +15,6 @@ from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import (
     LOGITS,
-    LOGITS,
     SCALING,
     Score,
     baselines,
@@ -42,11 +41,6 @@ HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mend
 LOGIT_RANGE = (0.05, 20.0)
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 MEMORY = 2 * 1024**3
-
-
-def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
-    """What held-out data choose unless told otherwise."""
-    return ("prior", "temperature", "logit_temperature") if isinstance(likelihood, LOGITS) else ("prior", "temperature")
 
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:

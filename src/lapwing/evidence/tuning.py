@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.posterior import Prior, Tempered
 
@@ -140,18 +139,6 @@ def widest(errors: float = 1.0) -> Rule:
         return min(good or [best], key=lambda k: (trials.settings[k].narrow, scores[k]))
 
     return rule
-
-
-RULES: Mapping[str, Rule] = {"lowest": lowest, "widest": widest()}
-
-
-def resolve_rule(rule: str | Rule) -> Rule:
-    """What the front door accepts as `rule=`."""
-    if callable(rule):
-        return rule
-    if rule not in RULES:
-        raise UnsupportedOperation(f"rule is {', '.join(map(repr, RULES))} or a function of `Trials`, got {rule!r}")
-    return RULES[rule]
 
 
 RULES: Mapping[str, Rule] = {"lowest": lowest, "widest": widest()}
