@@ -1,25 +1,13 @@
 """The log–log picture of growth: time and memory against the number of data and against width."""
 
 from collections.abc import Sequence
-from math import log
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cell import Outcome
+from benchmarks.growth import Point, slope
 
-Point = tuple[str, float, Outcome]
 COLORS = {"fit-kron": "#1f6feb", "fit-diag": "#d97706"}
 PEER_COLORS = {"fit-kron": "#7a869a", "fit-diag": "#b08968"}
-
-
-def slope(sizes: Sequence[float], values: Sequence[float]) -> float | None:
-    """The exponent of a power law through the points, by least squares in logarithms."""
-    pairs = [(log(x), log(y)) for x, y in zip(sizes, values) if x > 0 and y > 0]
-    if len(pairs) < 2:
-        return None
-    mx, my = (sum(part) / len(pairs) for part in zip(*pairs))
-    spread = sum((x - mx) ** 2 for x, _ in pairs)
-    return sum((x - mx) * (y - my) for x, y in pairs) / spread if spread else None
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
@@ -49,6 +37,9 @@ def panel(axes: Any, points: Sequence[Point], what: str) -> None:
     curve(axes, list(gradient.items()), scale, "one gradient epoch", "#111827", "-:")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter("")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=7, frameon=False)
 
@@ -61,6 +52,6 @@ def curve(
         return
     sizes, values = zip(*known)
     power = slope(sizes, values)
-    label = f"{label}" + ("" if power is None else f" (∝ x^{power:.2f})")
+    label = f"{label}" + ("" if power is None else f" (power {round(power, 2) + 0.0:.2f})")
     marker, line = style[0].replace("-", ""), style[1:]
     axes.plot(sizes, values, marker=marker, linestyle=line, color=color, label=label, markersize=4)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cell import Cell, Outcome
+from benchmarks.growth import findings
 from benchmarks.operations import operation
 from benchmarks.results import Measurement
 from benchmarks.targets import Verdict, target
@@ -117,7 +118,8 @@ def document(record: dict[str, Any]) -> str:
         parts.append(f"## {threads} thread{'s' if threads > 1 else ''} ({clock})\n\n{table(outcomes)}")
     points = growth_of(record)
     if points:
-        parts.append(f"## Growth\n\n![growth](growth.png)\n\n{growth_table(points)}")
+        said = "\n".join(f"- {sentence}" for sentence in findings(points))
+        parts.append(f"## Growth\n\n![growth](growth.png)\n\n{said}\n\n{growth_table(points)}")
     return "\n\n".join(parts) + "\n"
 
 

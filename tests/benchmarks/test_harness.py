@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks.cell import Cell, Outcome, difference, needs
+from benchmarks.growth import findings, mlp_flops, slope
 from benchmarks.laplace_torch import bytes_asked
 from benchmarks.measure import LONG, alternate, reason, repetitions
 from benchmarks.operations import ACTIONS, STRUCTURES, VARIANTS, Operation, operation
-from benchmarks.picture import slope
 from benchmarks.results import Measurement, dump, merged, parse, ratio
 from benchmarks.targets import TARGETS, at_least, both, target
 from benchmarks.workloads import SHAPES, WORKLOADS, Shape
@@ -197,6 +197,28 @@ def test_the_exponent_of_a_power_law():
     assert slope(sizes, [3 * x**1.5 for x in sizes]) == pytest.approx(1.5)
     assert slope([1.0], [1.0]) is None
     assert slope([1.0, 1.0], [1.0, 2.0]) is None
+
+
+def test_the_flop_count_of_a_gradient_sized_fit():
+    """At one datum and one direction: forward, backward and squares of 784-2-2-10, term by term."""
+    forward, backward, squares = 784 * 2 + 2 * 2 + 2 * 10, 2 * 2 + 2 * 10, 785 * 2 + 3 * 2 + 3 * 10
+    assert mlp_flops(2, 1, "fit-diag", directions=1) == 2 * (forward + backward + squares)
+    assert slope([512, 1024, 2048], [mlp_flops(w, 512, "fit-kron") for w in (512, 1024, 2048)]) > 2
+
+
+def test_growth_is_judged():
+    def point(n, seconds, peak):
+        cell = Cell("lenet", "fit-kron", n)
+        return "N", n, Outcome(cell, measured(seconds=seconds, peak=peak))
+
+    flat, linear = findings([point(128, 1.0, 100), point(256, 2.0, 110)])
+    assert "1.10 ×" in flat
+    assert "reached" in flat
+    assert "N^1.00" in linear
+    assert "reached" in linear
+    grown, square = findings([point(128, 1.0, 100), point(256, 4.0, 200)])
+    assert "missed" in grown
+    assert "missed" in square
 
 
 def test_pins_are_read_without_comments(tmp_path):
