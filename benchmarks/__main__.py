@@ -132,6 +132,7 @@ def conditions(began: float, load: float, peers: str | None) -> dict[str, Any]:
         "commit": commit.stdout.strip() or "no repository",
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "minutes": (time.time() - began) / 60,
+        "cpu_minutes": sum(os.times()[:4]) / 60,
     }
 
 

@@ -27,6 +27,8 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
 
 
 def panel(axes: Any, points: Sequence[Point], what: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     scale = 1e-6 if what == "peak" else 1.0
     for name, color in COLORS.items():
         chosen = [point for point in points if point[2].cell.operation == name]
@@ -38,6 +40,7 @@ def panel(axes: Any, points: Sequence[Point], what: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_formatter("")
     axes.grid(True, which="major", alpha=0.3)

@@ -129,7 +129,7 @@ def conditions(record: dict[str, Any]) -> str:
         f"{place['date']}, {place['processor']}, {place['cores']} cores, load {place['load'][0]:.1f} before and "
         f"{place['load'][1]:.1f} after; Python {place['python']}, torch {place['torch']}, "
         f"laplace-torch {place['laplace-torch']}, curvlinops {place['curvlinops']}; Lapwing at {place['commit']}. "
-        f"Printed by `{place['command']}` in {place['minutes']:.0f} minutes."
+        f"Printed by `{place['command']}` in {place['minutes']:.0f} minutes, {place['cpu_minutes']:.0f} of CPU time."
     )
 
 
