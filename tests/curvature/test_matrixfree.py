@@ -334,3 +334,23 @@ def test_a_fit_estimates_no_log_determinant() -> None:
     assert not any(isinstance(key, tuple) and key[0] == "ratio" for key in free.posterior.precision.memo)
     with pytest.raises(lapwing.NotPositiveDefinite, match="singular"):
         free.curvature.matrix.require_positive_definite()
+
+
+def test_the_summary_states_cost_and_error_bar() -> None:
+    _, free = pair("mlp regression", probes=3, steps=4)
+    assert "takes 12 products" in free.summary()
+    error = 0.5 * float(free.posterior.precision.ratio_estimate().error)
+    assert f"± {error:.2g} (standard error)" in free.summary()
+
+
+def test_the_limit_of_output_directions_is_for_rows() -> None:
+    """Products with Λ go through no directions: tokens × classes do not matter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 30)).double()
+    x, y = torch.randint(0, 30, (4, 80)), torch.randint(0, 30, (4, 80))
+    with pytest.raises(lapwing.TooLarge, match="directions"):
+        lapwing.fit(model, (x, y), "classification", structure="lowrank")
+    la = lapwing.fit(model, (x, y), "classification", structure=MatrixFree(tolerance=1e-9))
+    assert type(la.curvature.factor) is lapwing.GGN
+    v = torch.randn(1, la.params.size, dtype=torch.float64)
+    torch.testing.assert_close(la.posterior.precision.matvec(la.posterior.precision.solve(v)), v, rtol=1e-7, atol=1e-7)

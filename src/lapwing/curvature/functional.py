@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN
-from lapwing.curvature.matrixfree import _totals, curvature_of_outputs
+from lapwing.curvature.factor import GGN, Factor
+from lapwing.curvature.matrixfree import _totals, curvature_of_outputs, whole_factor
 from lapwing.curvature.problem import Problem, Totals
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData, TooLarge, UnsupportedOperation
@@ -121,6 +121,9 @@ class Nystrom(Structure):
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return 4 * self.rank * sum(block.size for block in plan.blocks) * (itemsize + 8)
+
+    def factor(self, factor: Factor | None) -> Factor | None:
+        return whole_factor(factor)
 
     def passes(self) -> int:
         return 2

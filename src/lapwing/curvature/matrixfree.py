@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -9,17 +10,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN, MCFisher
+from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.lowrank import LowRankAccumulator
 from lapwing.curvature.problem import Problem, Totals
 from lapwing.curvature.structure import Estimate, Structure
-from lapwing.errors import BadData
+from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Policy, Sketch, nystrom, xdiag
 from lapwing.linalg.operator import Operator, Product, Solver
 from lapwing.linalg.rows import chunks
-from lapwing.model import Batch, Plan
+from lapwing.model import Batch, Network, Plan
 from lapwing.model.products import Products
 
 NEGLIGIBLE = 1e-8  # rows with less than this share of the trace so far do not enter the sketch
@@ -89,6 +90,11 @@ class CurvatureProduct(Product):
             return self.exact
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
         return xdiag(self.matvec, like, 32, torch.Generator(self.device).manual_seed(self.seed)).value
+
+
+def whole_factor(factor: Factor | None) -> Factor | None:
+    """The exact GGN without a limit: products with Λ go through no output directions."""
+    return GGN(limit=sys.maxsize) if factor is None or type(factor) is GGN else factor
 
 
 def _columns(weights: Tensor, f: Tensor) -> Tensor:
@@ -180,6 +186,9 @@ class MatrixFree(Structure):
         sketch = 0 if self.sketch == "none" else 3 * self.rank * itemsize
         return size * (sketch + 8 * 6 * max(self.columns, self.probes) + 8 * self.steps * self.probes)
 
+    def factor(self, factor: Factor | None) -> Factor | None:
+        return whole_factor(factor)
+
     def passes(self) -> int:
         return 2
 
@@ -237,13 +246,16 @@ class MatrixFree(Structure):
 
 def stored(matrix: Operator) -> dict[str, Tensor]:
     """What a file keeps of a matrix-free curvature: its sketch, scale and diagonal. The data are read again."""
+    if not isinstance(matrix.product, CurvatureProduct):
+        raise UnsupportedOperation(
+            "this matrix-free posterior holds the data of several fits and cannot be stored; fit once on all data"
+        )
     tensors = {
         "basis": matrix.sketch.basis,
         "values": matrix.sketch.values,
         "factor": torch.as_tensor(matrix.factor, dtype=torch.float64).detach(),
     }
-    exact = getattr(matrix.product, "exact", None)
-    return tensors if exact is None else {**tensors, "diagonal": exact}
+    return tensors if matrix.product.exact is None else {**tensors, "diagonal": matrix.product.exact}
 
 
 def restored(problem: Problem, structure: MatrixFree, tensors: Mapping[str, Tensor]) -> Operator:
@@ -254,6 +266,35 @@ def restored(problem: Problem, structure: MatrixFree, tensors: Mapping[str, Tens
     if sketch.basis.shape[-1] != product.size:
         raise BadData(f"the file holds vectors of {sketch.basis.shape[-1]} weights, the selection has {product.size}")
     return Operator(product, sketch, tensors["factor"], solver=structure.solver(product.dtype))
+
+
+def require_same_data(problem: Problem, statistics: Tensor, seen: float) -> None:
+    """Refuse data whose number or log-likelihood is not that of the fit: one forward pass."""
+    count, total = 0.0, torch.zeros_like(statistics)
+    for batch in problem.batches:
+        f = problem.network.forward(batch.inputs)
+        y = problem.prepare(batch, f)
+        count += problem.likelihood.count(f, y, batch.weights)
+        total = total + problem.likelihood.statistics(f, y, batch.weights).to(total)
+    if abs(count - seen) > 1e-6 * seen:
+        raise BadData(f"the posterior was fitted on {seen:g} data, these are {count:g}; pass the same")
+    if not torch.allclose(total, statistics, rtol=1e-3, atol=1e-6):
+        raise BadData(
+            "these are not the data of the fit: the network's log-likelihood of them is another "
+            f"({statistics.tolist()} then, {total.tolist()} now); pass the same"
+        )
+
+
+def moved(matrix: Operator, network: Network, device: torch.device | str) -> Operator:
+    """The same matrix on another device; data are sent there batch by batch."""
+    product, tensors = matrix.product, {k: v.to(device) for k, v in stored(matrix).items()}
+    assert isinstance(product, CurvatureProduct)
+    batches = replace(product.problem.batches, device=torch.device(device))
+    problem = replace(product.problem, network=network, batches=batches)
+    fresh = CurvatureProduct(
+        problem, Products(network, batches, problem.progress), tensors.get("diagonal"), product.seed
+    )
+    return Operator(fresh, Sketch(tensors["basis"], tensors["values"]), tensors["factor"], solver=matrix.solver)
 
 
 def _totals(problem: Problem) -> Totals:

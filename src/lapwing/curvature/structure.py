@@ -66,6 +66,10 @@ class Structure(ABC):
         """How often the data is read."""
         return 1
 
+    def factor(self, factor: Factor | None) -> Factor | None:
+        """The factor to use for the one asked for; None leaves the choice to the number of output directions."""
+        return factor
+
     @property
     def name(self) -> str:
         return type(self).__name__.lower()

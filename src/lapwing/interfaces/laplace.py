@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,20 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
+from lapwing.curvature.matrixfree import moved as sent
+from lapwing.errors import BadData, IncompatiblePrior, UnsupportedModel, UnsupportedOperation
+from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
     Rule,
     Tuning,
     check_logit_temperature,
+    collect,
     default_learn,
     effective_parameters,
     linked,
     log_evidence,
+    nodes_for,
     resolve_rule,
     stationarity,
     tune_evidence,
@@ -34,6 +38,7 @@ from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
+from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
 from lapwing.model.batches import LABEL_KEYS, Batch, Inputs, map_tensors
 from lapwing.model.fingerprint import checksum
@@ -53,6 +58,7 @@ from lapwing.predictive.novelty import information_bound, information_gain, nove
 from lapwing.predictive.sampled import sampled_function
 
 WEIGHT_DRAWS = 128  # weight samples where f is sampled through the network
+TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
 
 
@@ -258,14 +264,15 @@ class Laplace:
             tuple(v.to(device) for v in params.values),
             None if params.index is None else params.index.to(device),
         )
+        network, matrix = replace(self.network, params=moved), self.curvature.matrix
         curvature = replace(
             self.curvature,
-            matrix=move(self.curvature.matrix, device),
+            matrix=sent(matrix, network, device) if isinstance(matrix, Operator) else move(matrix, device),
             statistics=self.curvature.statistics.to(device),
             gradient=None if self.curvature.gradient is None else self.curvature.gradient.to(device),
             state={k: v.to(device) for k, v in self.curvature.state.items()},
         )
-        return replace(self, network=replace(self.network, params=moved), curvature=curvature, plan=None, _plans={})
+        return replace(self, network=network, curvature=curvature, plan=None, _plans={})
 
     # --- prediction ------------------------------------------------------------------------------------------------
 
@@ -519,6 +526,67 @@ class Laplace:
         except BadData as error:
             raise BadData(f"batch {batch.number}: {error}") from error
 
+    @outside_inference
+    def temperature_curve(
+        self,
+        data: Any,
+        *,
+        ood: Mapping[str, Any] | None = None,
+        temperatures: Sequence[float] = TEMPERATURES,
+        link: str = "auto",
+    ) -> TemperatureCurve:
+        """Accuracy, NLL and entropy of labeled `data` and entropy of the data sets of `ood` against the temperature.
+
+        One pass over each data set, whatever the number of temperatures; the prior stays. With
+        `Tempered(1.0, prior=True)` as the temperature of this object the prior is tempered too.
+
+            curve = la.temperature_curve(test_loader, ood={"KMNIST": images});  print(curve.table())
+            lapwing.plots.temperature(curve).savefig("temperature.png")
+        """
+        if not temperatures or not all(T > 0 for T in temperatures):
+            raise BadData(f"temperatures must be positive and at least one, got {list(temperatures)}")
+        groups, precision = self._prior_groups()
+        sweep = partial(
+            collect,
+            self.curvature.matrix,
+            groups,
+            nodes=nodes_for(self.curvature, precision, temperatures, self.likelihood, self.temperature.prior),
+            likelihood=self.likelihood,
+            power=self.curvature.dispersion_power,
+            tempers_prior=self.temperature.prior,
+            score=linked(link),
+            memory=self.options.memory,
+        )
+        return temperature_curve(
+            sweep(self._held_out(data)),
+            {name: sweep(self._unlabeled(others)) for name, others in (ood or {}).items()},
+            precision,
+            temperatures,
+            logit_temperature=self.logit_temperature,
+            link=link,
+        )
+
+    def _prior_groups(self) -> tuple[Groups, Tensor]:
+        """Groups of weights with one precision each, and these precisions."""
+        for kind in ("scalar", "layerwise"):
+            groups, start = self._groups(kind), self._start(kind)
+            matrix = self._resolved_prior[1]
+            values = matrix.diagonal().detach().double().cpu()
+            if torch.allclose(groups.expand(start), values, rtol=1e-9):
+                return groups, start
+        raise IncompatiblePrior("a curve needs a prior that is constant per block; use a scalar or layerwise prior")
+
+    def _unlabeled(self, data: Any) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
+        """(f, targets of the network's own, rows) of data whose targets, if any, are left unread."""
+        data = [data] if isinstance(data, Tensor) else data
+        batches = Batches(data, self.module, self.params.device, self.options.split)
+        generator = torch.Generator(self.params.device).manual_seed(0)
+        for raw in batches.raw():
+            inputs = self._inputs(batches.inputs_of(raw))
+            for linearization, rows in self._linearized(inputs).jacobians(inputs):
+                f = linearization.f.detach()
+                yield f, self.likelihood.sample_target(f, generator), rows
+
     # --- reports and storage ---------------------------------------------------------------------------------------
 
     @outside_inference
@@ -544,13 +612,25 @@ class Laplace:
                 if curvature.structure.name in ("diag", "blockdiag", "ekfac")
                 else ""
             )
-            lines.append(f"  {what}  {float(self.log_evidence()):.6g}{bound.get(curvature.structure.name, below)}")
+            lines.append(f"  {what}  {self._evidence_line()}{bound.get(curvature.structure.name, below)}")
         if self.posterior.increase:
             lines.append(f"  prior precision raised by {self.posterior.increase:.3g} to make it positive definite")
         if self.tuned:
             lines.append(f"  tuned by {self.tuned}")
         notes = [*curvature.notes, *(self.tuning.messages if self.tuning else ())]
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
+
+    def _evidence_line(self) -> str:
+        """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
+        precision = self.posterior.precision
+        if not isinstance(precision, Operator):
+            return f"{float(self.log_evidence()):.6g}"
+        if not precision.estimated:
+            return (
+                f"not estimated yet: log_evidence() takes {precision.solver.probes * precision.solver.steps} products"
+            )
+        error = 0.5 * float(precision.ratio_estimate().error)
+        return f"{float(self.log_evidence()):.6g} ± {error:.2g} (standard error)"
 
     @outside_inference
     def save(self, path: str | Path) -> None:

@@ -244,6 +244,11 @@ class Operator(PSD):
         """log |A| − log |D| with its standard error."""
         return self._remember("ratio", self._ratio)
 
+    @property
+    def estimated(self) -> bool:
+        """Whether `ratio_estimate` is known already."""
+        return ("ratio", self._key) in self.memo
+
     def _ratio(self) -> Estimate:
         m, options = self.preconditioner, self.solver
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
