@@ -2,11 +2,12 @@
 
 from lapwing.evidence.by_evidence import tune_evidence
 from lapwing.evidence.by_loo import tune_loo
-from lapwing.evidence.by_validation import default_learn, tune_validation
+from lapwing.evidence.by_validation import default_learn, nodes_for, tune_validation
 from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.scoring import Score, check_logit_temperature, linked
+from lapwing.evidence.sweep import collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, resolve_rule, widest
 
 __all__ = [
@@ -18,12 +19,14 @@ __all__ = [
     "Trials",
     "Tuning",
     "check_logit_temperature",
+    "collect",
     "compare",
     "default_learn",
     "effective_parameters",
     "linked",
     "log_evidence",
     "lowest",
+    "nodes_for",
     "resolve_rule",
     "stationarity",
     "tune_evidence",

@@ -245,6 +245,18 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
     return low * quiet**power / most, high * loud**power / least
 
 
+def nodes_for(
+    curvature: FittedCurvature,
+    precision: Tensor,
+    temperatures: Sequence[float],
+    likelihood: Likelihood,
+    tempers_prior: bool,
+) -> Nodes:
+    """Nodes that serve these precisions at these temperatures."""
+    box = _box([precision], temperatures, [likelihood.dispersion.item()], ())
+    return Nodes.spanning(*_span(box, curvature.dispersion_power, tempers_prior), _largest(curvature.matrix))
+
+
 def _largest(matrix: PSD) -> float:
     """A number no eigenvalue exceeds."""
     tops = []
