@@ -187,6 +187,8 @@ class Training:
 
     def _due(self, state: _State, length: int | None) -> bool:
         plan = self.schedule
+        if not self.online.learning and plan.keep == "last" and self.val is None:
+            return False  # a fixed prior and no score that anybody reads
         burnin = plan.burnin
         if burnin is None:
             burnin = 0 if length is None else plan.epochs * length // 10
