@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from lapwing.curvature import Kron, estimate_curvature, pose
 from lapwing.errors import BadData
 from lapwing.evidence.affine import Affine, Averaged
 from lapwing.evidence.batch_bound import bracket_bound
-from lapwing.evidence.fixed_point import BOUNDS
+from lapwing.evidence.fixed_point import move
+from lapwing.evidence.groups import Groups
 from lapwing.evidence.partition import partition
 from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
-from lapwing.model import Network, Params, Plan, select_names
+from lapwing.model import Batches, Network, Params, Plan, select_names
+
+PRIOR_SAMPLES = 256  # images that a step of the precisions reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +85,6 @@ def learn_invariances(
     epochs: int,
     lr: float = 1e-3,
     range_lr: float = 0.05,
-    prior_lr: float = 0.05,
     copies: int = 8,
     batch_size: int = 128,
     evidence_batch: int = 32,
@@ -94,7 +97,9 @@ def learn_invariances(
 
     Each step draws `copies` of every image and descends on the log joint of their mean output (Adam, `lr`, decayed to
     zero). After `burnin` steps (a tenth) every `every`-th step moves the ranges (Adam, `range_lr`, on their softplus
-    scale) and the log-precisions up the stochastic bound of `evidence_batch` images. The module is trained in place.
+    scale) up the stochastic bound of `evidence_batch` images. The bound is loose for small batches and would choose
+    too large precisions, so these come from the evidence with Kronecker factors, once an epoch. The module is trained
+    in place.
 
         augment = lapwing.Affine(rotation=5.0)
         found = lapwing.learn_invariances(model, (images, labels), "classification", augment, epochs=30)
@@ -112,14 +117,12 @@ def learn_invariances(
     with first.borrow():
         plan = first.plan(few)
     groups = partition("layerwise", tuple(block.names for block in plan.blocks), first.params)
-    logs = torch.zeros(groups.count, dtype=torch.float64, requires_grad=True)
+    tau = torch.ones(groups.count, dtype=torch.float64)
     steps = epochs * -(-n // batch_size)
     burnin = steps // 10 if burnin is None else burnin
     weights = torch.optim.Adam(averaged.parameters(), lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(weights, steps, lr * 1e-2)
-    hyper = torch.optim.Adam(
-        [{"params": augmentation.parameters(), "lr": range_lr}, {"params": [logs], "lr": prior_lr}], maximize=True
-    )
+    hyper = torch.optim.Adam(augmentation.parameters(), range_lr, maximize=True)
     slow = torch.optim.lr_scheduler.CosineAnnealingLR(hyper, max(1, (steps - burnin) // every), 0.0)
     history, bounds, step = [], [], 0
     hide = None if progress is None else not progress
@@ -132,7 +135,6 @@ def learn_invariances(
             weights.zero_grad()
             f = family.outputs(averaged(many))
             misfit = -family.log_prob(f, family.targets(f.detach(), y[rows])).sum() / len(rows)
-            tau = logs.detach().exp()
             pulls = [tau[k] * p.square().sum() for k, p in _by_block(plan, averaged)]
             (misfit + 0.5 * torch.stack(pulls).sum() / n).backward()
             weights.step()
@@ -142,19 +144,44 @@ def learn_invariances(
                 chosen = torch.randint(n, (evidence_batch,), generator=generator)
                 network = Network(averaged, Params.of(averaged, names), family.outputs)
                 many = augmentation(x[chosen], copies, generator)
-                precision = groups.expand(logs.exp())
-                value = invariant_bound(network, plan, many, y[chosen], family, precision, n)
+                value = invariant_bound(network, plan, many, y[chosen], family, groups.expand(tau), n)
                 hyper.zero_grad()
                 value.backward()
                 hyper.step()
-                with torch.no_grad():
-                    logs.clamp_(*map(math.log, BOUNDS))
                 slow.step()
                 found.append(value.item())
+        if step > burnin:
+            chosen = torch.randperm(n, generator=generator)[:PRIOR_SAMPLES]
+            tau = _precisions(
+                averaged, names, augmentation, (x[chosen], y[chosen]), family, groups, tau, copies, n, generator
+            )
         history.append(augmentation.ranges)
         bounds.append(sum(found) / len(found) if found else math.nan)
     averaged.eval()
-    return Learned(averaged, augmentation, tuple(history), tuple(bounds), logs.detach().exp())
+    return Learned(averaged, augmentation, tuple(history), tuple(bounds), tau)
+
+
+def _precisions(
+    averaged: Averaged,
+    names: tuple[str, ...],
+    augmentation: Affine,
+    data: tuple[Tensor, Tensor],
+    family: Likelihood,
+    groups: Groups,
+    tau: Tensor,
+    copies: int,
+    n_data: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """A step of the layerwise precisions towards the maximum of the evidence."""
+    with torch.no_grad():
+        batches = [
+            (augmentation(x, copies, generator), y) for x, y in zip(data[0].split(64), data[1].split(64), strict=True)
+        ]
+    network = Network(averaged, Params.of(averaged, names), family.outputs)
+    problem = pose(network, Batches(batches, averaged, network.params.device), family, progress=False)
+    curvature = estimate_curvature(problem, Kron(), n_data)
+    return move(curvature, family, groups, mean=network.params.flat, precision=tau).precision
 
 
 def _by_block(plan: Plan, module: nn.Module) -> list[tuple[int, Any]]:
