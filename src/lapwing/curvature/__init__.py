@@ -156,6 +156,7 @@ def _finish(
         gradient=None if totals.gradient is None else totals.gradient * ratio,
         notes=tuple(dict.fromkeys(notes)),
         state=estimate.state,
+        params=problem.network.params,
     )
 
 

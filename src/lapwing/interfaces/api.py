@@ -137,7 +137,7 @@ def load(
 
     return Laplace(
         network,
-        restore_curvature(tensors, header, params.device, posed),
+        replace(restore_curvature(tensors, header, params.device, posed), params=params),
         family,
         restore_prior(tensors, header, params.device),
         restore_temperature(header),

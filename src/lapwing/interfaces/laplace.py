@@ -271,6 +271,7 @@ class Laplace:
             statistics=self.curvature.statistics.to(device),
             gradient=None if self.curvature.gradient is None else self.curvature.gradient.to(device),
             state={k: v.to(device) for k, v in self.curvature.state.items()},
+            params=moved,
         )
         return replace(self, network=network, curvature=curvature, plan=None, _plans={})
 
