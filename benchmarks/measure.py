@@ -26,7 +26,7 @@ SOURCES = {
     "curvlinops": "benchmarks.curvlinops",
 }
 CPU = torch.device("cpu")
-BRIEF = 0.02  # seconds; what takes less is repeated within one timing
+BRIEF = 0.1  # seconds; what takes less is repeated within one timing
 LONG = 15.0  # seconds; of what takes longer, the first run is the only one
 
 

@@ -125,11 +125,14 @@ def document(record: dict[str, Any]) -> str:
 
 def conditions(record: dict[str, Any]) -> str:
     place = record["place"]
+    busy = max(place["load"]) > 1.5 * place["cores"]
+    warning = " The machine was busy with other work: these figures are provisional." if busy else ""
     return (
         f"{place['date']}, {place['processor']}, {place['cores']} cores, load {place['load'][0]:.1f} before and "
         f"{place['load'][1]:.1f} after; Python {place['python']}, torch {place['torch']}, "
         f"laplace-torch {place['laplace-torch']}, curvlinops {place['curvlinops']}; Lapwing at {place['commit']}. "
         f"Printed by `{place['command']}` in {place['minutes']:.0f} minutes, {place['cpu_minutes']:.0f} of CPU time."
+        + warning
     )
 
 
