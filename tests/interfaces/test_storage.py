@@ -501,16 +501,19 @@ class TestMatrixFree:
 
     data = ((X[:9], _classes(3)[:9]), (X[9:], _classes(3)[9:]))
 
-    @pytest.mark.parametrize("factor", ["ggn", "mc"])
-    @pytest.mark.parametrize("sketch", ["rows", "none"])
-    def test_round_trip(self, path: Path, factor: str, sketch: str) -> None:
-        structure = lapwing.MatrixFree(rank=7, sketch=sketch, probes=2, steps=3)  # type: ignore[arg-type]
+    @pytest.mark.parametrize(("factor", "sketch"), [("ggn", "rows"), ("mc", "none")])
+    def test_round_trip(self, path: Path, factor: str, sketch: Any) -> None:
+        structure = lapwing.MatrixFree(rank=12, sketch=sketch, probes=2, steps=3, tolerance=1e-6)
         la = fitted(structure=structure, factor=factor, prior=2.0, n_data=100)
         la.save(path)
         back = lapwing.load(path, la.module, data=list(self.data))
-        require_same(la, back)
+        v = torch.ones(1, la.params.size, dtype=torch.float64)
+        for other in (back, la.to("cpu")):
+            assert torch.equal(la.log_evidence(), other.log_evidence())
+            assert torch.equal(la.posterior.precision.solve(v), other.posterior.precision.solve(v))
+            assert torch.equal(la.curvature.matrix.diagonal(), other.curvature.matrix.diagonal())
+        assert torch.equal(la.predict(X[:1]).function.covariance, back.predict(X[:1]).function.covariance)
         assert back.summary() == la.summary()
-        require_same(la, la.to("cpu"))
 
     def test_the_data_of_the_fit_are_asked_for(self, path: Path) -> None:
         la = fitted(structure=lapwing.MatrixFree(rank=7))

@@ -42,7 +42,7 @@ class LowRankAccumulator(Accumulator):
                 self._cut(stacked, self.rank)
 
     def _cut(self, stacked: Tensor, rank: int) -> None:
-        small = stacked.double() @ stacked.double().T
+        small = _gram(stacked)
         values, vectors = torch.linalg.eigh(0.5 * (small + small.T))
         keep = min(rank, len(values))
         self.tensors["dropped"] = self.tensors["dropped"] + values[:-keep].clamp(min=0).sum()
@@ -58,6 +58,14 @@ class LowRankAccumulator(Accumulator):
         if len(basis) == 0:
             basis, values = rows.new_zeros(1, rows.shape[1]), values.new_zeros(1)
         return LowRankMatrix(basis, values, rows.new_zeros(rows.shape[1]))
+
+
+def _gram(rows: Tensor, width: int = 4096) -> Tensor:
+    """R Rᵀ in float64: products of narrow pieces in the rows' own dtype, whose rounding the rows have already."""
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for piece in rows.split(width, dim=1):
+        total += piece @ piece.T
+    return total
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from lapwing.linalg.rows import chunks
 from lapwing.model import Batch, Network, Plan
 from lapwing.model.products import Products
 
-NEGLIGIBLE = 1e-8  # rows with less than this share of the trace so far do not enter the sketch
+NEGLIGIBLE = 1e-4  # the smallest rows that together hold less than this share of the trace do not enter the sketch
 SKETCH_DRAWS = 4  # sampled targets a datum where the sketch is sampled
 DIRECTIONS = 64  # output directions a sample up to which the sketch is made of exact rows; beyond, of sampled ones
 
@@ -135,10 +135,17 @@ class SketchAccumulator(LowRankAccumulator):
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         self.tensors["diagonal"] = self.tensors["diagonal"] + jacobian.square_sum().double().cpu()
-        floor = NEGLIGIBLE * self.tensors["diagonal"].sum().item()
         for start, length in chunks(jacobian.n, jacobian.r * jacobian.size * jacobian.dtype.itemsize // 4):
             rows = jacobian.narrow(start, length).dense().flatten(0, 1)
-            self._absorb(rows[rows.square().sum(-1) > floor])
+            self._absorb(rows[_weighty(rows)])
+
+
+def _weighty(rows: Tensor) -> Tensor:
+    """All rows but the smallest, whose squares sum to at most NEGLIGIBLE of all."""
+    squares = rows.double().square().sum(-1)
+    order = squares.argsort()
+    keep = squares[order].cumsum(0) > NEGLIGIBLE * squares.sum()
+    return order[keep]
 
 
 @dataclass(frozen=True, eq=False)
