@@ -130,10 +130,17 @@ def conditions(began: float, load: float, peers: str | None) -> dict[str, Any]:
         "laplace-torch": versions[0] if versions else "absent",
         "curvlinops": versions[1] if versions else "absent",
         "commit": commit.stdout.strip() or "no repository",
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "command": command(sys.argv[1:]),
         "minutes": (time.time() - began) / 60,
         "cpu_minutes": sum(os.times()[:4]) / 60,
     }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """How to do it again, without the paths of this machine."""
+    paths = {k for k, word in enumerate(arguments) if word in ("--out", "--python")}
+    kept = [word for k, word in enumerate(arguments) if k not in paths and k - 1 not in paths]
+    return shlex.join(["python", "-m", "benchmarks", *kept])
 
 
 def processor() -> str:

@@ -50,6 +50,11 @@ def test_the_suite_writes_table_json_and_goes_on_where_it_stopped(cache, tmp_pat
     assert "LeNet-5, last layer" in capsys.readouterr().out
 
 
+def test_the_command_is_told_without_paths():
+    told = suite.command(["--quick", "--out", "/somewhere", "--threads", "1"])
+    assert told == "python -m benchmarks --quick --threads 1"
+
+
 def test_lapwing_bench_needs_the_repository(tmp_path, monkeypatch):
     assert bench.repository() == ROOT
     with pytest.raises(bench.BadData, match="make bench"):
