@@ -158,3 +158,24 @@ def test_a_fixed_prior_stays_and_weight_decay_is_refused() -> None:
         lapwing.train(model, data, "classification", epochs=1, keep="validation")
     with pytest.raises(BadData, match="epochs"):
         lapwing.train(model, data, "classification", epochs=0)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_a_chain_of_posteriors_is_the_posterior_of_all_data(structure: str) -> None:
+    torch.manual_seed(0)
+    x = torch.linalg.qr(torch.randn(40, 3).double())[0] if structure == "diag" else torch.randn(40, 3).double()
+    y = (x @ torch.tensor([1.0, -0.5, 0.2]).double())[:, None] + 0.3 * torch.randn(40, 1).double()
+    if structure == "diag":  # orthogonal inputs in both halves, so that nothing is lost
+        x = torch.eye(3).double().repeat(14, 1)[:40]
+    model, prior = nn.Linear(3, 1, bias=False).double(), lapwing.Prior(2.0)
+    for rows in (slice(0, 20), slice(20, 40)):
+        trained = lapwing.train(
+            model, (x[rows], y[rows]), lapwing.Gaussian(0.3), epochs=3, batch_size=20, prior=prior, learn=(),
+            structure=structure, keep="last",
+            optimizer=lambda p: torch.optim.LBFGS(p, tolerance_grad=1e-12, tolerance_change=1e-15),
+        )  # fmt: skip
+        prior = lapwing.Prior.from_posterior(trained.laplace.posterior)
+    precision = x.T @ x / 0.09 + 2.0 * torch.eye(3).double()
+    torch.testing.assert_close(trained.laplace.posterior.precision.dense(), precision)
+    mean = torch.linalg.solve(precision, x.T @ y / 0.09)[:, 0]
+    torch.testing.assert_close(trained.laplace.posterior.mean, mean, rtol=1e-5, atol=1e-7)
