@@ -264,6 +264,17 @@ def test_score_is_that_of_the_prediction() -> None:
     torch.testing.assert_close(got[3:], linked()(f, covariance, y, problem.likelihood)[3:])
 
 
+def test_a_variance_that_all_logits_share_is_harmless() -> None:
+    """In float32 it drowns the differences that count; the score must be that of the differences alone."""
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(50, 4, 4, generator=generator)
+    f, y = torch.randn(50, 4, generator=generator), torch.randint(4, (50,), generator=generator)
+    inner = root @ root.mT
+    for level in (1e2, 1e4):
+        got = linked()(f, inner + level, y, Categorical())
+        torch.testing.assert_close(got, linked()(f, inner, y, Categorical()), rtol=0, atol=5e-6 * level)
+
+
 def test_gaussian_score_is_the_closed_form() -> None:
     problem = mlp(Gaussian(0.5))
     posterior = problem.matrix("full").scale(4.0) + Diagonal(torch.ones(problem.theta.numel()).double())

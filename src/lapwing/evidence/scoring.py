@@ -36,9 +36,7 @@ def linked(link: str = "auto", samples: int = 256) -> Score:
 def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Categorical, samples: int) -> Tensor:
     """log (1/S) Σ_s softmax(f_s)_y over fixed base points, classes first so that the sums run over whole vectors."""
     base = base_points(samples, mean.shape[-1], mean)  # (S, C)
-    ridge = JITTER * covariance.detach().diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(mean.dtype).tiny
-    eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
-    root = torch.linalg.cholesky(covariance + ridge[:, None, None] * eye)
+    root = contrast_root(covariance)
     spread = (root.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
     f = mean.T[:, :, None] + spread  # (C, N, S)
     mask = likelihood.mask(mean, y)
@@ -46,6 +44,23 @@ def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Cate
     chosen = f.gather(0, index[None, :, None].expand(1, -1, samples))[0]
     value = (chosen - f.logsumexp(0)).logsumexp(-1) - math.log(samples)
     return value if mask is None else torch.where(mask, value, 0.0)
+
+
+def contrast_root(covariance: Tensor) -> Tensor:
+    """L (N, C, C) with L Lᵀ = the covariance of f minus its average over the classes, which the softmax does not see.
+
+    No data determine that average: under a wide prior its variance is so much larger than all others that rounding
+    alone may leave the whole matrix indefinite. In float64, with a ridge at the level of that rounding.
+    """
+    wide = covariance.double()
+    rows = wide.mean(-1, keepdim=True)
+    inner = wide - rows - rows.mT + rows.mean(-2, keepdim=True)
+    level = inner.detach().diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=0)
+    noise = 0.5 * wide.shape[-1] * torch.finfo(covariance.dtype).eps
+    rounding = noise * wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
+    ridge = JITTER * level + rounding + torch.finfo(covariance.dtype).tiny
+    eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
+    return torch.linalg.cholesky(inner + ridge[:, None, None] * eye).to(covariance.dtype)
 
 
 def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
