@@ -71,5 +71,7 @@ def factor(op: Operation) -> Any:
         if "tolerance" not in inspect.signature(lapwing.GGN).parameters:
             raise NotImplementedError("GGN has no tolerance yet")
         return lapwing.GGN(tolerance=1e-3)
+    if op.variant == "default":
+        return lapwing.GGN()
     # nothing dropped, whatever the default
     return lapwing.GGN(tolerance=0.0) if "tolerance" in inspect.signature(lapwing.GGN).parameters else lapwing.GGN()
