@@ -17,6 +17,7 @@ from lapwing.curvature import (
     MatrixFree,
     MCFisher,
     Nystrom,
+    VaLLA,
 )
 from lapwing.errors import (
     BadData,
@@ -102,6 +103,7 @@ __all__ = [
     "Trained",
     "UnsupportedModel",
     "UnsupportedOperation",
+    "VaLLA",
     "VersionMismatch",
     "compare",
     "evaluate",

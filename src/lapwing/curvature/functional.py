@@ -65,6 +65,11 @@ class Functional(Structure):
         """Of one row and its float64 copy: how many rows there are, the data tell."""
         return sum(block.size for block in plan.blocks) * (itemsize + 8)
 
+    @staticmethod
+    def needed(rows: int, size: int, itemsize: int) -> int:
+        """Bytes of the rows, a working copy, and the kernel."""
+        return 2 * rows * size * itemsize + 3 * 8 * rows**2
+
     def passes(self) -> int:
         return 2
 
@@ -76,7 +81,7 @@ class Functional(Structure):
         f = problem.network.forward(first.inputs)
         rows = data * problem.factor.count(f)
         params = problem.network.params
-        needed = rows * params.size * torch.finfo(params.dtype).bits // 4 + 3 * 8 * rows**2
+        needed = self.needed(rows, params.size, torch.finfo(params.dtype).bits // 8)
         if needed > problem.memory:
             raise TooLarge(
                 f"structure='functional' keeps {rows:,} rows of {params.size:,} weights and their kernel, about "

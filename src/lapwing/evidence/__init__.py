@@ -9,6 +9,7 @@ from lapwing.evidence.groups import Groups
 from lapwing.evidence.scoring import Score, check_logit_temperature, linked
 from lapwing.evidence.sweep import collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, resolve_rule, widest
+from lapwing.evidence.variational import tune_bound, variational_bound
 
 __all__ = [
     "Comparison",
@@ -29,8 +30,10 @@ __all__ = [
     "nodes_for",
     "resolve_rule",
     "stationarity",
+    "tune_bound",
     "tune_evidence",
     "tune_loo",
     "tune_validation",
+    "variational_bound",
     "widest",
 ]

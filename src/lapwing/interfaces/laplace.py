@@ -30,9 +30,11 @@ from lapwing.evidence import (
     nodes_for,
     resolve_rule,
     stationarity,
+    tune_bound,
     tune_evidence,
     tune_loo,
     tune_validation,
+    variational_bound,
 )
 from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
@@ -59,6 +61,11 @@ from lapwing.predictive.sampled import sampled_function
 
 WEIGHT_DRAWS = 128  # weight samples where f is sampled through the network
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
+BOUNDS = {  # how a structure's evidence stands to that of the full GGN
+    "kron": "; KFAC's is no bound of the GGN's",
+    **dict.fromkeys(("diag", "blockdiag", "ekfac"), "; a lower bound of the full GGN's"),
+    **dict.fromkeys(("lowrank", "nystrom", "valla"), "; an upper bound of the full GGN's"),
+}
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
 
 
@@ -479,7 +486,8 @@ class Laplace:
                 "tends to pick too small a prior precision; check on held-out data, or pass some: tune(val_loader)",
                 stacklevel=3,
             )
-        return tune_evidence(
+        tune = tune_bound if "excess" in self.curvature.state else tune_evidence
+        return tune(
             self.curvature, self.likelihood, self._groups(prior), mean=self.params.flat.double(), learn=learn, **common
         )
 
@@ -607,13 +615,8 @@ class Laplace:
         deterministic = self.tuning is not None and self.tuning.deterministic
         if not self.damped and not deterministic:
             what = "log evidence" if self.temperature.is_bayes else "log evidence of the tempered likelihood"
-            bound = {"kron": "; KFAC's is no bound of the GGN's", "lowrank": "; an upper bound of the full GGN's"}
-            below = (
-                "; a lower bound of the full GGN's"
-                if curvature.structure.name in ("diag", "blockdiag", "ekfac")
-                else ""
-            )
-            lines.append(f"  {what}  {self._evidence_line()}{bound.get(curvature.structure.name, below)}")
+            lines.append(f"  {what}  {self._evidence_line()}")
+            lines += self._distance_line()
         if self.posterior.increase:
             lines.append(f"  prior precision raised by {self.posterior.increase:.3g} to make it positive definite")
         if self.tuned:
@@ -621,17 +624,38 @@ class Laplace:
         notes = [*curvature.notes, *(self.tuning.messages if self.tuning else ())]
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
 
+    def _distance_line(self) -> list[str]:
+        """How far the weights are from a mode, where that is known without work and matters."""
+        if self.curvature.gradient is None or isinstance(self.posterior.precision, Operator):
+            return []
+        gain = self.stationarity
+        if gain < 1.0:
+            return []
+        return [
+            f"  the weights are no mode under this prior: that of the linearized model has {gain:.4g} nats more, which "
+            "log_evidence(at='linear-mode') counts"
+        ]
+
     def _evidence_line(self) -> str:
         """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
-        precision = self.posterior.precision
+        precision, name = self.posterior.precision, self.curvature.structure.name
         if not isinstance(precision, Operator):
-            return f"{float(self.log_evidence()):.6g}"
+            return f"{float(self.log_evidence()):.6g}{BOUNDS.get(name, '')}{self._variational_line()}"
         if not precision.estimated:
             return (
                 f"not estimated yet: log_evidence() takes {precision.solver.probes * precision.solver.steps} products"
             )
         error = 0.5 * float(precision.ratio_estimate().error)
         return f"{float(self.log_evidence()):.6g} ± {error:.2g} (standard error)"
+
+    def _variational_line(self) -> str:
+        matrix = self._resolved_prior[1]
+        if "excess" not in self.curvature.state or not isinstance(matrix, Diagonal) or matrix.constant() is None:
+            return ""
+        bound = variational_bound(
+            self.curvature, self._resolved_prior, self.likelihood, mean=self.params.flat, temperature=self.temperature
+        )
+        return f", whose variational lower bound is {float(bound):.6g}"
 
     @outside_inference
     def save(self, path: str | Path) -> None:
