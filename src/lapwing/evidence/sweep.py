@@ -169,9 +169,12 @@ def _blocks(matrix: PSD, groups: Groups, rows: Rows) -> Iterator[tuple[PSD, Rows
     parts = matrix.layout.gather(groups.index) if isinstance(matrix, BlockDiagonal) else (groups.index,)
     for block, index, part in zip(blocks_of(matrix), parts, block_rows(matrix, rows), strict=True):
         if bool((index != index[0]).any()):
+            each = (
+                "prior='layerwise', with" if isinstance(block, Diagonal) else "structure='diag', 'kron' or 'ekfac' with"
+            )
             raise IncompatiblePrior(
                 f"held-out tuning needs one precision per block of the curvature, and a {type(block).__name__} block "
-                "spans several. Use prior='scalar', or structure 'diag', 'blockdiag', 'kron' or 'ekfac'"
+                f"spans several. Use prior='scalar', {each} one precision a layer, or method='evidence'"
             )
         yield block, part, int(index[0])
 
