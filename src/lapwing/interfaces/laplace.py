@@ -617,25 +617,12 @@ class Laplace:
             what = "log evidence" if self.temperature.is_bayes else "log evidence of the tempered likelihood"
             lines.append(f"  {what}  {self._evidence_line()}")
             lines += self._distance_line()
-            lines += self._distance_line()
         if self.posterior.increase:
             lines.append(f"  prior precision raised by {self.posterior.increase:.3g} to make it positive definite")
         if self.tuned:
             lines.append(f"  tuned by {self.tuned}")
         notes = [*curvature.notes, *(self.tuning.messages if self.tuning else ())]
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
-
-    def _distance_line(self) -> list[str]:
-        """How far the weights are from a mode, where that is known without work and matters."""
-        if self.curvature.gradient is None or isinstance(self.posterior.precision, Operator):
-            return []
-        gain = self.stationarity
-        if gain < 1.0:
-            return []
-        return [
-            f"  the weights are no mode under this prior: that of the linearized model has {gain:.4g} nats more, which "
-            "log_evidence(at='linear-mode') counts"
-        ]
 
     def _distance_line(self) -> list[str]:
         """How far the weights are from a mode, where that is known without work and matters."""
