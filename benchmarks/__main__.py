@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, load = time.time(), os.getloadavg()[0]
     peers = None if options.ours_only else environment.peers()
     place = Place(options.python, peers, limit=options.limit or (60.0 if options.quick else 600.0))
-    cells = [replace(cell, threads=t) for t in options.threads for cell in chosen(options)]
+    processes = options.processes or (1 if options.quick else 2)
+    cells = [replace(cell, threads=t, repeats=processes) for t in options.threads for cell in chosen(options)]
     points = [] if options.no_growth or options.workload else list(plan.growth(options.quick))
     prepare([*cells, *(cell for _, _, cell in points)])
     kept = Kept(options.out / "cells.jsonl", options.resume)
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--quick", action="store_true", help="small data and few cells: ten minutes on two cores")
     top.add_argument("--out", type=Path, default=Path("bench-output"), help="folder (%(default)s)")
     top.add_argument("--threads", type=int, nargs="+", default=[1], help="1: CPU time, more: wall time (%(default)s)")
+    top.add_argument("--processes", type=int, help="of each side, taking turns (1 quick, 2 otherwise)")
     top.add_argument("--workload", help="only these, with commas")
     top.add_argument("--operation", help="only operations that begin so")
     top.add_argument("--no-growth", action="store_true")
