@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
-from lapwing.evidence.online import Belief, Online
-from lapwing.evidence.tuning import with_dispersion
-from lapwing.likelihoods import Gaussian
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.checkpoints import Checkpoint, Moment, State
+from lapwing.evidence.online import Online
 from lapwing.model import Batch, Batches, batch_size, take
-from lapwing.posterior import Prior
 
 FILE = "train.pt"
-
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """What a step of the evidence found: where training was, the mean loss since the last one, evidence and noise."""
-
-    step: int
-    epoch: int
-    loss: float
-    evidence: float
-    effective: float
-    precision: tuple[float, float]  # smallest and largest
-    noise: float
-    nll: float  # of the validation data, where there are any
-    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,23 +69,6 @@ class Schedule:
             raise UnsupportedOperation(f"keep is 'evidence', 'validation' or 'last', got {self.keep!r}")
 
 
-@dataclass(eq=False)
-class _State:
-    """What changes while training; a checkpoint holds all of it."""
-
-    online: Online
-    epoch: int = 0
-    step: int = 0
-    history: list[Moment] = field(default_factory=list)
-    best: float = -math.inf
-    stale: int = 0
-    weights: dict[str, Tensor] = field(default_factory=dict)  # the state of the module at the best score
-    belief: Belief | None = None
-    stopped: bool = False
-    loss: float = 0.0
-    count: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class Training:
     """One training run. `run()` leaves the module at the weights that it keeps."""
@@ -120,9 +85,9 @@ class Training:
 
     def run(self) -> tuple[Online, tuple[Moment, ...], bool]:
         """Train; the belief at the weights that are kept, the history, and whether it stopped early."""
-        state = _State(self.online)
-        if self.folder is not None and (self.folder / FILE).exists():
-            self._read(state)
+        state = State(self.online)
+        if self._checkpoint is not None and self._checkpoint.path.exists():
+            self._checkpoint.read(state)
         modes = [(m, m.training) for m in self.module.modules()]
         try:
             self._train(state)
@@ -131,7 +96,7 @@ class Training:
                 m.training = mode
         return self._kept(state), tuple(state.history), state.stopped
 
-    def _train(self, state: _State) -> None:
+    def _train(self, state: State) -> None:
         hide = None if self.progress is None else not self.progress
         bar = tqdm(total=self.schedule.epochs, initial=state.epoch, desc="train", disable=hide, leave=False)
         with bar, torch.inference_mode(False), torch.enable_grad():
@@ -139,10 +104,10 @@ class Training:
                 self._epoch(state)
                 bar.update()
                 bar.set_postfix(self._shown(state))
-                if self.folder is not None:
-                    self._write(state)
+                if self._checkpoint is not None:
+                    self._checkpoint.write(state)
 
-    def _epoch(self, state: _State) -> None:
+    def _epoch(self, state: State) -> None:
         began = time.perf_counter()
         source = replace(self.data, epoch=state.epoch) if isinstance(self.data, Shuffled) else self.data
         batches = Batches(source, self.module, next(self.module.parameters()).device, self.online.split)
@@ -165,7 +130,7 @@ class Training:
             self.scheduler.step(*([loss] if plateau else []))
         state.epoch += 1
 
-    def _descend(self, state: _State, batch: Batch) -> float:
+    def _descend(self, state: State, batch: Batch) -> float:
         """One step of the optimizer; a closure, so that line searches work too."""
         losses: list[float] = []
 
@@ -185,7 +150,7 @@ class Training:
             )
         return loss
 
-    def _due(self, state: _State, length: int | None) -> bool:
+    def _due(self, state: State, length: int | None) -> bool:
         plan = self.schedule
         if not self.online.learning and plan.keep == "last" and self.val is None:
             return False  # a fixed prior and no score that anybody reads
@@ -195,7 +160,7 @@ class Training:
         every = plan.every or length
         return every is not None and state.step > burnin and state.step % every == 0
 
-    def _evidence(self, state: _State, began: float) -> None:
+    def _evidence(self, state: State, began: float) -> None:
         data = self.data.data if isinstance(self.data, Shuffled) else self.data
         if isinstance(self.data, Shuffled) and self.online.structure == "batch":
             data = replace(self.data, epoch=-1 - state.step)
@@ -238,108 +203,35 @@ class Training:
                 count += share
         return total / count
 
-    def _kept(self, state: _State) -> Online:
+    def _kept(self, state: State) -> Online:
         if self.schedule.keep != "last" and state.weights:
             self.module.load_state_dict(state.weights)
             assert state.belief is not None
             return replace(state.online, belief=state.belief, _terms={})
         return state.online
 
-    def _shown(self, state: _State) -> dict[str, str]:
+    def _shown(self, state: State) -> dict[str, str]:
         if not state.history:
             return {}
         last = state.history[-1]
         return {"loss": f"{last.loss:.4g}", "log evidence": f"{last.evidence:.6g}"}
 
-    # --- checkpoints -----------------------------------------------------------------------------------------------
-
     @property
-    def _identity(self) -> dict[str, Any]:
+    def _checkpoint(self) -> Checkpoint | None:
+        if self.folder is None:
+            return None
         online = self.online
-        return {
+        identity = {
             "parameters": [[name, list(p.shape)] for name, p in self.module.named_parameters()],
             "n_data": float(online.n_data),
             "prior": online.prior if isinstance(online.prior, str) else "fixed",
             "structure": str(getattr(online.structure, "name", online.structure)),
         }
-
-    def _generators(self) -> list[torch.Generator]:
         loader = getattr(self.data, "generator", None)
         sampler = getattr(getattr(self.data, "sampler", None), "generator", None)
-        found = [g for g in (loader, sampler, self.online.generator) if isinstance(g, torch.Generator)]
-        return list({id(g): g for g in found}.values())
-
-    def _write(self, state: _State) -> None:
-        assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "identity": self._identity,
-            "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "belief": _stored(state.online.belief),
-            "best": {
-                "score": state.best,
-                "weights": state.weights,
-                "belief": None if state.belief is None else _stored(state.belief),
-            },
-            "history": [_fields(moment) for moment in state.history],
-            "counts": [state.epoch, state.step, state.stale, int(state.stopped), state.loss, state.count],
-            "random": [torch.get_rng_state(), *(g.get_state() for g in self._generators())],
-        }
-        part = self.folder / f"{FILE}.part"
-        torch.save(content, part)
-        os.replace(part, self.folder / FILE)
-
-    def _read(self, state: _State) -> None:
-        assert self.folder is not None
-        path = self.folder / FILE
-        try:
-            content = torch.load(path, weights_only=True)
-        except Exception as error:  # torch raises half a dozen kinds
-            raise CorruptFile(f"{path} is not a complete checkpoint ({error}): delete it to start over") from error
-        if content["identity"] != self._identity:
-            changed = [key for key, value in self._identity.items() if content["identity"].get(key) != value]
-            raise BadData(f"{path} belongs to another training (other {', '.join(changed)}): choose another folder")
-        self.module.load_state_dict(content["module"])
-        self.optimizer.load_state_dict(content["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(content["scheduler"])
-        state.online = replace(state.online, belief=_restored(content["belief"], state.online), _terms={})
-        best = content["best"]
-        state.best, state.weights = best["score"], best["weights"]
-        state.belief = None if best["belief"] is None else _restored(best["belief"], state.online)
-        state.history = [Moment(**{**m, "precision": tuple(m["precision"])}) for m in content["history"]]
-        state.epoch, state.step, state.stale, stopped, state.loss, state.count = content["counts"]
-        state.stopped = bool(stopped)
-        torch.set_rng_state(content["random"][0])
-        for generator, saved in zip(self._generators(), content["random"][1:], strict=True):
-            generator.set_state(saved)
-
-
-def _fields(moment: Moment) -> dict[str, Any]:
-    return {**vars(moment), "precision": list(moment.precision)}
-
-
-def _stored(belief: Belief) -> dict[str, Any]:
-    tensors, spec = belief.prior.spec()
-    return {
-        "tensors": tensors,
-        "spec": spec,
-        "dispersion": float(belief.likelihood.dispersion),
-        "precision": belief.precision,
-        "moments": belief.moments,
-        "numbers": [belief.evidence, belief.effective, belief.steps],
-    }
-
-
-def _restored(stored: dict[str, Any], online: Online) -> Belief:
-    family = online.likelihood
-    if isinstance(family, Gaussian):
-        family = with_dispersion(family, stored["dispersion"])
-    evidence, effective, steps = stored["numbers"]
-    prior = Prior.from_spec(stored["tensors"], stored["spec"])
-    return Belief(prior, family, stored["precision"], evidence, effective, steps, stored["moments"])
+        found = {id(g): g for g in (loader, sampler, online.generator) if isinstance(g, torch.Generator)}
+        generators = tuple(found.values())
+        return Checkpoint(self.folder / FILE, self.module, self.optimizer, self.scheduler, generators, identity)
 
 
 def count_data(data: Any, module: nn.Module, split: Callable[[Any], tuple] | None) -> float:

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from lapwing.curvature import Factor, Structure
 from lapwing.errors import BadData
+from lapwing.evidence.checkpoints import Moment
 from lapwing.evidence.online import BATCH, Online, Subset
-from lapwing.evidence.training import Moment, Schedule, Shuffled, Training, count_data
+from lapwing.evidence.training import Schedule, Shuffled, Training, count_data
 from lapwing.interfaces.api import fit
 from lapwing.interfaces.laplace import Laplace
 from lapwing.likelihoods import Likelihood
