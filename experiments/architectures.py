@@ -63,6 +63,7 @@ def run(name: str, train: datasets.Dataset, test: datasets.Dataset, epochs: int)
     model = CANDIDATES[name]()
     trained = lapwing.train(
         model, (train.inputs, train.targets), "classification", epochs=epochs, keep="last", progress=False,
+        every=3 * -(-len(train) // 128),
         optimizer=lambda p: torch.optim.Adam(p, 2e-3),
         scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, epochs, 1e-5),
     )  # fmt: skip

@@ -29,7 +29,7 @@ def run(tasks: int, size: int, epochs: int, chained: bool) -> list[list[float]]:
         part = train.split(size, generator=torch.Generator().manual_seed(k))[0]
         data = part.inputs.flatten(1)[:, orders[k]], part.targets
         trained = lapwing.train(
-            model, data, "classification", epochs=epochs, prior=prior, structure="diag", keep="last", samples=256,
+            model, data, "classification", epochs=epochs, prior=prior, structure="diag", keep="last",
             progress=False,
         )  # fmt: skip
         if chained:

@@ -43,7 +43,7 @@ def learned(data: datasets.Dataset, epochs: int, prior: str, structure: str) -> 
     torch.manual_seed(0)
     trained = lapwing.train(
         networks.lenet(), (data.inputs, data.targets), "classification", epochs=epochs, prior=prior, samples=2048,
-        structure=structure, keep="last", progress=False,
+        structure=structure, keep="last", progress=False, every=2 * -(-len(data) // 128),
     )  # fmt: skip
     return trained.laplace
 

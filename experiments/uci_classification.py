@@ -80,7 +80,7 @@ if __name__ == "__main__":
     parser.add_argument("--sets", nargs="+", default=SETS)
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--structure", default="full")
+    parser.add_argument("--structure", default="auto")
     given = parser.parse_args()
     heads = ("MAP", "temperature", "untuned", "prior", "prior and T", "prior − MAP", "both − MAP")
     print(f"{'NLL on test data':16s}" + "".join(f"{h:>17s}" for h in heads) + "   CPU s a split")
