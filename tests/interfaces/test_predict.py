@@ -1,5 +1,6 @@
 """Predictions against Jacobians and loops by hand: shapes, inputs, links, draws, gradients, dense outputs."""
 
+import copy
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -604,3 +605,16 @@ def test_many_classes_are_sampled(structure: str) -> None:
         assert error.square().mean() < 2
     assert torch.allclose(p.probs.sum(-1), torch.ones(2, dtype=torch.float64))
     assert torch.allclose(la.predict(X[1:2]).probs[0], p.probs[1], rtol=1e-9)
+
+
+def test_a_wide_prior_does_not_drown_probabilities_in_rounding() -> None:
+    """What all logits share has a variance of 10⁷ here; float32 must still tell the classes apart as float64 does."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    x, y = torch.randn(60, 3), torch.randint(4, (60,))
+    exact = copy.deepcopy(net).double()
+    options = {"structure": "kron", "prior": 1e-6, "temperature": 1e4}
+    rough = lapwing.fit(net, (x, y), "classification", **options).predict(x)
+    truth = lapwing.fit(exact, (x.double(), y), "classification", **options).predict(x.double())
+    assert truth.function.variance.max() > 1e6
+    torch.testing.assert_close(rough.probs.double(), truth.probs, rtol=0, atol=2e-3)

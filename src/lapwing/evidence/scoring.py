@@ -125,5 +125,5 @@ def best_logit_temperature(f: Tensor, y: Tensor, likelihood: Likelihood, limit: 
 
 
 def describe(scores: Mapping[str, float]) -> str:
-    """"MAP 0.3, temperature scaling 0.2"."""
+    """Names and values in a line, as in: MAP 0.3, temperature scaling 0.2."""
     return ", ".join(f"{name} {value:.5g}" for name, value in scores.items())

@@ -38,7 +38,7 @@ from lapwing.evidence import (
 )
 from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
-from lapwing.likelihoods import Likelihood, resolve_likelihood
+from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
@@ -369,7 +369,12 @@ class Laplace:
 
     def _linearized(self, inputs: Inputs) -> Linearized:
         return Linearized(
-            self.network, self._plan_for(inputs), self.posterior.precision, self._draws, self.options.memory
+            self.network,
+            self._plan_for(inputs),
+            self.posterior.precision,
+            self._draws,
+            self.options.memory,
+            shift_invariant=isinstance(self.likelihood, Categorical),
         )
 
     def _plan_for(self, inputs: Inputs) -> Plan:
@@ -385,7 +390,7 @@ class Laplace:
         at = replace(self._linearized(inputs), precision=novelty_precision(self.curvature.matrix))
         if mean.shape[-1] > CLOSED_FORM:
             return information_bound(mean, at.variance(inputs, mean, at.precision), self.likelihood)
-        return information_gain(mean, at.covariance(inputs, mean), self.likelihood)
+        return information_gain(mean, at.covariance(inputs, mean, contrast=at.shift_invariant), self.likelihood)
 
     def _require_unchanged(self) -> None:
         live = dict(self.module.named_parameters())
@@ -445,7 +450,7 @@ class Laplace:
                 self.curvature,
                 self.likelihood,
                 self._groups(prior),
-                self._held_out(data),
+                self._held_out(data, link),
                 learn=tuple(learn) if learn else default_learn(self.likelihood),
                 grid=grid,
                 score=linked(link),
@@ -510,8 +515,8 @@ class Laplace:
         counts = groups.total(torch.ones_like(logs))
         return (groups.total(logs) / counts.clamp(min=1)).exp()
 
-    def _held_out(self, data: Any) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
-        """(f, targets, rows) of held-out data, a few samples at a time."""
+    def _held_out(self, data: Any, link: str = "auto") -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
+        """(f, targets, rows) of held-out data, a few samples at a time; rows of what the link sees of f."""
         self._require_unchanged()
         batches = Batches(data, self.module, self.params.device, self.options.split)
         show = self.options.progress
@@ -520,10 +525,15 @@ class Laplace:
         for batch in bar:
             y = self._targets(batch)
             start = 0
-            for linearization, rows in self._linearized(batch.inputs).jacobians(batch.inputs):
+            at = self._linearized(batch.inputs)
+            for linearization, rows in at.jacobians(batch.inputs, contrast=self._contrast(link)):
                 f = linearization.f.detach()
                 yield f, y[start : start + f.shape[0]], rows
                 start += f.shape[0]
+
+    def _contrast(self, link: str) -> bool:
+        """Whether a link does not see what all logits of an item share."""
+        return isinstance(self.likelihood, Categorical) and link in ("auto", "mc")
 
     def _targets(self, batch: Batch) -> Tensor:
         """The targets of a batch in canonical form; errors name the batch."""
@@ -567,8 +577,8 @@ class Laplace:
             memory=self.options.memory,
         )
         return temperature_curve(
-            sweep(self._held_out(data)),
-            {name: sweep(self._unlabeled(others)) for name, others in (ood or {}).items()},
+            sweep(self._held_out(data, link)),
+            {name: sweep(self._unlabeled(others, link)) for name, others in (ood or {}).items()},
             precision,
             temperatures,
             logit_temperature=self.logit_temperature,
@@ -585,14 +595,14 @@ class Laplace:
                 return groups, start
         raise IncompatiblePrior("a curve needs a prior that is constant per block; use a scalar or layerwise prior")
 
-    def _unlabeled(self, data: Any) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
+    def _unlabeled(self, data: Any, link: str) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
         """(f, targets of the network's own, rows) of data whose targets, if any, are left unread."""
         data = [data] if isinstance(data, Tensor) else data
         batches = Batches(data, self.module, self.params.device, self.options.split)
         generator = torch.Generator(self.params.device).manual_seed(0)
         for raw in batches.raw():
             inputs = self._inputs(batches.inputs_of(raw))
-            for linearization, rows in self._linearized(inputs).jacobians(inputs):
+            for linearization, rows in self._linearized(inputs).jacobians(inputs, contrast=self._contrast(link)):
                 f = linearization.f.detach()
                 yield f, self.likelihood.sample_target(f, generator), rows
 
