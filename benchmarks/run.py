@@ -14,6 +14,7 @@ from benchmarks.cell import ROOT, Cell, Outcome, Place, once, run
 from benchmarks.operations import operation
 from benchmarks.results import Measurement
 from benchmarks.workloads import WORKLOADS
+from lapwing.errors import LapwingError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,4 +86,8 @@ def side(m: Measurement) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (LapwingError, ValueError) as error:
+        print(f"benchmarks: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
