@@ -354,3 +354,33 @@ def test_the_limit_of_output_directions_is_for_rows() -> None:
     assert type(la.curvature.factor) is lapwing.GGN
     v = torch.randn(1, la.params.size, dtype=torch.float64)
     torch.testing.assert_close(la.posterior.precision.matvec(la.posterior.precision.solve(v)), v, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["mlp regression", "mlp counts"])
+def test_solves_batch_by_batch(name: str) -> None:
+    model, (x, y), likelihood = problem(name)
+    batches = [(x[k : k + 7], y[k : k + 7]) for k in range(0, N, 7)]
+    options = {"method": "batches", "tolerance": 1e-7, "iterations": 300}
+    prior = {"0.*": 1.0, "*": 3.0}
+    full = lapwing.fit(model, batches, likelihood, structure="full", prior=prior)
+    free = lapwing.fit(model, batches, likelihood, structure=MatrixFree(**options), prior=prior)  # type: ignore[arg-type]
+    v = torch.randn(3, full.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        free.posterior.precision.solve(v), full.posterior.precision.solve(v), rtol=1e-5, atol=1e-6
+    )
+    found = free.posterior.precision.solution(v)
+    assert found.converged
+    assert found.iterations < 300
+    short = MatrixFree(method="batches", tolerance=1e-12, iterations=2, unconverged="raise")
+    with pytest.raises(lapwing.NotConverged, match="batch-by-batch"):
+        lapwing.fit(model, batches, likelihood, structure=short, prior=prior).posterior.precision.solve(v)
+
+
+def test_batch_by_batch_needs_rows_that_stay() -> None:
+    model, data, likelihood = problem("mlp regression")
+    la = lapwing.fit(model, data, likelihood, structure=MatrixFree(method="batches"), factor="mc")
+    with pytest.raises(lapwing.UnsupportedOperation, match="sampled"):
+        la.posterior.sample(1)
+    la = lapwing.fit(model, data, likelihood, structure=MatrixFree(method="batches")).update(data)
+    with pytest.raises(lapwing.UnsupportedOperation, match="one fit"):
+        la.posterior.sample(1)

@@ -52,3 +52,22 @@ def test_tune_comes_here_for_matrix_free_posteriors() -> None:
         truth, found = (la.tune(learn=("prior", "noise")) for la in (full, free))
     assert float(found.log_evidence()) == pytest.approx(float(truth.log_evidence()), abs=0.05)
     assert any("standard error" in message for message in found.tuning.messages)
+
+
+def test_samples_give_the_same_within_monte_carlo_error() -> None:
+    full, free = fits(MatrixFree(rank=40, columns=64, tolerance=1e-5))
+    options = {"mean": full.params.flat.double()}
+    groups = full._groups("layerwise")
+    truth = tune_evidence(full.curvature, full.likelihood, groups, **options)
+    found = tune_probes(
+        free.curvature,
+        free.likelihood,
+        groups,
+        samples=64,
+        tolerance=2e-2,
+        start=truth.setting.precision * 1.5,
+        **options,
+    )
+    assert found.converged
+    torch.testing.assert_close(found.setting.precision, truth.setting.precision, rtol=0.2, atol=0)
+    assert float(found.scores[1]) == pytest.approx(float(truth.scores[1]), abs=0.3)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.lowrank import LowRankAccumulator
+from lapwing.curvature.minibatch import solve_by_batches
 from lapwing.curvature.problem import Problem, Totals
 from lapwing.curvature.structure import Estimate, Structure
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Jacobian
-from lapwing.linalg.krylov import Policy, Sketch, nystrom, xdiag
+from lapwing.linalg.krylov import Policy, Sketch, Solution, nystrom, xdiag
 from lapwing.linalg.operator import Operator, Product, Solver
 from lapwing.linalg.rows import chunks
 from lapwing.model import Batch, Network, Plan
@@ -91,6 +92,14 @@ class CurvatureProduct(Product):
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
         return xdiag(self.matvec, like, 32, torch.Generator(self.device).manual_seed(self.seed)).value
 
+    def white_solution(self, c: Tensor, shift: Tensor, v: Tensor, options: Solver) -> Solution:
+        if isinstance(self.problem.factor, MCFisher):
+            raise UnsupportedOperation("method='batches' re-reads rows, and sampled ones change: use factor='ggn'")
+        return solve_by_batches(
+            self.problem, c, shift, v, tolerance=options.tolerance, passes=options.iterations,
+            unconverged=options.unconverged,
+        )  # fmt: skip
+
 
 def whole_factor(factor: Factor | None) -> Factor | None:
     """The exact GGN without a limit: products with Λ go through no output directions."""
@@ -157,6 +166,8 @@ class MatrixFree(Structure):
     every solve (None: 1e-8 in float64, 1e-4 in float32), `probes` and `steps` those of the log-determinant, whose
     standard error is `la.posterior.precision.ratio_estimate().error`. `sampling="sketch"` draws from sketch and prior
     alone. `predictive`: closed-form covariances by "solve"; by `samples` weight draws; or by the "sketch".
+    `method="batches"` solves by the rows of a batch at a time (`solve_by_batches`, at most `iterations` passes): for
+    data that are slow to read, many columns and loose tolerances.
 
     Memory: about rank + 6·columns vectors of weights. Data are kept by reference and re-read.
 
@@ -175,6 +186,7 @@ class MatrixFree(Structure):
     predictive: Literal["solve", "samples", "sketch"] = "solve"
     unconverged: Policy = "raise"
     seed: int = 0
+    method: Literal["cg", "batches"] = "cg"
 
     def __post_init__(self) -> None:
         for name in ("rank", "iterations", "columns", "probes", "steps", "samples"):
@@ -184,6 +196,7 @@ class MatrixFree(Structure):
             ("sketch", ("rows", "nystrom", "none")),
             ("sampling", ("solve", "sketch")),
             ("predictive", ("solve", "samples", "sketch")),
+            ("method", ("cg", "batches")),
         ):
             if getattr(self, name) not in allowed:
                 raise BadData(f"{name} is one of {allowed}, got {getattr(self, name)!r}")
@@ -203,7 +216,7 @@ class MatrixFree(Structure):
         tolerance = self.tolerance or (1e-8 if dtype == torch.float64 else 1e-4)
         return Solver(
             tolerance, self.iterations, self.columns, self.probes, self.steps, self.samples, self.sampling,
-            self.predictive, self.unconverged, self.seed,
+            self.predictive, self.unconverged, self.seed, self.method,
         )  # fmt: skip
 
     def estimate(self, problem: Problem) -> Estimate:
