@@ -143,15 +143,15 @@ class SketchAccumulator(LowRankAccumulator):
         self.tensors["diagonal"] = torch.zeros(problem.network.params.size, dtype=torch.float64)
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
-        self.tensors["diagonal"] = self.tensors["diagonal"] + jacobian.square_sum().double().cpu()
         for start, length in chunks(jacobian.n, jacobian.r * jacobian.size * jacobian.dtype.itemsize // 4):
             rows = jacobian.narrow(start, length).dense().flatten(0, 1)
-            self._absorb(rows[_weighty(rows)])
+            squares = rows.square()
+            self.tensors["diagonal"] += squares.sum(0).double().cpu()
+            self._absorb(rows[_weighty(squares.sum(-1).double())])
 
 
-def _weighty(rows: Tensor) -> Tensor:
-    """All rows but the smallest, whose squares sum to at most NEGLIGIBLE of all."""
-    squares = rows.double().square().sum(-1)
+def _weighty(squares: Tensor) -> Tensor:
+    """All rows but the smallest, whose squared norms sum to at most NEGLIGIBLE of all."""
     order = squares.argsort()
     keep = squares[order].cumsum(0) > NEGLIGIBLE * squares.sum()
     return order[keep]
