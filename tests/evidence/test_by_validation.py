@@ -180,9 +180,10 @@ def test_widest_rule() -> None:
     noisy = [1.4, 1.7, 3.4, 3.7]  # excess 0.05, standard error 0.175
     steady = [1.1, 2.1, 3.1, 4.1]  # excess 0.1 on every item: no error at all
     assert lowest(trials(steady, noisy, best, steady)) == 2
-    assert widest()(trials(steady, noisy, best, steady)) == 1
-    assert widest(0.2)(trials(steady, noisy, best, steady)) == 2
-    assert widest()(trials(steady, steady, noisy, best)) == 2
+    assert widest(most=1.0)(trials(steady, noisy, best, steady)) == 1
+    assert widest(0.2, most=1.0)(trials(steady, noisy, best, steady)) == 2
+    assert widest(most=0.04)(trials(steady, noisy, best, steady)) == 2
+    assert widest(most=1.0)(trials(steady, steady, noisy, best)) == 2
     assert widest()(trials(steady, steady, steady, best)) == 3
     found = trials(steady, noisy, best, steady)
     mean, error = found.excess(found.losses[2])

@@ -123,19 +123,21 @@ def lowest(trials: Trials) -> int:
     return int(trials.scores.argmin())
 
 
-def widest(errors: float = 1.0) -> Rule:
-    """The smallest prior precision among settings that are not measurably worse than the best one.
+def widest(errors: float = 1.0, most: float = 0.002) -> Rule:
+    """The smallest prior precision among settings that are neither measurably nor materially worse than the best one.
 
     Not measurably: the mean over items of the difference in loss to the setting of the lowest score is at most `errors`
-    times its standard error (Breiman's one-standard-error rule, with paired differences). The data do not tell these
-    settings apart; the widest of them claims least where there are no data.
+    times its standard error (Breiman's one-standard-error rule, with paired differences). Not materially: at most
+    `most` nats, which bounds the loss where held-out data are few. The data do not tell these settings apart; the
+    widest of them claims least where there are no data. Among equally wide ones the lowest score decides.
     """
 
     def rule(trials: Trials) -> int:
         best = lowest(trials)
         mean, error = trials.excess(trials.losses[best])
         scores = trials.scores.tolist()
-        good = [k for k in (mean <= errors * error).nonzero()[:, 0].tolist() if math.isfinite(scores[k])]
+        bar = (errors * error).clamp(max=most)
+        good = [k for k in (mean <= bar).nonzero()[:, 0].tolist() if math.isfinite(scores[k])]
         return min(good or [best], key=lambda k: (trials.settings[k].narrow, scores[k]))
 
     return rule

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Likelihood
 from lapwing.linalg import PSD, Diagonal
 
-FLOOR = 1e-2  # of the mean curvature of a weight
+FLOOR = 1e-4  # of the mean curvature of a weight
+SOFTEN = 2.0  # logits are divided by it: networks are too sure of what they have not seen
 
 
 def novelty_precision(matrix: PSD) -> PSD:
@@ -19,29 +20,30 @@ def novelty_precision(matrix: PSD) -> PSD:
 
 
 def information_gain(f: Tensor, covariance: Tensor, likelihood: Likelihood) -> Tensor:
-    """½ log |I + S₀ᵀ V S₀| in nats, (B, *event): f (B, *event, C), V (B, *event, C, C) under `novelty_precision`.
+    """½ log |I + Sᵀ V S| in nats, (B, *event): f (B, *event, C), V (B, *event, C, C) under `novelty_precision`.
 
-    The information that one more target would carry about the weights, linearized, for a network that does not know the
-    answer yet: S₀ S₀ᵀ is the likelihood's Fisher information at f = 0 (equal probabilities, unit rates). At the
-    network's own f a confident mistake would look familiar, since its target seems known in advance. For classes S₀
-    takes out the common shift of the logits, which no data determine and which is most of the bare trace of V.
+    The information that one more target would carry about the weights, linearized, S Sᵀ the likelihood's Fisher
+    information at f. Logits are softened first: at its own confidence a network that is wrong but sure finds nothing
+    left to learn. Not softened at all it is a measure of f more than of V; softened without limit, of the size of the
+    gradients, which is small for smooth images, known or not. The bare trace of V is mostly what all logits share.
     """
-    root = blank_root(f, likelihood).to(covariance)
-    inner = root.mT @ covariance @ root
+    factor, root = softened_root(f, likelihood)
+    root = root.to(covariance)
+    inner = root.mT @ covariance @ root / factor**2
     eye = torch.eye(inner.shape[-1], dtype=inner.dtype, device=inner.device)
     return 0.5 * torch.linalg.slogdet(eye + inner).logabsdet
 
 
 def information_bound(f: Tensor, variance: Tensor, likelihood: Likelihood) -> Tensor:
-    """½ log(1 + tr(S₀ᵀ diag(v) S₀)) from variances v (B, *event, C): for outputs too many for a covariance."""
-    root = blank_root(f, likelihood).to(variance)
-    return 0.5 * (root.square().sum(-1) * variance).sum(-1).log1p()
+    """½ log(1 + tr(Sᵀ diag(v) S)) from variances v (B, *event, C): for outputs too many for a covariance."""
+    factor, root = softened_root(f, likelihood)
+    return 0.5 * (root.to(variance).square().sum(-1) * variance / factor**2).sum(-1).log1p()
 
 
-def blank_root(f: Tensor, likelihood: Likelihood) -> Tensor:
-    """S of the likelihood at f = 0, the same for all items, or the identity where it has none without targets."""
-    blank = f.new_zeros(1, *(1 for _ in f.shape[1:-1]), f.shape[-1])
+def softened_root(f: Tensor, likelihood: Likelihood) -> tuple[float, Tensor]:
+    """What outputs are divided by, and S there; the identity where the likelihood has none without targets."""
+    factor = SOFTEN if isinstance(likelihood, Categorical | Bernoulli | BradleyTerry) else 1.0
     try:
-        return likelihood.factor(blank)
+        return factor, likelihood.factor(f / factor)
     except UnsupportedOperation:
-        return torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+        return factor, torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).expand(*f.shape, f.shape[-1])
