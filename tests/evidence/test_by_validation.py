@@ -17,7 +17,7 @@ from lapwing.evidence.scoring import baselines
 from lapwing.evidence.sweep import Batch
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
-from lapwing.posterior import Prior, Tempered
+from lapwing.posterior import Prior, Tempered, factored_precision
 from lapwing.predictive import GaussianFunction, predict_targets
 from tests.evidence.problems import Problem, mlp
 
@@ -88,6 +88,40 @@ def test_one_pass_equals_a_posterior_for_each_setting(
         tempered = Tempered(setting.temperature, tempers_prior)
         expected = brute_force(problem, structure, groups.prior(setting.precision), tempered, same, linked())
         assert score == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["scalar", "layerwise"])
+def test_factored_damping_in_one_pass(kind: str) -> None:
+    """Ritter's damped posterior, formed for each setting alone, scores what the sweep says."""
+    problem = mlp(Categorical(), outputs=3)
+    split = len(problem.x) ** 0.5
+    grid = {"prior": (1e-3, 0.1, 1e2), "temperature": (0.1, 1.0, 100.0)}
+    tuning = run(problem, "kron", kind, grid=grid, steps=2, split=split)
+    score, groups = linked(), groups_of(problem, kind)
+    for setting, value in zip(tuning.settings, tuning.scores.tolist()):
+        if setting.deterministic:
+            continue
+        _, prior = groups.prior(setting.precision).resolve(problem.flat_names, problem.sizes)
+        posterior = factored_precision(problem.matrix("kron"), setting.temperature, prior, split=split)
+        total = sum(
+            score(f, posterior.quadratic(r), y, problem.likelihood).sum().item() for f, y, r in held_out(problem)[1]
+        )
+        assert value == pytest.approx(-total / 40, rel=1e-3, abs=1e-4)
+    exact = run(problem, "kron", kind, grid=grid, steps=0)
+    assert (tuning.scores[:9] - exact.scores[:9]).abs().max() > 1e-3
+
+
+def test_nodes_carry_damped_factors() -> None:
+    nodes = Nodes.spanning(1e-5, 1e5, 1e6, 1e4)
+    rho = torch.logspace(-5, 5, 41, dtype=torch.float64)
+    stated = nodes.error(rho)
+    assert stated < 2e-3
+    generator = torch.Generator().manual_seed(0)
+    g, a = 10 ** (14 * torch.rand(2, 400, dtype=torch.float64, generator=generator) - 10)
+    root, roots = rho.sqrt()[:, None], nodes.shifts.sqrt()
+    kernels = 1 / ((g[:, None] + roots) * (a[:, None] + roots))  # (400, m)
+    approximate = nodes.coefficients(rho) @ kernels.T
+    assert (approximate * (g + root) * (a + root) - 1).abs().max() <= 1.5 * stated
 
 
 def test_variances_are_within_the_stated_error() -> None:

@@ -42,6 +42,20 @@ def test_curve_is_what_predictions_say(structure: str, tempers_prior: bool) -> N
     assert "auroc far" in curve.table()
 
 
+def test_factored_damping_is_tuned_as_it_predicts() -> None:
+    net, x, y, far = problem("classification")
+    la = lapwing.fit(net, (x, y), "classification", structure="kron").damping("factored")
+    curve = la.temperature_curve((x, y), ood={"far": far}, temperatures=TEMPERATURES)
+    for k, T in enumerate(TEMPERATURES):
+        near = la.replace(temperature=T).predict(x, samples=256)
+        assert curve.nll[k].item() == pytest.approx(-near.log_prob(y).mean().item(), rel=1e-3)
+    tuned = la.tune((x, y), learn="prior", grid={"prior": [0.3, 3.0]}, rule="lowest")
+    assert tuned.damped
+    for setting, score in zip(tuned.tuning.settings[:2], tuned.tuning.scores[:2].tolist()):
+        at = la.replace(prior=setting.precision.item()).predict(x, samples=256)
+        assert score == pytest.approx(-at.log_prob(y).mean().item(), rel=1e-3)
+
+
 def test_values_have_no_accuracy() -> None:
     net, x, y, far = problem("regression")
     la = lapwing.fit(net, (x, y), "regression", structure="full")

@@ -40,6 +40,7 @@ def tune_loo(
     score: Score | None = None,
     rule: Rule = lowest,
     memory: int = MEMORY,
+    split: float | None = None,
 ) -> Tuning:
     """Minimize −Σ log ∫ p(y_n|f) N(f; f₋ₙ, V₋ₙ) df over a grid, with the training data as `batches`.
 
@@ -73,6 +74,7 @@ def tune_loo(
         rule=rule,
         steps=0,
         memory=memory,
+        split=split,
         method="loo",
         prepare=prepare,
     )

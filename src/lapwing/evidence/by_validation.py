@@ -28,7 +28,7 @@ from lapwing.evidence.scoring import (
 from lapwing.evidence.sweep import Batch, Sweep, collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, with_dispersion
 from lapwing.likelihoods import Gaussian, Likelihood
-from lapwing.linalg import PSD
+from lapwing.linalg import PSD, Kronecker
 from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Tempered, resolve_temperature
 
@@ -64,6 +64,7 @@ def tune_validation(
     rule: Rule = lowest,
     steps: int = 20,
     memory: int = MEMORY,
+    split: float | None = None,
 ) -> Tuning:
     """Minimize the NLL of held-out data over precisions (one per group), temperature and noise.
 
@@ -73,6 +74,7 @@ def tune_validation(
     without a posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps
     the value given by `start` (() or (G,)), `temperature` and `likelihood`.
 
+    `split` = √n tunes Ritter's factored damping of Kronecker blocks instead of the exact sum (`factored_precision`).
     The covariances come from a rational approximation in τ/T whose relative error is bounded and reported.
     """
     return search(
@@ -90,6 +92,7 @@ def tune_validation(
         rule=rule,
         steps=steps,
         memory=memory,
+        split=split,
         method="validation",
     )
 
@@ -110,6 +113,7 @@ def search(
     rule: Rule,
     steps: int,
     memory: int,
+    split: float | None,
     method: str,
     prepare: Callable[[Sweep, Setting], Sweep] | None = None,
 ) -> Tuning:
@@ -129,7 +133,8 @@ def search(
     phis = [phi if d is None else d for d in dispersions]
     box = _box(taus, heats, phis, learned)
     spanned = box if prepare is None else _box([*taus, first], [*heats, T], [*phis, phi], learned)
-    nodes = Nodes.spanning(*_span(spanned, curvature.dispersion_power, tempered.prior), _largest(curvature.matrix))
+    span = _span(spanned, curvature.dispersion_power, tempered.prior)
+    nodes = Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
     sweep = collect(
         curvature.matrix,
         groups,
@@ -140,6 +145,7 @@ def search(
         tempers_prior=tempered.prior,
         score=score or linked(),
         memory=memory,
+        split=split,
     )
     sweep = sweep if prepare is None else prepare(sweep, Setting(first, T))
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in learned)
@@ -251,10 +257,24 @@ def nodes_for(
     temperatures: Sequence[float],
     likelihood: Likelihood,
     tempers_prior: bool,
+    split: float | None = None,
 ) -> Nodes:
     """Nodes that serve these precisions at these temperatures."""
     box = _box([precision], temperatures, [likelihood.dispersion.item()], ())
-    return Nodes.spanning(*_span(box, curvature.dispersion_power, tempers_prior), _largest(curvature.matrix))
+    span = _span(box, curvature.dispersion_power, tempers_prior)
+    return Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
+
+
+def _largest_factor(matrix: PSD, split: float | None) -> float | None:
+    """A number that no eigenvalue of a damped Kronecker factor exceeds; None without damping."""
+    if split is None:
+        return None
+    found = 0.0
+    for block in blocks_of(matrix):
+        if isinstance(block, Kronecker):
+            left, right = (side.max().item() * math.sqrt(float(block.factor)) for side in block.eigenvalues)
+            found = max(found, left / split, right * split)
+    return found
 
 
 def _largest(matrix: PSD) -> float:

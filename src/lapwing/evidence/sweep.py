@@ -12,7 +12,7 @@ from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import Score, counted
 from lapwing.evidence.tuning import Setting, with_dispersion
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Rows
+from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker, Rows
 from lapwing.linalg.shifts import block_rows, blocks_of, shifted_products
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
@@ -117,14 +117,15 @@ def collect(
     tempers_prior: bool,
     score: Score,
     memory: int,
+    split: float | None = None,
 ) -> Sweep:
-    """Read the data once."""
+    """Read the data once. `split`: of Ritter's factored damping of Kronecker blocks, None for exact sums."""
     outputs: list[Tensor] = []
     targets: list[Tensor] = []
     grams: list[Tensor] = []
     used = 0
     for f, y, rows in batches:
-        part = _grams(matrix, groups, rows, nodes, f)
+        part = _grams(matrix, groups, rows, nodes, f, split)
         used += part.numel() * part.element_size()
         if 2 * used > memory:
             read = sum(len(part) for part in outputs) + len(f)
@@ -143,7 +144,7 @@ def collect(
     )
 
 
-def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor) -> Tensor:
+def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor, split: float | None = None) -> Tensor:
     """(G, m, B·event, C(C+1)/2) of one batch."""
     classes = f.shape[-1]
     places = f[0, ..., 0].numel()
@@ -156,7 +157,11 @@ def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor) -> 
     total = f.new_zeros(groups.count, len(shifts), rows.n * places, len(low))
     with torch.no_grad():
         for block, part, group in _blocks(matrix, groups, rows):
-            products = shifted_products(block, part, shifts, pairs)  # (m, n, event·C(C+1)/2)
+            if split is None or not isinstance(block, Kronecker):
+                products = shifted_products(block, part, shifts, pairs)  # (m, n, event·C(C+1)/2)
+            else:
+                damped = (block.damped(1.0, rho, split=split).quadratic(part) for rho in shifts)
+                products = torch.stack([gram[:, pairs[0], pairs[1]] for gram in damped])
             total[group] += products.reshape(len(shifts), -1, len(low)).to(total)
     return total
 

@@ -143,6 +143,11 @@ class Laplace:
     def _scale(self) -> Tensor:
         return self.temperature.likelihood_scale(self.likelihood.dispersion, self.curvature.dispersion_power)
 
+    @property
+    def _split(self) -> float | None:
+        """√n of factored damping, None without."""
+        return max(self.curvature.n_data, 1.0) ** 0.5 if self.damped else None
+
     @cached_property
     def posterior(self) -> Posterior:
         """N(θ̂, Σ): `.mean`, `.precision`, `.sample(n)`, `.log_prob(theta)`, `.variance`, `.covariance()`."""
@@ -150,8 +155,7 @@ class Laplace:
         if self.temperature.prior:
             prior = prior.scale(self.temperature.prior_scale)
         if self.damped:
-            split = max(self.curvature.n_data, 1.0) ** 0.5
-            precision = factored_precision(self.curvature.matrix, self._scale, prior, split=split)
+            precision = factored_precision(self.curvature.matrix, self._scale, prior, split=self._split or 1.0)
             return Posterior(self.params.flat, precision)
         return make_posterior(self.params.flat, self.curvature.matrix, self._scale, prior, repair=self.repair)
 
@@ -235,7 +239,8 @@ class Laplace:
     def damping(self, kind: str) -> Laplace:
         """Kronecker posteriors: "exact" adds τI to G ⊗ A, "factored" damps each factor (Ritter et al., Eq. 9).
 
-        A view of the posterior for prediction and sampling; the evidence always uses the exact sum.
+        A view of the posterior for prediction and sampling; held-out data tune the view (`la.damping("factored")
+        .tune(val)`), while the evidence always uses the exact sum.
         """
         if kind not in ("exact", "factored"):
             raise UnsupportedOperation(f"damping is 'exact' or 'factored', got {kind!r}")
@@ -457,13 +462,20 @@ class Laplace:
                 rule=resolve_rule(rule),
                 logit_temperature=self.logit_temperature,
                 memory=self.options.memory,
+                split=self._split,
                 **common,
             )
         elif method == "loo":
             if data is None:
                 raise BadData("method='loo' needs the training data: tune(train_loader, method='loo')")
             tuning = tune_loo(
-                self.curvature, self.likelihood, self._groups(prior), self._held_out(data), grid=grid, **common
+                self.curvature,
+                self.likelihood,
+                self._groups(prior),
+                self._held_out(data),
+                grid=grid,
+                split=self._split,
+                **common,
             )
         else:
             raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}")
@@ -569,12 +581,15 @@ class Laplace:
             collect,
             self.curvature.matrix,
             groups,
-            nodes=nodes_for(self.curvature, precision, temperatures, self.likelihood, self.temperature.prior),
+            nodes=nodes_for(
+                self.curvature, precision, temperatures, self.likelihood, self.temperature.prior, self._split
+            ),
             likelihood=self.likelihood,
             power=self.curvature.dispersion_power,
             tempers_prior=self.temperature.prior,
             score=linked(link),
             memory=self.options.memory,
+            split=self._split,
         )
         return temperature_curve(
             sweep(self._held_out(data, link)),
