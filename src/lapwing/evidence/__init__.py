@@ -2,7 +2,8 @@
 
 from lapwing.evidence.by_evidence import tune_evidence
 from lapwing.evidence.by_loo import tune_loo
-from lapwing.evidence.by_validation import default_learn, nodes_for, tune_validation
+from lapwing.evidence.by_validation import nodes_for, tune_sweep, tune_validation
+from lapwing.evidence.candidates import Candidates, default_learn
 from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
@@ -12,6 +13,7 @@ from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, resol
 from lapwing.evidence.variational import tune_bound, variational_bound
 
 __all__ = [
+    "Candidates",
     "Comparison",
     "Groups",
     "Rule",
@@ -33,6 +35,7 @@ __all__ = [
     "tune_bound",
     "tune_evidence",
     "tune_loo",
+    "tune_sweep",
     "tune_validation",
     "variational_bound",
     "widest",
