@@ -2,8 +2,9 @@
 
 python experiments/growth.py --figure docs/figures/growth.png
 
-An MLP 64-w-w-10 on digits (repeated with noise where more are asked for), not trained; CPU seconds and peak memory above
-the resting process, each point in a process of its own. One axis varies at a time around 128 wide, 1,000 data, rank 32.
+An MLP 64-w-w-10 on digits (repeated with noise where more are asked for), not trained; CPU seconds and peak memory
+above the resting process, each point in a process of its own. One axis varies at a time around width 128, 1,000 data
+and rank 32.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import multiprocessing
 import resource
 import time
 import warnings
+from itertools import pairwise
 
 import torch
 
@@ -43,7 +45,7 @@ def run(width: int, n: int, rank: int, results: multiprocessing.Queue) -> None:
     times.append(time.process_time())
     found = la.posterior.precision.solution(v)
     times.append(time.process_time())
-    fit, product, solve = (b - a for a, b in zip(times, times[1:]))
+    fit, product, solve = (b - a for a, b in pairwise(times))
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rest) / 1e3
     results.put((la.params.size, fit, product / 4, solve / 4, found.iterations, peak))
 

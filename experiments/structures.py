@@ -84,9 +84,8 @@ def main() -> None:
     blocks = [torch.cat(parts) for parts in zip(*kept)]
     at = Linearized(network, problem.plan, None, None, 2**30)  # type: ignore[arg-type]
     tests = [torch.cat(parts) for parts in zip(*(rows_of(rows) for _, rows in at.jacobians(held_out)))]
-    print(
-        f"{len(blocks[0]):,} rows of {sum(b.shape[1] for b in blocks):,} weights, {time.process_time() - begin:.0f} s CPU"
-    )
+    size = sum(block.shape[1] for block in blocks)
+    print(f"{len(blocks[0]):,} rows of {size:,} weights, {time.process_time() - begin:.0f} s CPU", flush=True)
 
     whole: list[Tensor] = []
     for phi, jac in zip(blocks, tests):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor
-from lapwing.curvature.matrixfree import _totals, curvature_of_outputs, whole_factor
 from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.product import curvature_of_outputs, totals_of, whole_factor
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData, TooLarge, UnsupportedOperation
 from lapwing.linalg import Jacobian
@@ -94,7 +94,7 @@ class Functional(Structure):
         if self.points is None:
             totals = problem.sweep(accumulator.update)
             return Estimate(accumulator.finish(), totals, notes=(self._note(accumulator, 1.0),))
-        totals = _totals(problem)
+        totals = totals_of(problem)
         chosen = _subset(problem.batches, self.points, self.seed)
         part = replace(problem, batches=chosen, first=None, rest=None)
         ratio = totals.seen / part.sweep(accumulator.update).seen
@@ -183,7 +183,7 @@ def _project(problem: Problem, products: Products, basis: Tensor) -> tuple[Tenso
         if batch.weights is not None:
             image = image * batch.weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
         core += inside.flatten(1).double() @ image.flatten(1).double().T
-    return core, _totals(problem)
+    return core, totals_of(problem)
 
 
 def _count(batches: Batches) -> int:

@@ -3,136 +3,31 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.lowrank import LowRankAccumulator
-from lapwing.curvature.minibatch import solve_by_batches
 from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
 from lapwing.curvature.structure import Estimate, Structure
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Jacobian
-from lapwing.linalg.krylov import Policy, Sketch, Solution, nystrom, xdiag
-from lapwing.linalg.operator import Operator, Product, Solver
+from lapwing.linalg.krylov import Policy, Sketch, nystrom
+from lapwing.linalg.operator import Operator, Solver
 from lapwing.linalg.rows import chunks
-from lapwing.model import Batch, Network, Plan
+from lapwing.model import Network, Plan
 from lapwing.model.products import Products
 
 NEGLIGIBLE = 1e-4  # the smallest rows that together hold less than this share of the trace do not enter the sketch
 SKETCH_DRAWS = 4  # sampled targets a datum where the sketch is sampled
 DIRECTIONS = 64  # output directions a sample up to which the sketch is made of exact rows; beyond, of sampled ones
-
-
-@dataclass(frozen=True, eq=False)
-class CurvatureProduct(Product):
-    """G = Σ_n J_nᵀ φΛ_n J_n of a problem, re-reading its data for every block of vectors.
-
-    `exact` holds diag G where a pass has computed it.
-    """
-
-    problem: Problem
-    products: Products
-    exact: Tensor | None = None
-    seed: int = 0
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.problem.network.params.size
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.problem.network.params.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.problem.network.params.device
-
-    def matvec(self, v: Tensor) -> Tensor:
-        return self.products.ggn(v.to(self.dtype).double(), self._middle)
-
-    def _middle(self, batch: Batch, f: Tensor, u: Tensor) -> Tensor:
-        y = self.problem.prepare(batch, f)
-        likelihood, factor = self.problem.likelihood, self.problem.factor
-        if isinstance(factor, GGN):
-            image = curvature_of_outputs(likelihood, f, y, u)
-        else:
-            image = torch.zeros_like(u)
-            for s in factor.directions(likelihood, f, y, self._generator(batch)):
-                image += (u * s).flatten(2).sum(-1).reshape(len(u), -1, *(1,) * (f.ndim - 1)) * s
-        return image if batch.weights is None else image * _columns(batch.weights, f)
-
-    def _generator(self, batch: Batch) -> torch.Generator:
-        """Sampled factors draw the same directions at every pass."""
-        return torch.Generator(self.device).manual_seed(self.seed + batch.number)
-
-    def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        def pull(batch: Batch, f: Tensor) -> Tensor:
-            y = self.problem.prepare(batch, f)
-            likelihood, factor = self.problem.likelihood, self.problem.factor
-            if isinstance(factor, GGN):
-                u = root_noise(likelihood, f, y, n, generator)
-            else:
-                u = f.new_zeros(n, *f.shape)
-                for s in factor.directions(likelihood, f, y, self._generator(batch)):
-                    noise = torch.randn(n, f.shape[0], generator=generator, dtype=f.dtype, device=f.device)
-                    u += noise.reshape(n, -1, *(1,) * (f.ndim - 1)) * s
-            return u if batch.weights is None else u * _columns(batch.weights, f).sqrt()
-
-        return self.products.transposed(pull, n)
-
-    def diagonal(self) -> Tensor:
-        if self.exact is not None:
-            return self.exact
-        like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
-        return xdiag(self.matvec, like, 32, torch.Generator(self.device).manual_seed(self.seed)).value
-
-    def white_solution(self, c: Tensor, shift: Tensor, v: Tensor, options: Solver) -> Solution:
-        if isinstance(self.problem.factor, MCFisher):
-            raise UnsupportedOperation("method='batches' re-reads rows, and sampled ones change: use factor='ggn'")
-        return solve_by_batches(
-            self.problem, c, shift, v, tolerance=options.tolerance, passes=options.iterations,
-            unconverged=options.unconverged,
-        )  # fmt: skip
-
-
-def whole_factor(factor: Factor | None) -> Factor | None:
-    """The exact GGN without a limit: products with Λ go through no output directions."""
-    return GGN(limit=sys.maxsize) if factor is None or type(factor) is GGN else factor
-
-
-def _columns(weights: Tensor, f: Tensor) -> Tensor:
-    return weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
-
-
-def curvature_of_outputs(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
-    """φΛ u for u (s, n, *event, c); classes without a C × C matrix: p ∘ u − p (pᵀu)."""
-    if isinstance(likelihood, Categorical):
-        p = f.softmax(-1)
-        image = p * (u - (p * u).sum(-1, keepdim=True))
-        mask = likelihood.mask(f, y)
-        return image if mask is None else image * mask[..., None]
-    root = likelihood.factor(f, y).to(u)
-    return torch.einsum("n...cr,n...dr,sn...d->sn...c", root, root, u)
-
-
-def root_noise(likelihood: Likelihood, f: Tensor, y: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """S ε with E = φΛ, (n, B, *event, c); classes: √p ∘ ε − p (√pᵀε)."""
-    if isinstance(likelihood, Categorical):
-        p = f.softmax(-1)
-        noise = torch.randn(n, *f.shape, generator=generator, dtype=f.dtype, device=f.device)
-        half = p.sqrt() * noise
-        drawn = half - p * half.sum(-1, keepdim=True)
-        mask = likelihood.mask(f, y)
-        return drawn if mask is None else drawn * mask[..., None]
-    root = likelihood.factor(f, y)
-    noise = torch.randn(n, *root.shape[:-2], root.shape[-1], generator=generator, dtype=root.dtype, device=root.device)
-    return torch.einsum("b...cr,sb...r->sb...c", root, noise)
 
 
 class SketchAccumulator(LowRankAccumulator):
@@ -220,6 +115,8 @@ class MatrixFree(Structure):
         )  # fmt: skip
 
     def estimate(self, problem: Problem) -> Estimate:
+        if problem.progress or (problem.progress is None and sys.stderr.isatty()):
+            tqdm.write(self.cost(problem), file=sys.stderr)
         totals, sketch, exact = self._sketch(problem)
         kept = replace(problem, first=None, rest=None)
         product = CurvatureProduct(kept, Products(problem.network, problem.batches, problem.progress), exact, self.seed)
@@ -231,18 +128,35 @@ class MatrixFree(Structure):
         matrix = Operator(product, sketch, solver=self.solver(product.dtype))
         return Estimate(matrix, totals, notes=self._notes(problem, matrix, totals))
 
+    def cost(self, problem: Problem) -> str:
+        """What lies ahead, in bytes, products and seconds; runs one gradient of the first batch to know the last."""
+        itemsize = torch.finfo(problem.network.params.dtype).bits // 8
+        megabytes = self.bytes(problem.plan, itemsize) / 1e6
+        products = Products(problem.network, problem.batches, False)
+        batch = next(iter(problem.batches))
+        begin = time.perf_counter()
+        products.vjp(batch.inputs, lambda f: f[None])
+        seconds, length = time.perf_counter() - begin, problem.batches.length
+        whole = f"{seconds * length:.2g} s" if length else f"{seconds:.2g} s for each batch"
+        return (
+            f"matrix-free: {megabytes:,.3g} MB for {self.rank} + 6 × {max(self.columns, self.probes)} vectors of "
+            f"{problem.network.params.size:,} weights and {self.steps} × {self.probes} of the log-determinant. A "
+            f"product takes about two gradients of all data, a gradient about {whole}; a solve at least 2 products a column, "
+            f"log_evidence() {self.probes * self.steps} products."
+        )
+
     def _sketch(self, problem: Problem) -> tuple[Totals, Sketch, Tensor | None]:
         """One pass: statistics and gradient, the sketch, and diag G where rows are exact."""
         params = problem.network.params
         like = torch.empty(0, params.size, dtype=params.dtype, device=params.device)
         few = not isinstance(problem.factor, GGN) or self._directions(problem) <= DIRECTIONS
         if self.sketch != "rows":
-            return _totals(problem), Sketch.empty(like), None
+            return totals_of(problem), Sketch.empty(like), None
         accumulator = SketchAccumulator(problem, self.rank)
         factor = None if few else MCFisher(SKETCH_DRAWS)
         totals = problem.sweep(accumulator.update, factor, label="sketch")
         if not few:
-            totals = replace(totals, gradient=_totals(problem).gradient)
+            totals = replace(totals, gradient=totals_of(problem).gradient)
         sketch = Sketch.of_rows(accumulator.tensors["rows"])
         sketch = Sketch(sketch.basis[: self.rank], sketch.values[: self.rank])
         exact = isinstance(problem.factor, GGN) and few
@@ -315,20 +229,3 @@ def moved(matrix: Operator, network: Network, device: torch.device | str) -> Ope
         problem, Products(network, batches, problem.progress), tensors.get("diagonal"), product.seed
     )
     return Operator(fresh, Sketch(tensors["basis"], tensors["values"]), tensors["factor"], solver=matrix.solver)
-
-
-def _totals(problem: Problem) -> Totals:
-    """Statistics and gradient by one plain pass, without rows."""
-    likelihood = problem.likelihood
-    parts: list[tuple[Tensor, float]] = []
-
-    def pull(batch: Batch, f: Tensor) -> Tensor:
-        y = problem.prepare(batch, f)
-        parts.append((likelihood.statistics(f, y, batch.weights), likelihood.count(f, y, batch.weights)))
-        score = likelihood.score(f, y) * likelihood.dispersion.detach().to(f)
-        return (score if batch.weights is None else score * _columns(batch.weights, f))[None]
-
-    products = Products(problem.network, problem.batches, problem.progress)
-    gradient = products.transposed(pull, 1, label="gradient")[0]
-    kept = gradient if isinstance(problem.factor, GGN) else None
-    return Totals(torch.stack([part for part, _ in parts]).sum(0), sum(count for _, count in parts), kept)
