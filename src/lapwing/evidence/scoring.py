@@ -50,7 +50,8 @@ def contrast_root(covariance: Tensor) -> Tensor:
     """L (N, C, C) with L Lᵀ = the covariance of f minus its average over the classes, which the softmax does not see.
 
     No data determine that average: under a wide prior its variance is so much larger than all others that rounding
-    alone may leave the whole matrix indefinite. In float64, with a ridge at the level of that rounding.
+    alone may leave the whole matrix indefinite. In float64, with a ridge at the level of that rounding, raised where it
+    was more.
     """
     wide = covariance.double()
     rows = wide.mean(-1, keepdim=True)
@@ -60,7 +61,13 @@ def contrast_root(covariance: Tensor) -> Tensor:
     rounding = noise * wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     ridge = JITTER * level + rounding + torch.finfo(covariance.dtype).tiny
     eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
-    return torch.linalg.cholesky(inner + ridge[:, None, None] * eye).to(covariance.dtype)
+    root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
+    for _ in range(3):
+        if not bool(failed.any()):
+            break
+        ridge = torch.where(failed > 0, 10 * ridge, ridge)
+        root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
+    return root.to(covariance.dtype)
 
 
 def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
