@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--no-growth", action="store_true")
     top.add_argument("--ours-only", action="store_true", help="without the peers")
     top.add_argument("--resume", action="store_true", help="keep cells that OUT/cells.jsonl already has")
-    top.add_argument("--limit", type=float, help="seconds a process may take (60 quick, 600 otherwise)")
+    top.add_argument("--limit", type=float, help="CPU seconds a process may take (60 quick, 600 otherwise)")
     top.add_argument("--python", default=sys.executable, help="interpreter for Lapwing")
     return top
 

@@ -1,6 +1,9 @@
 """One cell: an operation on a workload by Lapwing and by its peers, in processes of their own that take turns."""
 
+import math
 import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +53,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Place:
-    """Where processes run: each side's interpreter, the bytes a peer may ask for, the seconds a process may take."""
+    """Where processes run: each side's interpreter; bytes that a peer may ask for, CPU seconds that a process may take."""
 
     ours: str = sys.executable
     peers: str | None = None
@@ -109,11 +112,11 @@ def once(cell: Cell, by: str, place: Place, *, result: Path, more: Sequence[str]
         str(python), "-m", "benchmarks.measure", cell.workload, cell.operation, "--by", by, "--n", str(n),
         "--m", str(m), "--repeats", str(cell.inner), "--threads", str(cell.threads), "--result", str(result), *more,
     ]  # fmt: skip
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(cell.threads), capture_output=True, text=True, timeout=place.limit
-        )
-    except subprocess.TimeoutExpired:
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(cell.threads), capture_output=True, text=True,
+        preexec_fn=lambda: limit_time(place.limit),
+    )  # fmt: skip
+    if done.returncode == -signal.SIGXCPU:
         return Measurement(**asked, error=f"stopped after {place.limit:.0f} s")
     if done.returncode:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
@@ -121,6 +124,11 @@ def once(cell: Cell, by: str, place: Place, *, result: Path, more: Sequence[str]
             raise BadData(f"measuring {cell.workload} {cell.operation} failed: {last}")
         return Measurement(**asked, error=last[:300])
     return parse(done.stdout)
+
+
+def limit_time(seconds: float) -> None:
+    """Let this process have so many seconds of CPU time; a busy machine does not count against it."""
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 5))
 
 
 def needs(cell: Cell) -> int:

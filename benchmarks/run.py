@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--repeats", type=int, default=3, help="timings in a process (%(default)s)")
     top.add_argument("--processes", type=int, default=1, help="processes of each side, taking turns (%(default)s)")
     top.add_argument("--threads", type=int, default=1, help="(%(default)s); CPU time with one, wall time with more")
-    top.add_argument("--limit", type=float, default=300.0, help="seconds a process may take (%(default)s)")
+    top.add_argument("--limit", type=float, default=300.0, help="CPU seconds a process may take (%(default)s)")
     top.add_argument("--python", default=sys.executable, help="interpreter for Lapwing")
     top.add_argument("--peers", default=str(ROOT / ".venv-peers/bin/python"), help="interpreter for the peers")
     top.add_argument("--ours-only", action="store_true")
