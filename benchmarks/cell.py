@@ -53,7 +53,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Place:
-    """Where processes run: each side's interpreter; bytes that a peer may ask for, CPU seconds that a process may take."""
+    """Where processes run: the two interpreters, the bytes a peer may ask for, the CPU seconds a process may take."""
 
     ours: str = sys.executable
     peers: str | None = None
