@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lapwing.evidence.candidates import Candidates, box_of, check_learned, noise_grid
+from lapwing.evidence.candidates import Candidates, box_of, check_learned, default_learn, noise_grid
 from lapwing.evidence.descent import descend, fit_logits
 from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
@@ -42,7 +42,7 @@ def tune_validation(
     center: float | Tensor = 0.0,
     temperature: float | Tensor | Tempered = 1.0,
     logit_temperature: float = 1.0,
-    learn: Sequence[str] = ("prior", "temperature"),
+    learn: Sequence[str] | None = None,
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
     rule: Rule = lowest,
@@ -56,7 +56,8 @@ def tune_validation(
     (a common precision × temperatures × noise levels, as standard deviations) is scored afresh under the link that
     prediction will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network
     without a posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps
-    the value given by `start` (() or (G,)), `temperature` and `likelihood`.
+    the value given by `start` (() or (G,)), `temperature` and `likelihood`. Without `learn`: prior, temperature and,
+    for logits whose temperature scaling gains more than two standard errors, the logit temperature.
 
     `split` = √n tunes Ritter's factored damping of Kronecker blocks instead of the exact sum (`factored_precision`).
     The covariances come from a rational approximation in τ/T whose relative error is bounded and reported.
@@ -91,7 +92,7 @@ def search(
     center: float | Tensor,
     temperature: float | Tensor | Tempered,
     logit_temperature: float,
-    learn: Sequence[str],
+    learn: Sequence[str] | None,
     grid: Mapping[str, Sequence[float]] | None,
     score: Score | None,
     rule: Rule,
@@ -102,14 +103,15 @@ def search(
     prepare: Callable[[Sweep, Setting], Sweep] | None = None,
 ) -> Tuning:
     """The pass, the grid, the descent and the choice. `prepare` sees the pass and the setting that is now in force."""
-    learned = check_learned(learn, grid, likelihood)
+    optional = learn is None and "logit_temperature" not in (grid or {})
+    learned = check_learned(default_learn(likelihood) if learn is None else learn, grid, likelihood)
     tempered = resolve_temperature(temperature)
     first = torch.as_tensor(start, dtype=torch.float64).detach().cpu().expand(groups.count)
     T = torch.as_tensor(tempered.T, dtype=torch.float64).item()
     if "noise" in learned and not (grid and "noise" in grid):
         noises, batches = noise_grid(batches, likelihood)
         grid = {**(grid or {}), "noise": noises}
-    candidates = Candidates.of(learned, grid or {}, first, T, likelihood, logit_temperature)
+    candidates = Candidates.of(learned, grid or {}, first, T, likelihood, logit_temperature, optional)
     spanned = candidates.box if prepare is None else candidates.including(first, T, likelihood).box
     span = _span(spanned, curvature.dispersion_power, tempered.prior)
     nodes = Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
@@ -143,8 +145,9 @@ def tune_sweep(
     method: str = "validation",
 ) -> Tuning:
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
+    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
+    candidates = candidates.settled(rivals)
     learned = candidates.learned
-    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in learned)
     settings = candidates.settings(sweep, rivals)
     losses = [sweep.losses(setting) for setting in settings]
     iterations = 0
@@ -154,8 +157,11 @@ def tune_sweep(
         refined, iterations = descend(sweep, start, candidates.box, learned, steps)
         settings.append(refined)
         losses.append(sweep.losses(refined))
-    limit, loss = _limit(sweep, learned, candidates.logit_temperature)
-    trials = Trials((*settings, limit), torch.stack([*losses, loss]), rivals)
+    for names in [learned, ()] if {"noise", "logit_temperature"} & {*learned} else [()]:
+        limit, loss = _limit(sweep, names, candidates.logit_temperature)
+        settings.append(limit)
+        losses.append(loss)
+    trials = Trials(tuple(settings), torch.stack(losses), rivals, len(settings) - 1)
     return _choose(sweep, groups, trials, learned, rule, resolve_temperature(temperature), center, iterations, method)
 
 
@@ -272,15 +278,18 @@ def _messages(sweep: Sweep, trials: Trials, best: int, learned: Sequence[str]) -
             f"no posterior beat the network without one (NLL {scores[best]:.5g}, best posterior "
             f"{scores[posteriors].min():.5g}): the prior is now so narrow that predictions are the network's own"
         )
-    elif "prior" in learned and scores[best] <= scores[top]:
+    gain, error = trials.gain(top)
+    if gain <= 2 * error:
+        messages.append(f"nothing is measurably better than the network as it is (gain {gain:.2g} ± {error:.2g})")
+    if not setting.deterministic and "prior" in learned and scores[best] <= scores[top]:
         tried = [settings[k].narrow for k in posteriors]
         if len(set(tried)) > 2 and not min(tried) * 1.001 < setting.narrow < max(tried) * 0.999:
             messages.append(f"the chosen precision {setting.narrow:.3g} is at the edge of the grid: pass a wider one")
     if scores[best] > scores[top]:
         mean, error = (value[best].item() for value in trials.excess(trials.losses[top]))
         messages.append(
-            f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the data do not tell the chosen setting from it "
-            f"({mean:.2g} ± {error:.2g} more per item)"
+            f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the chosen setting has {mean:.2g} ± {error:.2g} "
+            "more per item"
         )
     used = torch.cat([sweep.rho(settings[k]) for k in posteriors])
     messages.append(

@@ -26,6 +26,7 @@ GRID: Mapping[str, tuple[float, ...]] = {
     "prior": tuple(10 ** (k / 2) for k in range(-8, 11)),
     "temperature": tuple(10.0**k for k in range(-1, 5)),
 }
+SURE = 2.0  # standard errors that a gain must exceed to show
 HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
 LOGIT_RANGE = (0.05, 20.0)
 
@@ -65,6 +66,7 @@ class Candidates:
     logit_temperatures: tuple[float, ...]
     dispersion: float  # where it is not learned
     logit_temperature: float  # likewise
+    optional: bool = False  # whether the logit temperature is learned only where that shows
 
     @classmethod
     def of(
@@ -75,6 +77,7 @@ class Candidates:
         temperature: float,
         likelihood: Likelihood,
         logit_temperature: float = 1.0,
+        optional: bool = False,
     ) -> "Candidates":
         """Those of `grid`, the usual ones where it has none, and the values in force for what is not learned."""
         chosen = {**GRID, **grid}
@@ -87,7 +90,18 @@ class Candidates:
             tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (logit_temperature,),
             likelihood.dispersion.item(),
             logit_temperature,
+            optional,
         )
+
+    def settled(self, rivals: Mapping[str, Tensor]) -> "Candidates":
+        """Without the logit temperature where it is optional and temperature scaling gains nothing that shows."""
+        if not self.optional or SCALING not in rivals:
+            return self
+        gain = (rivals["MAP"] - rivals[SCALING]).double()
+        if gain.mean() > SURE * gain.std(correction=0) / len(gain) ** 0.5:
+            return self
+        learned = tuple(name for name in self.learned if name != "logit_temperature")
+        return replace(self, learned=learned, logit_temperatures=(self.logit_temperature,))
 
     def including(self, precision: Tensor, temperature: float, likelihood: Likelihood) -> "Candidates":
         """With one more value of each."""

@@ -47,11 +47,15 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Trials:
-    """Settings with the loss of each on every held-out item (S, N), and those of the baselines (N,)."""
+    """Settings with the loss of each on every held-out item (S, N), and those of the baselines (N,).
+
+    `home` is the index of the network as it is: without a posterior, nothing learned.
+    """
 
     settings: tuple[Setting, ...]
     losses: Tensor
     baselines: Mapping[str, Tensor]
+    home: int
 
     @property
     def scores(self) -> Tensor:
@@ -62,6 +66,11 @@ class Trials:
         """By how much each setting exceeds other losses (N,), item by item: the mean and its standard error, (S,)."""
         difference = self.losses.double() - losses.double()
         return difference.mean(1), difference.std(1, correction=0) / max(1, difference.shape[1]) ** 0.5
+
+    def gain(self, setting: int) -> tuple[float, float]:
+        """By how much a setting improves on the network as it is, with its standard error."""
+        mean, error = self.excess(self.losses[self.home])
+        return -mean[setting].item(), error[setting].item()
 
 
 Rule = Callable[[Trials], int]
@@ -123,21 +132,22 @@ def lowest(trials: Trials) -> int:
     return int(trials.scores.argmin())
 
 
-def widest(errors: float = 1.0, most: float = 0.002) -> Rule:
-    """The smallest prior precision among settings that are neither measurably nor materially worse than the best one.
+def widest(margin: float = 0.002, errors: float = 1.0, sure: float = 2.0) -> Rule:
+    """The smallest prior precision among settings that are shown not to be worse than the best, up to `margin` nats.
 
-    Not measurably: the mean over items of the difference in loss to the setting of the lowest score is at most `errors`
-    times its standard error (Breiman's one-standard-error rule, with paired differences). Not materially: at most
-    `most` nats, which bounds the loss where held-out data are few. The data do not tell these settings apart; the
-    widest of them claims least where there are no data. Among equally wide ones the lowest score decides.
+    The best is the setting of the lowest score, if it is better than the network as it is by more than `sure` standard
+    errors; otherwise that network. Shown: mean plus `errors` standard errors of the difference in loss, item by item,
+    is at most `margin`: a test of non-inferiority, which few data do not pass. All these settings are as good where
+    there are data; the widest claims least where there are none. Among equally wide ones the lowest score decides.
     """
 
     def rule(trials: Trials) -> int:
         best = lowest(trials)
-        mean, error = trials.excess(trials.losses[best])
+        gain, error = trials.gain(best)
+        best = best if gain > sure * error else trials.home
+        mean, errs = trials.excess(trials.losses[best])
         scores = trials.scores.tolist()
-        bar = (errors * error).clamp(max=most)
-        good = [k for k in (mean <= bar).nonzero()[:, 0].tolist() if math.isfinite(scores[k])]
+        good = [k for k in (mean + errors * errs <= margin).nonzero()[:, 0].tolist() if math.isfinite(scores[k])]
         return min(good or [best], key=lambda k: (trials.settings[k].narrow, scores[k]))
 
     return rule

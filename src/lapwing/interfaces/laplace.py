@@ -23,7 +23,6 @@ from lapwing.evidence import (
     Tuning,
     check_logit_temperature,
     collect,
-    default_learn,
     effective_parameters,
     linked,
     log_evidence,
@@ -431,10 +430,10 @@ class Laplace:
         With held-out `data`, by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
         interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature",
-        "logit_temperature", "noise" (held-out data: the first two, and the third where outputs are logits); `prior` is
-        "scalar", "layerwise" or "parameterwise"; `grid` maps those names to candidates. `rule` picks from what was
-        tried: "lowest" the lowest NLL, "widest" the smallest precision that the data do not tell from it, which is as
-        good on data like these and more cautious elsewhere.
+        "logit_temperature", "noise" (held-out data: the first two, the third where that shows); `prior` is "scalar",
+        "layerwise" or "parameterwise"; `grid` maps those names to candidates. `rule` picks from what was tried:
+        "lowest" the lowest NLL, "widest" the smallest precision that is shown not to be worse (`evidence.widest`): as
+        good on data like these, and more cautious elsewhere.
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
@@ -456,7 +455,7 @@ class Laplace:
                 self.likelihood,
                 self._groups(prior),
                 self._held_out(data, link),
-                learn=tuple(learn) if learn else default_learn(self.likelihood),
+                learn=tuple(learn) if learn else None,
                 grid=grid,
                 score=linked(link),
                 rule=resolve_rule(rule),
