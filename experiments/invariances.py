@@ -1,6 +1,6 @@
 """Is the range of rotations in the data found by the evidence? MNIST digits, rotated at random and upright.
 
-    python experiments/invariances.py [--angles 0 90] [--size 1000] [--epochs 60]
+    python experiments/invariances.py [--angles 0 90] [--size 1000] [--epochs 40]
 
 Digits (14×14) are rotated once by an angle uniform in ± the given one. A small CNN that averages its outputs over eight
 random rotations is trained while the stochastic bound of the evidence learns their range, from 20 degrees on. Printed
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--angles", nargs="+", type=float, default=(0.0, 90.0))
     parser.add_argument("--size", type=int, default=1000)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--start", type=float, default=20.0)
     parser.add_argument("--evidence-batch", type=int, default=64)
     parser.add_argument("--every", type=int, default=4)
