@@ -35,6 +35,7 @@ from lapwing.evidence import (
     tune_validation,
     variational_bound,
 )
+from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
 from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
 from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
@@ -44,6 +45,7 @@ from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
 from lapwing.model.batches import LABEL_KEYS, Batch, Inputs, map_tensors
 from lapwing.model.fingerprint import checksum
 from lapwing.model.module import ordinary, outside_inference
+from lapwing.model.products import Products
 from lapwing.posterior import (
     Posterior,
     Prior,
@@ -161,12 +163,15 @@ class Laplace:
     # --- evidence --------------------------------------------------------------------------------------------------
 
     @outside_inference
-    def log_evidence(self, at: str = "map") -> Tensor:
+    def log_evidence(self, at: str = "map", *, data: Any = None) -> Tensor:
         """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
 
         At T ≠ 1 it is that of the tempered likelihood. `at="linear-mode"` moves to the mode of the linearized model,
-        for networks that were not trained to the mode of this very prior.
+        for networks that were not trained to the mode of this very prior: by one step of Newton in the stored
+        curvature, or, with the training `data`, by Jacobian products until it is reached (`linear_mode`; no gradients).
         """
+        if at == "linear-mode" and data is not None:
+            return self.log_evidence() - self._log_joint + self.linear_mode(data).log_joint
         return log_evidence(
             self.curvature,
             self._prior_in_use,
@@ -175,6 +180,33 @@ class Laplace:
             temperature=self.temperature,
             at=at,
         )
+
+    @property
+    def _log_joint(self) -> Tensor:
+        """T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀)."""
+        mean, matrix = self._prior_in_use
+        offset = self.params.flat.double() - mean
+        scale = self.temperature.prior_scale
+        return self.temperature.T * self.log_likelihood - 0.5 * scale * (offset * matrix.matvec(offset)).sum()
+
+    @outside_inference
+    def linear_mode(self, data: Any) -> LinearMode:
+        """The mode θ̄ of the linearized model f̂ + J(θ − θ̂) under this prior, from the training data.
+
+            la.linear_mode(train_loader).weights
+        """
+        self._require_unchanged()
+        mean, matrix = self._prior_in_use
+        batches = Batches(data, self.module, self.params.device, self.options.split)
+        batches.require_reiterable("the mode of the linearized model")
+        model = LinearModel(
+            Products(self.network, batches, self.options.progress),
+            self.likelihood,
+            float(self.temperature.T) * self.curvature.n_data / self.curvature.seen,
+            self.params.flat.double() - mean,
+            matrix.scale(self.temperature.prior_scale),
+        )
+        return linear_mode(model, self.params.flat, self.posterior.precision)
 
     @property
     def effective_parameters(self) -> float:
