@@ -25,6 +25,17 @@ class Causal(nn.Module):
         return self.head(mixed.transpose(1, 2).flatten(2).mean(1))
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers have several kernels, not all of which differentiate forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1])
+
+
 def dense(model: nn.Module, x: Tensor) -> Tensor:
     """J, (n·c, P), row by row."""
     rows = []
@@ -36,7 +47,8 @@ def dense(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "make", [Causal, lambda: nn.Sequential(nn.Linear(4, 5), nn.SiLU(), nn.Flatten(), nn.Linear(15, 3))]
+    "make",
+    [Causal, Recurrent, lambda: nn.Sequential(nn.Linear(4, 5), nn.SiLU(), nn.Flatten(), nn.Linear(15, 3))],
 )
 @pytest.mark.parametrize("s", [1, 3])
 def test_products_in_blocks_and_alone(make: type[nn.Module], s: int) -> None:
@@ -55,6 +67,18 @@ def test_products_in_blocks_and_alone(make: type[nn.Module], s: int) -> None:
     torch.testing.assert_close(out.flatten(1), v @ truth.T)
     torch.testing.assert_close(network.jvp(x, v)[1].flatten(1), v @ truth.T)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_fused_recurrent_layer_in_float32() -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(5, 3, 4)
+    truth = dense(model.double(), x.double())
+    network = Network(model.float(), Params.of(model, tuple(n for n, _ in model.named_parameters())), lambda raw: raw)
+    products = Products(network, Batches([(x, x[:, 0, 0])], model, torch.device("cpu")))
+    v = torch.randn(1, truth.shape[1])
+    for _ in range(2):
+        found = products.ggn(v.double(), lambda batch, f, u: u)
+        torch.testing.assert_close(found, v.double() @ truth.T @ truth, rtol=1e-4, atol=1e-5)
 
 
 MASKS = {
