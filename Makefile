@@ -1,8 +1,10 @@
-# make demo | test | check | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
+# make demo | bench | test | check | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
 # constraints.txt has changed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 DATA ?= digits
 OUT ?= demo-output
+BENCH ?= bench-output
+THREADS ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -13,10 +15,14 @@ ifneq ($(LAPWING_DATA),)
 export LAPWING_DATA
 endif
 
-.PHONY: demo test check clean
+.PHONY: demo bench test check clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lapwing demo --data $(DATA) --out $(OUT)
+
+# QUICK=1 for ten minutes; THREADS="1 2"; the environment of the peers, .venv-peers, is made when it is missing
+bench: $(STAMP)
+	$(BIN)/python -m lapwing bench $(if $(QUICK),--quick) --out $(BENCH) --threads $(THREADS)
 
 test: check
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
@@ -32,5 +38,5 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build $(OUT) src/lapwing.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-peers build $(OUT) $(BENCH) src/lapwing.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,14 +1,18 @@
 """Matrix-free posteriors on pretrained networks: solves, samples and evidence, with residuals and times.
 
-LAPWING_DATA=... python experiments/matrixfree.py resnet20 --data 256 --rank 256
-LAPWING_DATA=... python experiments/matrixfree.py llama --data 64
-python experiments/matrixfree.py cost
+LAPWING_DATA=... python experiments/matrixfree.py resnet20 --data 1000 --rank 256 --probes 4 --steps 4
+LAPWING_DATA=... python experiments/matrixfree.py llama --data 256 --prior 1000
+LAPWING_DATA=... python experiments/matrixfree.py resnet18 --data 256 --tolerance 1e-2 --samples 2
+LAPWING_DATA=... python experiments/matrixfree.py cost
+LAPWING_DATA=... python experiments/matrixfree.py memory
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -17,22 +21,22 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.curvature import GGN
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.interfaces import datasets, networks
+from lapwing.linalg.krylov import Solution
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
-def resnet(depth: int, n: int) -> tuple[nn.Module, list, str]:
+def resnet(depth: int, n: int, batch: int = 64) -> tuple[nn.Module, list, str]:
     data = datasets.images("cifar10", "train")[:n]
     x, y = networks.standardize(data.inputs), data.targets
-    return networks.pretrained_resnet(depth), list(zip(x.split(64), y.split(64))), "classification"
+    return networks.pretrained_resnet(depth), list(zip(x.split(batch), y.split(batch))), "classification"
 
 
-def llama(n: int, length: int = 64) -> tuple[nn.Module, list, str]:
+def llama(n: int, length: int = 64, batch: int = 16) -> tuple[nn.Module, list, str]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(datasets.tinystories()).eval()
@@ -41,7 +45,7 @@ def llama(n: int, length: int = 64) -> tuple[nn.Module, list, str]:
     with torch.no_grad():
         torch.manual_seed(0)
         tokens = model.generate(start, max_length=length, min_length=length, do_sample=True, pad_token_id=0)
-    return model, [{"input_ids": part, "labels": part} for part in tokens.split(16)], "classification"
+    return model, [{"input_ids": part, "labels": part} for part in tokens.split(batch)], "classification"
 
 
 def timed(what: str, run: Callable[[], object]) -> object:
@@ -52,27 +56,49 @@ def timed(what: str, run: Callable[[], object]) -> object:
     return result
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, channels, 3, stride, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+        self.short: nn.Module = nn.Identity()
+        if stride != 1 or width != channels:
+            self.short = nn.Sequential(nn.Conv2d(width, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.body(x) + self.short(x)).relu()
+
+
+def resnet18(n: int, steps: int = 40) -> tuple[nn.Module, list, str]:
+    """ResNet-18 for small images (11,173,962 weights), trained for a few steps on CIFAR-10 at 16 × 16."""
+    torch.manual_seed(0)
+    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2)]
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        *(Residual(*w) for w in [*widths, (512, 512, 1)]), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+    data = datasets.images("cifar10", "train")[: max(n, 2000)]
+    x, y = nn.functional.avg_pool2d(networks.standardize(data.inputs), 2), data.targets
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for step in range(steps):
+        rows = torch.arange(50) + 50 * (step % (len(x) // 50))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    return model.eval(), list(zip(x[:n].split(32), y[:n].split(32))), "classification"
+
+
 def report(model: nn.Module, data: list, likelihood: str, arguments: argparse.Namespace) -> None:
     structure = MatrixFree(
         rank=arguments.rank, probes=arguments.probes, steps=arguments.steps, tolerance=arguments.tolerance,
-        unconverged="warn", sketch=arguments.sketch,
+        unconverged="warn", sketch=arguments.sketch, columns=arguments.columns,
     )  # fmt: skip
-    la = timed(
-        "fit (sketch and log-determinant)",
-        lambda: lapwing.fit(
-            model, data, likelihood, structure=structure, prior=arguments.prior, factor=GGN(limit=10**9)
-        ),
-    )
+    la = timed("fit (sketch)", lambda: lapwing.fit(model, data, likelihood, structure=structure, prior=arguments.prior))
     print(f"  {la.params.size:,} weights, {la.n_data:g} data, prior {arguments.prior:g}; {la.curvature.notes[-1]}")
     precision = la.posterior.precision
-    ratio = precision.ratio_estimate()
-    evidence = float(la.log_evidence())
-    bar = 0.5 * float(ratio.error)
-    print(f"  log evidence {evidence:.2f} ± {bar:.2g}; log|A|−log|Π| {float(ratio.value):.3f} ± {2 * bar:.2g}")
     generator = torch.Generator().manual_seed(0)
-    v = torch.randn(2, la.params.size, generator=generator, dtype=torch.float64)
-    found = timed("solve, 2 columns", lambda: precision.solution(v))
-    print(f"  iterations {found.iterations}, products {found.products}, residuals {found.residuals.tolist()}")
     if arguments.samples:
         right = torch.randn(arguments.samples, la.params.size, generator=generator, dtype=torch.float64)
 
@@ -80,11 +106,23 @@ def report(model: nn.Module, data: list, likelihood: str, arguments: argparse.Na
             root = float(arguments.prior) ** -0.5
             return precision._white_solution(right + root * precision.product.draw(arguments.samples, generator))
 
-        found = timed(f"{arguments.samples} samples", draw)
+        show(timed(f"{arguments.samples} samples", draw))
+    if arguments.solves:
+        v = torch.randn(arguments.solves, la.params.size, generator=generator, dtype=torch.float64)
+        show(timed(f"solve, {arguments.solves} columns", lambda: precision.solution(v)))
+    if arguments.probes > 1:
+        evidence = float(timed("log evidence", la.log_evidence))
+        ratio = precision.ratio_estimate()
+        bar = 0.5 * float(ratio.error)
         print(
-            f"  iterations {found.iterations}, products {found.products}, "
-            f"largest residual {float(found.residuals.max()):.2e}"
+            f"  log evidence {evidence:.2f} ± {bar:.2g} ({bar / abs(evidence):.2%}); log|A|−log|Π| "
+            f"{float(ratio.value):.3f} ± {2 * bar:.2g} ({2 * bar / float(ratio.value):.2%})"
         )
+
+
+def show(found: Solution) -> None:
+    residuals = " ".join(f"{r:.1e}" for r in found.residuals.tolist())
+    print(f"  iterations {found.iterations}, products {found.products}, residuals {residuals}", flush=True)
 
 
 def clock(products: Products, s: int) -> float:
@@ -113,9 +151,38 @@ def cost() -> None:
               f"of 8 vectors {seconds[8] / seconds[0] / 8:.2f} each")  # fmt: skip
 
 
+def memory() -> None:
+    """Peak memory above the resting process, each in a process of its own: a gradient, a product of 1 and of 8."""
+    for name in ("resnet20", "llama"):
+        peaks = []
+        for s in ("0", "1", "8"):
+            command = [sys.executable, __file__, "peak", "--network", name, "--data", s]
+            peaks.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]))
+        print(f"{name}: gradient {peaks[0]:.2f} GB; product of 1 vector {peaks[1] / peaks[0]:.2f} ×, "
+              f"of 8 vectors {peaks[2] / peaks[0]:.2f} ×", flush=True)  # fmt: skip
+
+
+def peak(name: str, s: int) -> None:
+    model, data, _ = resnet(20, 256, 256) if name == "resnet20" else llama(64, batch=64)
+    network = Network(model, Params.of(model, tuple(n for n, _ in model.named_parameters())), lambda raw: raw)
+    products = Products(network, Batches(data, model, torch.device("cpu")))
+    small = Products(network, Batches([_one(data[0])], model, torch.device("cpu")))
+    v = torch.randn(max(s, 1), network.params.size)
+    run = lambda p: p.ggn(v, lambda batch, f, u: u) if s else p.transposed(lambda batch, f: f[None], 1)  # noqa: E731
+    for _ in range(2):
+        run(small)  # libraries and caches
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(products)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6)
+
+
+def _one(batch: object) -> object:
+    return {k: v[:1] for k, v in batch.items()} if isinstance(batch, dict) else tuple(t[:1] for t in batch)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["resnet20", "llama", "cost"])
+    parser.add_argument("what", choices=["resnet20", "resnet18", "llama", "cost", "memory", "peak"])
     parser.add_argument("--data", type=int, default=256)
     parser.add_argument("--rank", type=int, default=256)
     parser.add_argument("--probes", type=int, default=4)
@@ -124,11 +191,19 @@ def main() -> None:
     parser.add_argument("--prior", type=float, default=100.0)
     parser.add_argument("--tolerance", type=float, default=1e-4)
     parser.add_argument("--sketch", default="rows")
+    parser.add_argument("--columns", type=int, default=16)
+    parser.add_argument("--solves", type=int, default=2)
+    parser.add_argument("--network", default="resnet20")
     arguments = parser.parse_args()
     if arguments.what == "cost":
         return cost()
+    if arguments.what == "memory":
+        return memory()
+    if arguments.what == "peak":
+        return peak(arguments.network, arguments.data)
     print(arguments)
-    model, data, likelihood = resnet(20, arguments.data) if arguments.what == "resnet20" else llama(arguments.data)
+    make = {"resnet20": lambda n: resnet(20, n), "resnet18": resnet18, "llama": llama}[arguments.what]
+    model, data, likelihood = make(arguments.data)
     report(model, data, likelihood, arguments)
 
 

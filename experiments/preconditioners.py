@@ -1,6 +1,7 @@
 """Iterations of block CG to 1e-4 for each preconditioner, on trained networks, and how structures' evidence compares.
 
 python experiments/preconditioners.py            # digits: an MLP and a small conv net (or one: mlp, cnn)
+LAPWING_DATA=... python experiments/preconditioners.py resnet20   # pretrained, 16 images, and llama: 8 sequences
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from experiments import matrixfree
 from torch import Tensor, nn
 
 import lapwing
@@ -18,6 +20,7 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.interfaces import datasets, networks
 from lapwing.linalg import Diagonal
 from lapwing.linalg.krylov import Preconditioner, conjugate_gradients, nystrom
+from lapwing.linalg.operator import Operator
 
 warnings.filterwarnings("ignore")
 
@@ -33,7 +36,9 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 40) -> nn.Module
     return model.eval()
 
 
-def preconditioners(la: lapwing.Laplace, fit: Callable[[str], lapwing.Laplace], tau: float) -> dict[str, Callable]:
+def preconditioners(
+    la: lapwing.Laplace, fit: Callable[..., lapwing.Laplace], tau: float, ranks: tuple[int, ...] = (50, 200)
+) -> dict[str, Callable]:
     op = la.posterior.precision
     diagonal = op.diagonal()
     size = la.params.size
@@ -41,16 +46,43 @@ def preconditioners(la: lapwing.Laplace, fit: Callable[[str], lapwing.Laplace], 
     found: dict[str, Callable] = {"none": None, "jacobi": lambda v: v / diagonal}  # type: ignore[dict-item]
     for name in ("kron", "ekfac"):
         found[name] = (fit(name).curvature.matrix + Diagonal(torch.full((size,), tau))).solve
-    for rank in (50, 200):
+    for rank in ranks:
         sketch = nystrom(lambda v: op.product.matvec(v).to(v.dtype), like, rank, torch.Generator().manual_seed(5))
         found[f"nystrom {rank}"] = Preconditioner(sketch, torch.tensor(tau, dtype=torch.float64)).solve
-        rows = lapwing.fit(la.module, la.curvature.matrix.product.problem.batches.data, "classification",
-                           structure=MatrixFree(rank=rank, probes=1, steps=1), prior=tau)  # fmt: skip
+        rows = fit(MatrixFree(rank=rank, probes=1, steps=1), tau)
         found[f"rows {rank}"] = rows.posterior.precision.preconditioner.solve
     return found
 
 
+def pretrained(name: str, iterations: int = 80) -> None:
+    """ResNet-20 or the Llama: two columns, up to `iterations`; what is not reached is printed as the residual."""
+    model, data, likelihood = matrixfree.resnet(20, 16) if name == "resnet20" else matrixfree.llama(8)
+    factors = {} if name == "resnet20" else {"kron": "mc", "ekfac": "mc"}
+    fit = lambda structure, tau: lapwing.fit(  # noqa: E731
+        model, data, likelihood, structure=structure, prior=tau, factor=factors.get(structure, "ggn")
+    )
+    for tau in (100.0,):
+        la = fit(MatrixFree(rank=1, probes=1, steps=1), tau)
+        b = torch.randn(2, la.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        print(f"{name}, {la.params.size:,} weights, {la.n_data:g} data, prior {tau:g}", flush=True)
+        ways = preconditioners(la, lambda s, tau=tau: fit(s, tau), tau, (32, 128))
+        compare(la.posterior.precision, b, ways, iterations)
+
+
+def compare(op: Operator, b: Tensor, ways: dict[str, Callable], iterations: int) -> None:
+    for label, solve in ways.items():
+        begin = time.process_time()
+        wide = None if solve is None else (lambda v, solve=solve: solve(v).double())
+        found = conjugate_gradients(
+            op._apply, b, precondition=wide, tolerance=1e-4, iterations=iterations, unconverged="accept"
+        )
+        print(f"  {label:<12} {found.iterations:4d} iterations {time.process_time() - begin:7.1f} s CPU "
+              f"residual {float(found.residuals.max()):.1e}", flush=True)  # fmt: skip
+
+
 def main() -> None:
+    if sys.argv[1:] in (["resnet20"], ["llama"]):
+        return pretrained(sys.argv[1])
     data = datasets.digits()
     x, y = data.inputs[:500], data.targets[:500]
     chosen = {"mlp 64-64-64-10": networks.mlp([64, 64, 64, 10]), "small cnn": networks.small_cnn()}
@@ -66,14 +98,7 @@ def main() -> None:
             op = la.posterior.precision
             b = torch.randn(4, la.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
             print(f"{name}, {la.params.size:,} weights, 500 data, prior {tau:g}", flush=True)
-            for label, solve in preconditioners(la, fit, tau).items():
-                begin = time.perf_counter()
-                wide = None if solve is None else (lambda v, solve=solve: solve(v).double())
-                found = conjugate_gradients(
-                    op._apply, b, precondition=wide, tolerance=1e-4, iterations=400, unconverged="accept"
-                )
-                print(f"  {label:<12} {found.iterations:4d} iterations {time.perf_counter() - begin:7.1f} s "
-                      f"residual {float(found.residuals.max()):.1e}", flush=True)  # fmt: skip
+            compare(op, b, preconditioners(la, fit, tau), 400)
         print("  evidence and mean predictive variance of structures, prior 1")
         for structure in ("diag", "kron", "ekfac", MatrixFree(rank=500, predictive="sketch", probes=4)):
             la = fit(structure)

@@ -19,7 +19,7 @@ CONTRACT = {
     "fit", "load", "evaluate", "compare", "train", "log_evidence", "subnetwork", "metrics", "plots",
     "Laplace", "Prediction", "Posterior", "Prior", "Tempered", "Mixture", "Likelihood", "Report", "TemperatureScaled",
     "Categorical", "Gaussian", "Bernoulli", "Poisson", "HeteroscedasticGaussian", "BradleyTerry",
-    "Diag", "BlockDiag", "Kron", "EKFAC", "Full", "LowRank", "Functional", "Nystrom", "MatrixFree",
+    "Diag", "BlockDiag", "Kron", "EKFAC", "Full", "LowRank", "Functional", "Nystrom", "MatrixFree", "VaLLA",
     "GGN", "MCFisher", "EmpiricalFisher", "Hessian", "KFRA",
     "LapwingError", "UnsupportedModel", "UnsupportedOperation", "BadData", "NotPositiveDefinite", "IncompatiblePrior",
     "NotReiterable", "TooLarge", "CorruptFile", "VersionMismatch", "NotConverged",

@@ -17,6 +17,7 @@ from lapwing.curvature import (
     MatrixFree,
     MCFisher,
     Nystrom,
+    VaLLA,
 )
 from lapwing.errors import (
     BadData,
@@ -36,8 +37,13 @@ from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.evidence import compare, log_evidence
+from lapwing.evidence.affine import Affine
+from lapwing.evidence.invariances import learn_invariances
+from lapwing.evidence.online import Online
+from lapwing.evidence.pruning import Pruned, prune, relevance
 from lapwing.interfaces.api import fit, load
 from lapwing.interfaces.laplace import Laplace
+from lapwing.interfaces.training import Trained, train
 from lapwing.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -55,6 +61,7 @@ from lapwing.predictive.mixture import Mixture
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Affine",
     "BadData",
     "Bernoulli",
     "BlockDiag",
@@ -83,23 +90,31 @@ __all__ = [
     "NotPositiveDefinite",
     "NotReiterable",
     "Nystrom",
+    "Online",
     "Poisson",
     "Posterior",
     "Prediction",
     "Prior",
+    "Pruned",
     "Report",
     "TemperatureScaled",
     "Tempered",
     "TooLarge",
+    "Trained",
     "UnsupportedModel",
     "UnsupportedOperation",
+    "VaLLA",
     "VersionMismatch",
     "compare",
     "evaluate",
     "fit",
+    "learn_invariances",
     "load",
     "log_evidence",
     "metrics",
     "plots",
+    "prune",
+    "relevance",
     "subnetwork",
+    "train",
 ]

@@ -44,3 +44,30 @@ def test_it_says_when_it_stops_early_and_what_it_is_for() -> None:
     assert any("not converged" in message for message in found.messages)
     with pytest.raises(UnsupportedOperation, match="matrixfree"):
         tune_probes(full.curvature, full.likelihood, Groups.scalar(full.params.size), mean=mean)
+
+
+def test_tune_comes_here_for_matrix_free_posteriors() -> None:
+    full, free = fits(MatrixFree(rank=60, probes=8, tolerance=1e-8))
+    with pytest.warns(UserWarning, match="evidence"):
+        truth, found = (la.tune(learn=("prior", "noise")) for la in (full, free))
+    assert float(found.log_evidence()) == pytest.approx(float(truth.log_evidence()), abs=0.05)
+    assert any("standard error" in message for message in found.tuning.messages)
+
+
+def test_samples_give_the_same_within_monte_carlo_error() -> None:
+    full, free = fits(MatrixFree(rank=40, columns=64, tolerance=1e-5))
+    options = {"mean": full.params.flat.double()}
+    groups = full._groups("layerwise")
+    truth = tune_evidence(full.curvature, full.likelihood, groups, **options)
+    found = tune_probes(
+        free.curvature,
+        free.likelihood,
+        groups,
+        samples=64,
+        tolerance=2e-2,
+        start=truth.setting.precision * 1.5,
+        **options,
+    )
+    assert found.converged
+    torch.testing.assert_close(found.setting.precision, truth.setting.precision, rtol=0.2, atol=0)
+    assert float(found.scores[1]) == pytest.approx(float(truth.scores[1]), abs=0.3)

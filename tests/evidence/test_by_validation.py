@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from lapwing.errors import BadData, IncompatiblePrior, TooLarge, UnsupportedOperation
-from lapwing.evidence import Groups, Setting, Tuning, linked, lowest, tune_validation, widest
+from lapwing.evidence import Groups, Setting, Trials, Tuning, linked, lowest, tune_validation, widest
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import baselines
 from lapwing.evidence.sweep import Batch
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
-from lapwing.posterior import Prior, Tempered
+from lapwing.posterior import Prior, Tempered, factored_precision
 from lapwing.predictive import GaussianFunction, predict_targets
 from tests.evidence.problems import Problem, mlp
 
@@ -79,7 +79,7 @@ def test_one_pass_equals_a_posterior_for_each_setting(
     if "noise" in learn:
         grid["noise"] = (0.3, 1.2)
     tuning = run(problem, structure, kind, grid=grid, learn=learn, temperature=Tempered(1.0, tempers_prior), steps=3)
-    assert len(tuning.settings) == (12 if "noise" in learn else 6) + 2
+    assert len(tuning.settings) == (12 + 3 if "noise" in learn else 6 + 2)
     groups = groups_of(problem, kind)
     for setting, score in zip(tuning.settings, tuning.scores.tolist()):
         if setting.deterministic:
@@ -88,6 +88,40 @@ def test_one_pass_equals_a_posterior_for_each_setting(
         tempered = Tempered(setting.temperature, tempers_prior)
         expected = brute_force(problem, structure, groups.prior(setting.precision), tempered, same, linked())
         assert score == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["scalar", "layerwise"])
+def test_factored_damping_in_one_pass(kind: str) -> None:
+    """Ritter's damped posterior, formed for each setting alone, scores what the sweep says."""
+    problem = mlp(Categorical(), outputs=3)
+    split = len(problem.x) ** 0.5
+    grid = {"prior": (1e-3, 0.1, 1e2), "temperature": (0.1, 1.0, 100.0)}
+    tuning = run(problem, "kron", kind, grid=grid, steps=2, split=split)
+    score, groups = linked(), groups_of(problem, kind)
+    for setting, value in zip(tuning.settings, tuning.scores.tolist()):
+        if setting.deterministic:
+            continue
+        _, prior = groups.prior(setting.precision).resolve(problem.flat_names, problem.sizes)
+        posterior = factored_precision(problem.matrix("kron"), setting.temperature, prior, split=split)
+        total = sum(
+            score(f, posterior.quadratic(r), y, problem.likelihood).sum().item() for f, y, r in held_out(problem)[1]
+        )
+        assert value == pytest.approx(-total / 40, rel=1e-3, abs=1e-4)
+    exact = run(problem, "kron", kind, grid=grid, steps=0)
+    assert (tuning.scores[:9] - exact.scores[:9]).abs().max() > 1e-3
+
+
+def test_nodes_carry_damped_factors() -> None:
+    nodes = Nodes.spanning(1e-5, 1e5, 1e6, 1e4)
+    rho = torch.logspace(-5, 5, 41, dtype=torch.float64)
+    stated = nodes.error(rho)
+    assert stated < 2e-3
+    generator = torch.Generator().manual_seed(0)
+    g, a = 10 ** (14 * torch.rand(2, 400, dtype=torch.float64, generator=generator) - 10)
+    root, roots = rho.sqrt()[:, None], nodes.shifts.sqrt()
+    kernels = 1 / ((g[:, None] + roots) * (a[:, None] + roots))  # (400, m)
+    approximate = nodes.coefficients(rho) @ kernels.T
+    assert (approximate * (g + root) * (a + root) - 1).abs().max() <= 1.5 * stated
 
 
 def test_variances_are_within_the_stated_error() -> None:
@@ -149,14 +183,15 @@ def test_temperature_alone_keeps_a_layerwise_prior() -> None:
     tuning = run(problem, "kron", "layerwise", start=start, learn=("temperature",))
     for setting in tuning.settings[:-1]:
         torch.testing.assert_close(setting.precision, start.double(), rtol=1e-6, atol=0)
-    assert len({s.temperature for s in tuning.settings[:-1]}) == 10
+    assert len({s.temperature for s in tuning.settings[:-1]}) == 7
 
 
 def test_deterministic_limit_wins_and_says_so() -> None:
     """Targets that are always the network's own label: every widening hurts."""
     problem = mlp(Categorical(), outputs=3, scale=3.0)
     sure = [(f, f.argmax(-1), rows) for f, _, rows in held_out(problem)[1]]
-    tuning = run(problem, "full", batches=sure, grid={"prior": (0.1, 1.0, 10.0), "temperature": (1.0,)}, steps=0)
+    grid = {"prior": (0.1, 1.0, 10.0), "temperature": (1.0,)}
+    tuning = run(problem, "full", batches=sure, grid=grid, learn=("prior", "temperature"), steps=0)
     assert tuning.deterministic
     assert tuning.score == pytest.approx(tuning.baselines["MAP"])
     assert "no posterior beat" in tuning.messages[0]
@@ -167,18 +202,110 @@ def test_deterministic_limit_wins_and_says_so() -> None:
     assert "deterministic" in tuning.table()
 
 
+def trials(*rows: list[float]) -> Trials:
+    """Settings with precision 0.1, 1, 10, … and these losses; the last is the network as it is."""
+    last = Setting(torch.empty(0), deterministic=True)
+    settings = (*(Setting(torch.tensor([10.0 ** (k - 1)])) for k in range(len(rows) - 1)), last)
+    return Trials(settings, torch.tensor(rows, dtype=torch.float64), {}, len(rows) - 1)
+
+
 def test_widest_rule() -> None:
-    settings = [Setting(torch.tensor([t])) for t in (0.1, 1.0, 10.0)] + [Setting(torch.empty(0), deterministic=True)]
-    scores = torch.tensor([0.50, 0.30, 0.25, 0.31])
-    assert lowest(settings, scores, {"MAP": 0.31}) == 2
-    assert widest()(settings, scores, {"MAP": 0.31}) == 1
-    assert widest()(settings, scores, {"MAP": 0.31, "temperature scaling": 0.27}) == 2
-    assert widest(0.2)(settings, scores, {"MAP": 0.31}) == 0
-    assert widest()(settings, scores, {"MAP": 0.1}) == 2
+    """The widest setting whose paired excess over the best, with its standard error, stays within the margin."""
+    best = [1.0, 2.0, 3.0, 4.0]
+    noisy = [1.4, 1.7, 3.4, 3.7]  # excess 0.05, standard error 0.175
+    steady = [1.1, 2.1, 3.1, 4.1]  # excess 0.1 on every item: no error at all
+    poor = [2.0, 3.0, 4.0, 5.0]
+    assert lowest(trials(steady, noisy, best, poor)) == 2
+    assert widest(0.12)(trials(noisy, steady, best, poor)) == 1
+    assert widest(0.23)(trials(noisy, steady, best, poor)) == 0
+    assert widest(0.12, errors=0.0)(trials(noisy, steady, best, poor)) == 0
+    assert widest()(trials(noisy, steady, best, poor)) == 2
+    found = trials(noisy, steady, best, poor)
+    mean, error = found.excess(found.losses[2])
+    torch.testing.assert_close(mean, torch.tensor([0.05, 0.1, 0.0, 1.0]).double())
+    difference = torch.tensor(noisy).double() - torch.tensor(best).double()
+    assert error[0].item() == pytest.approx((difference.square().mean() - difference.mean() ** 2).sqrt().item() / 2)
+
+
+def test_widest_rule_leaves_the_network_only_for_a_gain_that_shows() -> None:
+    home = [1.0, 2.0, 3.0, 4.0]
+    lucky = [0.5, 2.4, 2.5, 4.4]  # gain 0.05, standard error 0.225
+    same = [1.0005, 2.0005, 3.0005, 4.0005]
+    assert lowest(trials(lucky, home)) == 0
+    assert widest()(trials(lucky, home)) == 1
+    assert widest(sure=0.1)(trials(lucky, home)) == 0
+    assert widest()(trials(lucky, same, home)) == 1  # not worse than the network, to within the margin
+
+
+def test_widest_rule_chooses_among_the_equals_of_the_lowest() -> None:
+    problem = mlp(Categorical(), outputs=3, scale=0.5)
+    draw = lambda f: problem.likelihood.sample_target(f, torch.Generator().manual_seed(1))  # noqa: E731
+    own = [(f, draw(f), rows) for f, _, rows in held_out(problem)[1]]
+    learn = ("prior", "temperature")
+    narrow = run(problem, "ekfac", batches=own, learn=learn)
+    wide = run(problem, "ekfac", rule=widest(0.01), batches=own, learn=learn)
+    assert wide.setting.narrow < narrow.setting.narrow
+    assert any("more per item" in message for message in wide.messages)
+    torch.testing.assert_close(wide.scores, narrow.scores)
+
+
+def test_logits_are_left_alone_unless_scaling_shows() -> None:
+    """By default: calibrated data leave the logits as they are, overconfident logits are divided."""
+    problem = mlp(Categorical(), outputs=3, scale=0.5)
+    draw = lambda f: problem.likelihood.sample_target(f, torch.Generator().manual_seed(2))  # noqa: E731
+    calm = [(f, draw(f), rows) for f, _, rows in held_out(problem)[1]]
+    loud = [(8 * f, y, rows) for f, y, rows in calm]
+    grid = {"prior": (1.0, 100.0), "temperature": (1.0,)}
+    assert {s.logit_temperature for s in run(problem, "diag", batches=calm, grid=grid).settings} == {1.0}
+    divided = [s for s in run(problem, "diag", batches=loud, grid=grid).settings if not s.deterministic]
+    assert min(s.logit_temperature for s in divided) > 2
+
+
+def test_a_not_a_number_is_never_chosen() -> None:
+    broken = [float("nan")] * 3
+    assert lowest(trials(broken, [1.0] * 3, [2.0] * 3)) == 1
+    assert widest()(trials(broken, [1.0] * 3, [2.0] * 3)) == 1
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "full"])
+def test_logit_temperature_against_brute_force(structure: str) -> None:
+    """Each score is that of a posterior formed for the setting, its logits divided; the best is a minimum."""
+    problem = mlp(Categorical(), outputs=3, scale=3.0)
+    learn = ("prior", "temperature", "logit_temperature")
+    tuning = run(problem, structure, learn=learn, grid={"prior": (0.1, 10.0), "temperature": (1.0, 100.0)})
+
+    def divided(s: float) -> Any:
+        score = linked()
+        return lambda f, v, y, likelihood: score(f / s, v / s**2, y, likelihood)
+
+    groups = groups_of(problem, "scalar")
+    posteriors = [k for k, s in enumerate(tuning.settings) if not s.deterministic]
+    for k in posteriors:
+        s = tuning.settings[k]
+        prior, tempered = groups.prior(s.precision), Tempered(s.temperature)
+        expected = brute_force(problem, structure, prior, tempered, problem.likelihood, divided(s.logit_temperature))
+        assert tuning.scores[k].item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    limit, home = [k for k, s in enumerate(tuning.settings) if s.deterministic]
+    assert tuning.scores[home].item() == pytest.approx(tuning.baselines["MAP"])
+    assert tuning.scores[limit].item() == pytest.approx(tuning.baselines["temperature scaling"])
+    assert tuning.score <= tuning.baselines["temperature scaling"] + 1e-9
+    chosen = tuning.setting
+    for factor in (0.9, 1.1):
+        s = chosen.logit_temperature * factor
+        prior, tempered = groups.prior(chosen.precision), Tempered(chosen.temperature)
+        assert brute_force(problem, structure, prior, tempered, problem.likelihood, divided(s)) > tuning.score - 2e-4
+
+
+def test_candidates_of_the_logit_temperature() -> None:
     problem = mlp(Categorical(), outputs=3)
-    narrow, wide = run(problem, "ekfac"), run(problem, "ekfac", rule=widest())
-    assert wide.setting.narrow <= narrow.setting.narrow
-    assert wide.score <= min(wide.baselines.values()) or wide.score == narrow.score
+    grid = {"prior": (1.0,), "logit_temperature": (0.5, 2.0)}
+    tuning = run(problem, "diag", learn=("prior", "logit_temperature"), grid=grid, steps=0)
+    assert [s.logit_temperature for s in tuning.settings[:2]] == [0.5, 2.0]
+    kept = run(problem, "diag", learn=("prior",), grid={"prior": (1.0,)}, logit_temperature=2.0, steps=0)
+    assert kept.scores[0].item() == pytest.approx(tuning.scores[1].item())
+    assert kept.logit_temperature == 2.0
+    with pytest.raises(UnsupportedOperation, match="divides logits"):
+        run(mlp(Gaussian(0.3)), "diag", learn=("logit_temperature",))
 
 
 def test_score_is_that_of_the_prediction() -> None:
@@ -198,6 +325,17 @@ def test_score_is_that_of_the_prediction() -> None:
     torch.testing.assert_close(got[3:], linked()(f, covariance, y, problem.likelihood)[3:])
 
 
+def test_a_variance_that_all_logits_share_is_harmless() -> None:
+    """In float32 it drowns the differences that count; the score must be that of the differences alone."""
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(50, 4, 4, generator=generator)
+    f, y = torch.randn(50, 4, generator=generator), torch.randint(4, (50,), generator=generator)
+    inner = root @ root.mT
+    for level in (1e2, 1e4):
+        got = linked()(f, inner + level, y, Categorical())
+        torch.testing.assert_close(got, linked()(f, inner, y, Categorical()), rtol=0, atol=5e-6 * level)
+
+
 def test_gaussian_score_is_the_closed_form() -> None:
     problem = mlp(Gaussian(0.5))
     posterior = problem.matrix("full").scale(4.0) + Diagonal(torch.ones(problem.theta.numel()).double())
@@ -211,7 +349,7 @@ def test_baselines() -> None:
     problem = mlp(Categorical(), outputs=3, scale=4.0)
     f = torch.cat([b[0] for b in held_out(problem)[1]])
     y = torch.cat([b[1] for b in held_out(problem)[1]])
-    found = baselines(f, y, problem.likelihood, noise=False)
+    found = {name: losses.mean().item() for name, losses in baselines(f, y, problem.likelihood, noise=False).items()}
     cross_entropy = torch.nn.functional.cross_entropy
     assert found["MAP"] == pytest.approx(cross_entropy(f, y).item())
     tried = [cross_entropy(f * s, y).item() for s in torch.logspace(-2, 2, 2001).tolist()]
@@ -219,7 +357,7 @@ def test_baselines() -> None:
     assert found["temperature scaling"] <= min(tried) + 1e-9
     regression = mlp(Gaussian(0.5))
     f, y = regression.f, regression.y
-    found = baselines(f, y, regression.likelihood, noise=True)
+    found = {name: losses.mean().item() for name, losses in baselines(f, y, Gaussian(0.5), noise=True).items()}
     tried = [-Gaussian(s).log_prob(f, y).mean().item() for s in torch.logspace(-2, 1, 2001).tolist()]
     assert found["MAP, noise fitted"] == pytest.approx(min(tried), abs=1e-5)
 
@@ -282,7 +420,7 @@ def test_data_are_read_once() -> None:
     tuning = tune_validation(
         problem.curvature(), problem.likelihood, groups_of(problem, "scalar"), once(), learn=("prior", "noise")
     )
-    assert len(tuning.settings) == 17 * 15 + 2
+    assert len(tuning.settings) == 19 * 15 + 3
 
 
 def test_dense_rows_serve_every_structure() -> None:

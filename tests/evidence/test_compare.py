@@ -98,3 +98,28 @@ def test_a_network_far_from_its_mode() -> None:
 def test_needs_a_model() -> None:
     with pytest.raises(BadData, match="at least one"):
         compare({})
+
+
+def test_matrix_free_candidates_count_their_error() -> None:
+    net = trained(3)
+    models = {
+        "exact": fit(net, data(), "classification", structure="full"),
+        "free": fit(net, data(), "classification", structure="matrixfree"),
+    }
+    found = compare(models)
+    exact, free = found.candidates["exact"], found.candidates["free"]
+    assert free.megabytes is None
+    assert free.uncertainty >= exact.uncertainty
+    assert abs(free.log_evidence - exact.log_evidence) <= free.uncertainty
+    assert free.effective == pytest.approx(exact.effective, rel=0.2)
+    assert "free" in found.table()
+
+
+def test_checkpoints_and_architectures_in_one_table() -> None:
+    models = {f"width {k}": fit(trained(k), data(), "classification", structure="full").tune(method="evidence")
+              for k in (1, 4)}  # fmt: skip
+    found = compare(models, data(1, 50))
+    order = [line.split("  ")[0] for line in found.table().splitlines()[1:3]]
+    by_evidence = sorted(models, key=lambda name: -models[name].log_evidence().item())
+    assert order == by_evidence
+    assert found.best == by_evidence[0]

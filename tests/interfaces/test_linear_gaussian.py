@@ -3,6 +3,8 @@
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +230,28 @@ def test_diag_is_exact_for_orthogonal_features():
     la = lapwing.fit(module, (q, y), lapwing.Gaussian(0.6), structure="diag", prior=0.7)
     assert_same(la.log_evidence(), model.log_evidence)
     assert_same(la.posterior.covariance(), model.covariance)
+
+
+@pytest.mark.parametrize("prior", [0.7, {"weight": 2.0, "bias": 0.3}, lapwing.Prior(0.7, 0.2)], ids=str)
+def test_the_evidence_of_a_curvature_is_that_of_the_fitted_object(tmp_path: Path, prior: Any) -> None:
+    """As the contract writes it: lapwing.log_evidence(curvature, prior, likelihood), also after loading."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(20, 3, dtype=torch.float64)
+    la = lapwing.fit(model, (x, torch.randn(20, 2, dtype=torch.float64)), "regression", structure="full", prior=prior)
+    got = lapwing.log_evidence(la.curvature, prior, lapwing.Gaussian(0.5))
+    assert got == la.replace(likelihood=lapwing.Gaussian(0.5)).log_evidence()
+    la.save(tmp_path / "a.lapwing")
+    back = lapwing.load(tmp_path / "a.lapwing", model)
+    assert lapwing.log_evidence(back.curvature, prior, "regression") == la.log_evidence()
+
+
+def test_the_summary_says_when_the_weights_are_no_mode() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(30, 3, dtype=torch.float64)
+    y = x @ torch.randn(3, 1, dtype=torch.float64)
+    model = nn.Linear(3, 1, bias=False).double()
+    la = lapwing.fit(model, (x, y), "regression", structure="full")
+    assert f"the linearized model has {la.stationarity:.4g} nats more" in la.summary()
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.solve(x.T @ x + torch.eye(3), x.T @ y).T)
+    assert "no mode" not in lapwing.fit(model, (x, y), "regression", structure="full").summary()

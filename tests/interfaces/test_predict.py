@@ -1,5 +1,6 @@
 """Predictions against Jacobians and loops by hand: shapes, inputs, links, draws, gradients, dense outputs."""
 
+import copy
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -366,6 +367,19 @@ def test_novelty_does_not_depend_on_what_is_tuned() -> None:
     assert not torch.equal(la.predict(far).epistemic, other.predict(far).epistemic)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_novelty_is_what_the_data_leave_open(structure: str) -> None:
+    """½ log |I + Λ J A⁻¹ Jᵀ/4| with A = H + 10⁻⁴ tr(H)/P, of the structure's own H, Λ at half the logits."""
+    la = fit(structure=structure)
+    j, h = jacobian(la, X[:4]), la.curvature.dense()
+    floor = 1e-4 * h.trace() / len(h) * torch.eye(len(h), dtype=h.dtype)
+    v = torch.einsum("ncp,pq,ndq->ncd", j, torch.linalg.inv(h + floor), j)
+    p = (la.module(X[:4]).detach() / 2).softmax(-1)
+    information = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]) / 4
+    truth = torch.logdet(torch.eye(3, dtype=h.dtype) + information @ v) / 2
+    assert torch.allclose(la.predict(X[:4]).novelty, truth, rtol=1e-8)
+
+
 def test_a_sharp_prior_gives_the_network_back() -> None:
     la = fit(prior=1e12)
     assert torch.allclose(la.predict(X).probs, la.module(X).softmax(-1), atol=1e-9)
@@ -592,3 +606,16 @@ def test_many_classes_are_sampled(structure: str) -> None:
         assert error.square().mean() < 2
     assert torch.allclose(p.probs.sum(-1), torch.ones(2, dtype=torch.float64))
     assert torch.allclose(la.predict(X[1:2]).probs[0], p.probs[1], rtol=1e-9)
+
+
+def test_a_wide_prior_does_not_drown_probabilities_in_rounding() -> None:
+    """What all logits share has a variance of 10⁷ here; float32 must still tell the classes apart as float64 does."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    x, y = torch.randn(60, 3), torch.randint(4, (60,))
+    exact = copy.deepcopy(net).double()
+    options = {"structure": "kron", "prior": 1e-6, "temperature": 1e4}
+    rough = lapwing.fit(net, (x, y), "classification", **options).predict(x)
+    truth = lapwing.fit(exact, (x.double(), y), "classification", **options).predict(x.double())
+    assert truth.function.variance.max() > 1e6
+    torch.testing.assert_close(rough.probs.double(), truth.probs, rtol=0, atol=2e-3)

@@ -464,8 +464,8 @@ class OwnFactor(lapwing.GGN):
 def test_what_cannot_be_read_back_is_not_written(path: Path) -> None:
     with pytest.raises(lapwing.UnsupportedOperation, match="OwnFactor"):
         fitted(factor=OwnFactor()).save(path)
-    with pytest.raises(lapwing.UnsupportedOperation, match="cannot be stored"):
-        fitted(structure="matrixfree").save(path)
+    with pytest.raises(lapwing.UnsupportedOperation, match="several fits"):
+        fitted(structure="matrixfree").update((X[:5], _classes(3)[:5])).save(path)
     assert os.listdir(path.parent) == []
 
 
@@ -494,3 +494,45 @@ def test_the_exact_hessian_round_trips(path: Path) -> None:
     back = again(repaired, path)
     assert back.posterior.increase == repaired.posterior.increase > 0
     assert torch.equal(back.predict(X[:4]).probs, repaired.predict(X[:4]).probs)
+
+
+class TestMatrixFree:
+    """Only the sketch is stored: the matrix is in products with the data, which load reads again."""
+
+    data = ((X[:9], _classes(3)[:9]), (X[9:], _classes(3)[9:]))
+
+    @pytest.mark.parametrize(("factor", "sketch"), [("ggn", "rows"), ("mc", "none")])
+    def test_round_trip(self, path: Path, factor: str, sketch: Any) -> None:
+        structure = lapwing.MatrixFree(rank=12, sketch=sketch, probes=2, steps=3, tolerance=1e-6)
+        la = fitted(structure=structure, factor=factor, prior=2.0, n_data=100)
+        la.save(path)
+        back = lapwing.load(path, la.module, data=list(self.data))
+        v = torch.ones(1, la.params.size, dtype=torch.float64)
+        for other in (back, la.to("cpu")):
+            assert torch.equal(la.log_evidence(), other.log_evidence())
+            assert torch.equal(la.posterior.precision.solve(v), other.posterior.precision.solve(v))
+            assert torch.equal(la.curvature.matrix.diagonal(), other.curvature.matrix.diagonal())
+        assert torch.equal(la.predict(X[:1]).function.covariance, back.predict(X[:1]).function.covariance)
+        assert back.summary() == la.summary()
+
+    def test_the_data_of_the_fit_are_asked_for(self, path: Path) -> None:
+        la = fitted(structure=lapwing.MatrixFree(rank=7))
+        la.save(path)
+        with pytest.raises(lapwing.BadData, match="data=train_loader"):
+            lapwing.load(path, la.module)
+        with pytest.raises(lapwing.BadData, match="fitted on 24 data, these are 9"):
+            lapwing.load(path, la.module, data=list(self.data[:1]))
+        other = [(x + 1, y) for x, y in self.data]
+        with pytest.raises(lapwing.BadData, match="not the data of the fit"):
+            lapwing.load(path, la.module, data=other)
+        with pytest.raises(lapwing.NotReiterable):
+            lapwing.load(path, la.module, data=iter(self.data))
+
+    def test_damage_is_noticed(self, path: Path) -> None:
+        la = fitted(structure=lapwing.MatrixFree(rank=7))
+        la.save(path)
+        content = bytearray(path.read_bytes())
+        content[-40] ^= 1
+        path.write_bytes(bytes(content))
+        with pytest.raises(lapwing.CorruptFile):
+            lapwing.load(path, la.module, data=list(self.data))

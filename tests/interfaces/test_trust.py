@@ -95,7 +95,8 @@ def test_too_large_is_known_before_memory_is_taken() -> None:
 
 def test_auto_stays_in_the_budget() -> None:
     wide = nn.Sequential(nn.Linear(3, 400), nn.Tanh(), nn.Linear(400, 3))
-    assert fit(wide).curvature.structure.name == "ekfac"
+    assert fit(wide).curvature.structure.name == "functional"  # few data: all their rows are less than any matrix
+    assert fit(wide, data=list(batches()) * 30).curvature.structure.name == "ekfac"
     assert fit(wide, data=iter(batches())).curvature.structure.name == "kron"
     small = fit(wide, memory=10**6)
     assert small.curvature.structure.name == "diag"
@@ -1038,3 +1039,21 @@ def test_a_repaired_posterior_tells_its_story() -> None:
     assert la.log_evidence().isfinite()
     with pytest.raises(lapwing.NotPositiveDefinite, match="repair=True"):
         fit(structure="full", factor="hessian", prior=1e-3)
+
+
+def test_errors_of_tune_name_the_batch_and_the_place_in_it() -> None:
+    la = fit(structure="diag")
+    good = (X, Y)
+    bad = Y.clone()
+    bad[5] = 8
+    with pytest.raises(lapwing.BadData, match=r"batch 1: .*8.*5"):
+        la.tune([good, (X, bad)], learn="prior", grid={"prior": [1.0]})
+    broken = X.clone()
+    broken[2, 0] = float("nan")
+    with pytest.raises(lapwing.BadData, match=r"batch 1: the inputs hold nan at index \(2, 0\)"):
+        la.tune([good, (broken, Y)], learn="prior", grid={"prior": [1.0]})
+
+
+def test_one_precision_a_weight_is_not_for_held_out_data() -> None:
+    with pytest.raises(lapwing.IncompatiblePrior, match=r"prior='layerwise'.*method='evidence'"):
+        fit(structure="diag").tune((X, Y), prior="parameterwise")

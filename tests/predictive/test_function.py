@@ -159,3 +159,18 @@ def test_mixture_weights_are_normalized():
     torch.testing.assert_close(f.mean, torch.full((2, 1), 3.0))
     torch.testing.assert_close(f.variance, torch.full((2, 1), 4.0))
     assert f.points(10).shape[0] == 10
+
+
+def test_scaled_distributions_scale_their_moments_and_draws():
+    mean = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).double()
+    covariance = spd(3, 2)
+    gaussian = GaussianFunction(mean, covariance)
+    sampled = SampledFunction(None, gaussian.sample(5))
+    by_draws = GaussianFunction(mean, variance=covariance.diagonal(dim1=-2, dim2=-1), sampler=gaussian.sample)
+    for f in (gaussian, sampled, by_draws, MixtureFunction([gaussian, sampled], torch.tensor([0.3, 0.7]))):
+        half = f.scaled(0.5)
+        torch.testing.assert_close(half.mean, f.mean / 2)
+        torch.testing.assert_close(half.variance, f.variance / 4)
+        torch.testing.assert_close(half.points(16), f.points(16) / 2)
+        torch.testing.assert_close(half.sample(3), f.sample(3) / 2)
+    torch.testing.assert_close(gaussian.scaled(2.0).covariance, 4 * covariance)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.predictive.novelty import FLOOR
+from lapwing.predictive.novelty import FLOOR, information_gain
 
 
 def network() -> nn.Module:
@@ -21,8 +21,8 @@ def test_novelty_is_the_information_of_one_more_target() -> None:
     rows = torch.cat([jacobian[name].reshape(5, 3, -1) for name in weights], -1)
     h = la.curvature.dense()
     floor = FLOOR * h.trace() / len(h) * torch.eye(len(h), dtype=h.dtype)
-    p = model(x[:5]).softmax(-1).detach()
-    information = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    p = (model(x[:5]) / 2).softmax(-1).detach()
+    information = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]) / 4
     v = rows @ torch.linalg.solve(h + floor, rows.mT)
     expected = 0.5 * torch.linalg.slogdet(torch.eye(3, dtype=h.dtype) + v @ information).logabsdet
     torch.testing.assert_close(la.predict(x[:5]).novelty, expected.detach(), rtol=1e-8, atol=0.0)
@@ -46,10 +46,41 @@ def test_many_outputs_are_scored_by_their_variances() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(3, 70).double(), torch.randn(30, 3, dtype=torch.float64)
     la = lapwing.fit(model, (x, torch.randint(70, (30,))), "classification", structure="diag")
-    p = model(x[:4]).softmax(-1).detach()
+    p = (model(x[:4]) / 2).softmax(-1).detach()
     level = la.curvature.dense().diagonal()
     variance = 1 / (level + FLOOR * level.sum() / len(level))
     w, b = variance[: 70 * 3].reshape(70, 3), variance[70 * 3 :]
     v = x[:4].square() @ w.T + b
-    expected = 0.5 * (p * (1 - p) * v).sum(-1).log1p()
+    expected = 0.5 * (p * (1 - p) * v / 4).sum(-1).log1p()
     torch.testing.assert_close(la.predict(x[:4]).novelty, expected, rtol=1e-8, atol=0.0)
+
+
+def test_a_common_shift_of_the_logits_is_no_novelty() -> None:
+    """No data determine the bias that all classes share; a direction that only shifts them counts for nothing."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 3, dtype=torch.float64)
+    x[:, 2] = 0.0
+    model = nn.Linear(3, 4).double()
+    with torch.no_grad():
+        model.weight[:, 2] = 1.0
+    la = lapwing.fit(model, (x, torch.randint(4, (40,))), "classification", structure="full")
+    f = model(x[:3]).detach()
+    shift = torch.ones(4, 4, dtype=torch.float64)
+    assert information_gain(f, 1e6 * shift.expand(3, 4, 4), la.likelihood).abs().max() < 1e-6
+    contrast = torch.eye(4).double() - 0.25
+    assert information_gain(f, 1e6 * contrast.expand(3, 4, 4), la.likelihood).min() > 5
+
+
+def test_confidence_hides_less_than_it_would() -> None:
+    """A sure prediction under a wide covariance: half its logits leave more to learn than all of them."""
+    f = torch.tensor([[12.0, 0.0, -12.0]], dtype=torch.float64)
+    covariance = 100 * torch.eye(3, dtype=torch.float64)[None]
+    root = lapwing.Categorical().factor(f)
+    plain = 0.5 * torch.logdet(torch.eye(root.shape[-1]).double() + root.mT @ covariance @ root)
+    assert information_gain(f, covariance, lapwing.Categorical()) > 10 * plain
+
+
+def test_values_are_not_softened() -> None:
+    covariance = torch.tensor([[[3.0]]], dtype=torch.float64)
+    gain = information_gain(torch.zeros(1, 1).double(), covariance, lapwing.Gaussian(0.1))
+    torch.testing.assert_close(gain, 0.5 * torch.tensor([4.0], dtype=torch.float64).log())

@@ -18,8 +18,9 @@ from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.problem import Problem, Totals, available_memory, pose
 from lapwing.curvature.structure import CHEAPER, Accumulator, Curvature, Estimate, Structure, layout_of
+from lapwing.curvature.valla import VaLLA
 from lapwing.errors import UnsupportedOperation
-from lapwing.model import PlanChanged, dynamic_plan
+from lapwing.model import PlanChanged, batch_size, dynamic_plan
 
 CHEAPER.extend([EKFAC(), Kron(), Diag()])
 
@@ -33,6 +34,7 @@ STRUCTURES: dict[str, type[Structure]] = {
     "matrixfree": MatrixFree,
     "functional": Functional,
     "nystrom": Nystrom,
+    "valla": VaLLA,
 }
 FACTORS: dict[str, type[Factor]] = {
     "ggn": GGN,
@@ -41,6 +43,7 @@ FACTORS: dict[str, type[Factor]] = {
     "hessian": Hessian,
 }
 FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights
+FUNCTIONAL_BELOW = 512  # "auto" keeps all Jacobian rows up to this many
 
 
 def resolve_structure(structure: str | Structure) -> Structure | None:
@@ -73,11 +76,38 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
         return Full(), "full, because the selection asks for a dense structure"
     if params.size <= FULL_BELOW and Full().bytes(plan, itemsize) <= problem.memory:
         return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
+    rows = _rows_at_most(problem)
+    if rows is not None and rows <= FUNCTIONAL_BELOW and rows < params.size:
+        needed = Functional.needed(rows, params.size, itemsize)
+        if needed <= problem.memory:
+            return Functional(), (
+                f"functional, because the data have at most {rows:,} output directions, fewer than {params.size:,} "
+                f"weights: the exact posterior, in {needed / 1e6:,.3g} MB"
+            )
     if problem.batches.reiterable and EKFAC().bytes(plan, itemsize) <= problem.memory:
-        return EKFAC(), f"ekfac, because {params.size:,} weights are too many for a full matrix"
+        exact = MatrixFree().bytes(plan, itemsize)
+        return EKFAC(), (
+            f"ekfac, because {params.size:,} weights are too many for a full matrix (structure='matrixfree' would be "
+            f"exact, with {exact / 1e6:,.3g} MB and two gradients of all data for every product)"
+        )
     if Kron().bytes(plan, itemsize) <= problem.memory:
         return Kron(), "kron, because the data can be read only once or ekfac exceeds the memory budget"
+    small = MatrixFree(rank=32, columns=4, probes=4, steps=10, samples=32, predictive="samples")
+    needed = small.bytes(plan, itemsize)
+    if problem.batches.reiterable and needed <= problem.memory:
+        return small, (
+            f"matrixfree, because Kronecker factors exceed the memory budget and {needed / 1e6:,.3g} MB of vectors do "
+            "not; every product reads all data, about two gradients of them"
+        )
     return Diag(), "diag, because Kronecker factors exceed the memory budget"
+
+
+def _rows_at_most(problem: Problem) -> int | None:
+    """Data × output directions, rounded up to whole batches, where the data can tell."""
+    length = problem.batches.length
+    if length is None or not problem.batches.reiterable:
+        return None
+    return length * batch_size(next(iter(problem.batches)).inputs) * problem.factor.width(problem.outputs)
 
 
 def estimate_curvature(problem: Problem, structure: Structure | None, n_data: float | None = None) -> Curvature:
@@ -157,6 +187,7 @@ def _finish(
         gradient=None if totals.gradient is None else totals.gradient * ratio,
         notes=tuple(dict.fromkeys(notes)),
         state=estimate.state,
+        params=problem.network.params,
     )
 
 
@@ -182,6 +213,7 @@ __all__ = [
     "Problem",
     "Structure",
     "Totals",
+    "VaLLA",
     "available_memory",
     "choose_structure",
     "estimate_curvature",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN
-from lapwing.curvature.matrixfree import _totals, curvature_of_outputs
+from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.product import curvature_of_outputs, totals_of, whole_factor
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData, TooLarge, UnsupportedOperation
 from lapwing.linalg import Jacobian
@@ -65,6 +65,11 @@ class Functional(Structure):
         """Of one row and its float64 copy: how many rows there are, the data tell."""
         return sum(block.size for block in plan.blocks) * (itemsize + 8)
 
+    @staticmethod
+    def needed(rows: int, size: int, itemsize: int) -> int:
+        """Bytes of the rows, a working copy, and the kernel."""
+        return 2 * rows * size * itemsize + 3 * 8 * rows**2
+
     def passes(self) -> int:
         return 2
 
@@ -76,7 +81,7 @@ class Functional(Structure):
         f = problem.network.forward(first.inputs)
         rows = data * problem.factor.count(f)
         params = problem.network.params
-        needed = rows * params.size * torch.finfo(params.dtype).bits // 4 + 3 * 8 * rows**2
+        needed = self.needed(rows, params.size, torch.finfo(params.dtype).bits // 8)
         if needed > problem.memory:
             raise TooLarge(
                 f"structure='functional' keeps {rows:,} rows of {params.size:,} weights and their kernel, about "
@@ -89,7 +94,7 @@ class Functional(Structure):
         if self.points is None:
             totals = problem.sweep(accumulator.update)
             return Estimate(accumulator.finish(), totals, notes=(self._note(accumulator, 1.0),))
-        totals = _totals(problem)
+        totals = totals_of(problem)
         chosen = _subset(problem.batches, self.points, self.seed)
         part = replace(problem, batches=chosen, first=None, rest=None)
         ratio = totals.seen / part.sweep(accumulator.update).seen
@@ -121,6 +126,9 @@ class Nystrom(Structure):
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return 4 * self.rank * sum(block.size for block in plan.blocks) * (itemsize + 8)
+
+    def factor(self, factor: Factor | None) -> Factor | None:
+        return whole_factor(factor)
 
     def passes(self) -> int:
         return 2
@@ -175,7 +183,7 @@ def _project(problem: Problem, products: Products, basis: Tensor) -> tuple[Tenso
         if batch.weights is not None:
             image = image * batch.weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
         core += inside.flatten(1).double() @ image.flatten(1).double().T
-    return core, _totals(problem)
+    return core, totals_of(problem)
 
 
 def _count(batches: Batches) -> int:

@@ -1,18 +1,26 @@
-"""The largest eigenpairs of the curvature, from one pass that keeps the leading subspace of the rows seen so far."""
+"""The largest eigenpairs of the curvature: from one pass over its rows, or from products alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lapwing.curvature.factor import Factor
 from lapwing.curvature.problem import Problem
+from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
+from lapwing.linalg.krylov import largest_eigenpairs, nystrom
 from lapwing.model import Plan
+from lapwing.model.products import Products
+
+BLOCK = 16  # starts of block Lanczos
+OVERSAMPLE = 10  # random directions beyond the rank
 
 
 class LowRankAccumulator(Accumulator):
@@ -42,7 +50,7 @@ class LowRankAccumulator(Accumulator):
                 self._cut(stacked, self.rank)
 
     def _cut(self, stacked: Tensor, rank: int) -> None:
-        small = stacked.double() @ stacked.double().T
+        small = _gram(stacked)
         values, vectors = torch.linalg.eigh(0.5 * (small + small.T))
         keep = min(rank, len(values))
         self.tensors["dropped"] = self.tensors["dropped"] + values[:-keep].clamp(min=0).sum()
@@ -60,15 +68,32 @@ class LowRankAccumulator(Accumulator):
         return LowRankMatrix(basis, values, rows.new_zeros(rows.shape[1]))
 
 
+def _gram(rows: Tensor, width: int = 4096) -> Tensor:
+    """R Rᵀ in float64: products of narrow pieces in the rows' own dtype, whose rounding the rows have already."""
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for piece in rows.split(width, dim=1):
+        total += piece @ piece.T
+    return total
+
+
 @dataclass(frozen=True, eq=False)
 class LowRank(Structure):
-    """Uᵀ diag(d) U with `rank` rows: exact once the rank reaches that of the curvature, a lower bound before."""
+    """Uᵀ diag(d) U with `rank` rows: exact once the rank reaches that of the curvature, a lower bound before.
+
+    `method`: "rows" keeps the leading subspace of the rows seen so far, in one pass; "lanczos" (block Lanczos, fully
+    re-orthogonalized) and "nystrom" (randomized range finding) use products alone, a block of which reads all data, for
+    outputs so many that rows are too many.
+    """
 
     rank: int = 100
+    method: Literal["rows", "lanczos", "nystrom"] = "rows"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise BadData(f"the rank must be at least 1, got {self.rank}")
+        if self.method not in ("rows", "lanczos", "nystrom"):
+            raise BadData(f"method is 'rows', 'lanczos' or 'nystrom', got {self.method!r}")
 
     @property
     def name(self) -> str:
@@ -77,12 +102,22 @@ class LowRank(Structure):
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return 4 * self.rank * sum(block.size for block in plan.blocks) * (itemsize + 8)
 
+    def factor(self, factor: Factor | None) -> Factor | None:
+        return factor if self.method == "rows" else whole_factor(factor)
+
+    def passes(self) -> int:
+        return 1 if self.method == "rows" else 2
+
     def estimate(self, problem: Problem) -> Estimate:
+        if self.method != "rows":
+            return self._by_products(problem, None)
         return self._sweep(problem, LowRankAccumulator(problem, self.rank))
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Start from the rows that were kept: what the first fit dropped stays dropped."""
         assert isinstance(matrix, LowRankMatrix)
+        if self.method != "rows":
+            return self._by_products(problem, matrix)
         accumulator = LowRankAccumulator(problem, self.rank)
         accumulator._absorb(matrix.basis * matrix.values.sqrt().to(matrix.basis)[:, None])
         accumulator.tensors["dropped"] = accumulator.tensors["dropped"] + state["dropped"].to(
@@ -97,3 +132,29 @@ class LowRank(Structure):
         total = float(dropped) + float(matrix.trace())
         share = float(dropped) / total if total > 0 else 0.0
         return Estimate(matrix, totals, {"dropped": dropped}, (f"rank {self.rank} drops {share:.2%} of the trace",))
+
+    def _by_products(self, problem: Problem, before: LowRankMatrix | None) -> Estimate:
+        product = CurvatureProduct(
+            problem, Products(problem.network, problem.batches, problem.progress), None, self.seed
+        )
+        rank = min(self.rank, product.size)
+        generator = torch.Generator(product.device).manual_seed(self.seed)
+
+        def matvec(v: Tensor) -> Tensor:
+            image = product.matvec(v).to(v.dtype)
+            return image if before is None else image + before.matvec(v)
+
+        if self.method == "nystrom":
+            like = torch.empty(0, product.size, dtype=product.dtype, device=product.device)
+            sketch = nystrom(matvec, like, min(rank + OVERSAMPLE, product.size), generator)
+            basis, values, how = sketch.basis[:rank], sketch.values[:rank], f"{sketch.products} products"
+        else:
+            block = min(rank, BLOCK)
+            start = torch.randn(block, product.size, generator=generator, dtype=product.dtype, device=product.device)
+            steps = 3 * -(-rank // block) + 10
+            pairs = largest_eigenpairs(matvec, start, rank, tolerance=1e-4, steps=steps, unconverged="accept")
+            basis, values = pairs.vectors, pairs.values.clamp(min=0)
+            worst = float(pairs.residuals.max() / values.max().clamp(min=1e-300))
+            how = f"{pairs.products} products, largest residual {worst:.1e} of the largest eigenvalue"
+        matrix = LowRankMatrix(basis, values, basis.new_zeros(product.size))
+        return Estimate(matrix, totals_of(problem), notes=(f"rank {len(values)} by {self.method}: {how}",))

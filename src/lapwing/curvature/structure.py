@@ -12,7 +12,7 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.problem import Problem, Totals
 from lapwing.errors import TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, Jacobian, Layout
-from lapwing.model import Block, Plan
+from lapwing.model import Block, Params, Plan
 
 
 class Accumulator(ABC):
@@ -65,6 +65,10 @@ class Structure(ABC):
     def passes(self) -> int:
         """How often the data is read."""
         return 1
+
+    def factor(self, factor: Factor | None) -> Factor | None:
+        """The factor to use for the one asked for; None leaves the choice to the number of output directions."""
+        return factor
 
     @property
     def name(self) -> str:
@@ -146,6 +150,7 @@ class Curvature:
     gradient: Tensor | None = None
     notes: tuple[str, ...] = ()
     state: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    params: Params | None = field(default=None, repr=False)  # the weights it was computed at
 
     @property
     def dispersion_power(self) -> int:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from lapwing.errors import BadData
 from lapwing.evaluation import metrics
+from lapwing.evaluation.curves import TemperatureCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["coverage", "ecdf", "entropies", "reliability", "uncertain_images"]
+__all__ = ["coverage", "ecdf", "entropies", "reliability", "temperature", "uncertain_images"]
 
 INK, MUTED, GRID = "#1f2328", "#6b7280", "#e5e7eb"
 INSIDE = "#2b6cb0"
@@ -142,6 +143,26 @@ def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -
             axes.plot(levels, shares, "o-", color=color, markersize=3.5, linewidth=1.4, label=name)
         axes.set(xlabel="nominal coverage", ylabel="observed coverage", xlim=(0, 1), ylim=(0, 1), aspect="equal")
         axes.legend(loc="upper left")
+        return figure
+
+
+def temperature(curve: TemperatureCurve) -> Figure:
+    """NLL, accuracy and entropy on test and other data against the temperature (Generalized Laplace, section 5)."""
+    panels: dict[str, dict[str, Tensor]] = {"NLL": {"test": curve.nll}}
+    if curve.accuracy is not None:
+        panels["accuracy"] = {"test": curve.accuracy}
+    panels["entropy"] = {"test": curve.entropy, **curve.outside}
+    if curve.auroc:
+        panels["AUROC of the entropy"] = dict(curve.auroc)
+    with _style():
+        figure, grid = _grid(len(panels))
+        for (name, lines), (axes,) in zip(panels.items(), grid):
+            for k, (label, values) in enumerate(lines.items()):
+                color = INSIDE if label == "test" else OUTSIDE[(k - ("test" in lines)) % len(OUTSIDE)]
+                axes.plot(_array(curve.temperatures), _array(values), "o-", color=color, markersize=3, label=label)
+            axes.set(title=name, xscale="log", xlabel="temperature T")
+            axes.grid(color=GRID, linewidth=0.7)
+            axes.legend(loc="best")
         return figure
 
 

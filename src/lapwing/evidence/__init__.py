@@ -2,28 +2,41 @@
 
 from lapwing.evidence.by_evidence import tune_evidence
 from lapwing.evidence.by_loo import tune_loo
-from lapwing.evidence.by_validation import tune_validation
+from lapwing.evidence.by_validation import nodes_for, tune_sweep, tune_validation
+from lapwing.evidence.candidates import Candidates, default_learn
 from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.scoring import Score, linked
-from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest, widest
+from lapwing.evidence.scoring import Score, check_logit_temperature, linked
+from lapwing.evidence.sweep import collect
+from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, resolve_rule, widest
+from lapwing.evidence.variational import tune_bound, variational_bound
 
 __all__ = [
+    "Candidates",
     "Comparison",
     "Groups",
     "Rule",
     "Score",
     "Setting",
+    "Trials",
     "Tuning",
+    "check_logit_temperature",
+    "collect",
     "compare",
+    "default_learn",
     "effective_parameters",
     "linked",
     "log_evidence",
     "lowest",
+    "nodes_for",
+    "resolve_rule",
     "stationarity",
+    "tune_bound",
     "tune_evidence",
     "tune_loo",
+    "tune_sweep",
     "tune_validation",
+    "variational_bound",
     "widest",
 ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
+from lapwing.evidence.by_probes import tune_probes
 from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.newton import Concave, Optimum, maximize
@@ -14,6 +15,7 @@ from lapwing.evidence.objective import CovarianceEvidence, Fit, SpectralEvidence
 from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal
+from lapwing.linalg.operator import Operator
 from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Tempered, resolve_temperature
 
@@ -38,8 +40,12 @@ def tune_evidence(
     `mean` is θ̂ (P,), `center` the prior mean, `start` the first precisions, () or (G,). The function is concave in
     (log τ, log φ) [MATH, Convexity], so Newton converges from any start to the only maximum, up to `tolerance` nats.
     A group whose maximum lies at infinity ends at a bound and a message says so. A group without curvature is left at
-    its start: the evidence says nothing about it. No data are read.
+    its start: the evidence says nothing about it. No data are read, but by matrix-free curvature (`tune_probes`).
     """
+    if isinstance(curvature.matrix, Operator):
+        return tune_probes(
+            curvature, likelihood, groups, mean=mean, start=start, center=center, temperature=temperature, learn=learn
+        )
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
         raise ValueError(

@@ -34,11 +34,13 @@ def tune_loo(
     start: float | Tensor = 1.0,
     center: float | Tensor = 0.0,
     temperature: float | Tensor | Tempered = 1.0,
+    logit_temperature: float = 1.0,
     learn: Sequence[str] = ("prior",),
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
     rule: Rule = lowest,
     memory: int = MEMORY,
+    split: float | None = None,
 ) -> Tuning:
     """Minimize −Σ log ∫ p(y_n|f) N(f; f₋ₙ, V₋ₙ) df over a grid, with the training data as `batches`.
 
@@ -65,12 +67,14 @@ def tune_loo(
         start=start,
         center=center,
         temperature=temperature,
+        logit_temperature=logit_temperature,
         learn=learn,
         grid=grid,
         score=score,
         rule=rule,
         steps=0,
         memory=memory,
+        split=split,
         method="loo",
         prepare=prepare,
     )
@@ -86,10 +90,10 @@ class Removal:
 
     root: Tensor
 
-    def __call__(self, covariance: Tensor, scale: float, part: slice) -> Tensor:
+    def __call__(self, covariance: Tensor, scale: float, part: slice | Tensor) -> Tensor:
         return self._without(covariance, scale, part)[0]
 
-    def _without(self, covariance: Tensor, scale: float, part: slice) -> tuple[Tensor, Tensor]:
+    def _without(self, covariance: Tensor, scale: float, part: slice | Tensor) -> tuple[Tensor, Tensor]:
         """V₋ₙ, and which data were clamped."""
         root = self.root[part].double()
         wide = covariance.double()

@@ -30,12 +30,15 @@ def tune_probes(
     learn: Sequence[str] = ("prior",),
     tolerance: float = 1e-3,
     iterations: int = 30,
+    samples: int | None = None,
 ) -> Tuning:
     """`tune_evidence` for matrix-free curvature: τ_g ← γ_g / ‖θ̂ − μ₀‖²_g with γ_g = Σ_{p∈g} (1 − τ_g Σ_pp).
 
     The effective numbers γ_g come from the solver's fixed probes, deflated by the sketch, so that the same noise enters
     every step and the iteration converges (MacKay 1992; for noise φ ← Σ r² / (N K − γ)). The mode θ̂ is held fixed, as
     everywhere. Stops when no logarithm moves by more than `tolerance`. Every step costs one block of solves over data.
+    `samples` takes γ_g = E Σ_{p∈g} z_p (cGz)_p over so many posterior samples z instead, with fixed noise: EM by
+    sample-then-optimize (Antorán et al. 2023), for a posterior that has no sketch to deflate by.
     """
     if not isinstance(curvature.matrix, Operator):
         raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
@@ -51,7 +54,7 @@ def tune_probes(
     first = Setting(tau.clone(), float(tempered.T), _dispersion(likelihood, learn))
     family, moved, step = likelihood, math.inf, 0
     while moved > tolerance and step < iterations:
-        gamma = _effective(curvature, groups, tau, family, tempered)
+        gamma = _effective(curvature, groups, tau, family, tempered, samples)
         moved, step = 0.0, step + 1
         if "prior" in learn:
             known = (gamma > 0) & (squares > 0)
@@ -92,10 +95,21 @@ def _precision(
 
 
 def _effective(
-    curvature: FittedCurvature, groups: Groups, tau: Tensor, likelihood: Likelihood, tempered: Tempered
+    curvature: FittedCurvature,
+    groups: Groups,
+    tau: Tensor,
+    likelihood: Likelihood,
+    tempered: Tempered,
+    samples: int | None,
 ) -> Tensor:
     """γ_g of every group, (G,)."""
-    return groups.total(_precision(curvature, groups, tau, likelihood, tempered).determined())
+    precision = _precision(curvature, groups, tau, likelihood, tempered)
+    if samples is None:
+        return groups.total(precision.determined())
+    generator = torch.Generator(precision.device).manual_seed(precision.solver.seed)
+    z = precision.sample(samples, generator).double()
+    image = precision._constants[0] * precision.product.matvec(z)
+    return groups.total((z * image).mean(0))
 
 
 def _noise(curvature: FittedCurvature, likelihood: Likelihood, gamma: float, tempered: Tempered) -> Likelihood:

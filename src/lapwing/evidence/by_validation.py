@@ -1,29 +1,33 @@
 """Prior, temperature and noise of the smallest NLL on held-out data: a grid and a descent from one pass."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.candidates import Candidates, box_of, check_learned, default_learn, noise_grid
+from lapwing.evidence.descent import descend, fit_logits
 from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import Score, baselines, best_dispersion, describe, linked
+from lapwing.evidence.scoring import (
+    Score,
+    baselines,
+    best_dispersion,
+    best_logit_temperature,
+    counted,
+    describe,
+    linked,
+)
 from lapwing.evidence.sweep import Batch, Sweep, collect
-from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest, with_dispersion
+from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, with_dispersion
 from lapwing.likelihoods import Gaussian, Likelihood
-from lapwing.linalg import PSD
+from lapwing.linalg import PSD, Kronecker
 from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Tempered, resolve_temperature
 
-LEARNABLE = ("prior", "temperature", "noise")
-GRID: Mapping[str, tuple[float, ...]] = {
-    "prior": tuple(10 ** (k / 2) for k in range(-6, 11)),
-    "temperature": tuple(10 ** (k / 2) for k in range(-2, 7)),
-}
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 MEMORY = 2 * 1024**3
 
@@ -37,12 +41,14 @@ def tune_validation(
     start: float | Tensor = 1.0,
     center: float | Tensor = 0.0,
     temperature: float | Tensor | Tempered = 1.0,
-    learn: Sequence[str] = ("prior", "temperature"),
+    logit_temperature: float = 1.0,
+    learn: Sequence[str] | None = None,
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
     rule: Rule = lowest,
     steps: int = 20,
     memory: int = MEMORY,
+    split: float | None = None,
 ) -> Tuning:
     """Minimize the NLL of held-out data over precisions (one per group), temperature and noise.
 
@@ -50,8 +56,10 @@ def tune_validation(
     (a common precision × temperatures × noise levels, as standard deviations) is scored afresh under the link that
     prediction will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network
     without a posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps
-    the value given by `start` (() or (G,)), `temperature` and `likelihood`.
+    the value given by `start` (() or (G,)), `temperature` and `likelihood`. Without `learn`: prior, temperature and,
+    for logits whose temperature scaling gains more than two standard errors, the logit temperature.
 
+    `split` = √n tunes Ritter's factored damping of Kronecker blocks instead of the exact sum (`factored_precision`).
     The covariances come from a rational approximation in τ/T whose relative error is bounded and reported.
     """
     return search(
@@ -62,12 +70,14 @@ def tune_validation(
         start=start,
         center=center,
         temperature=temperature,
+        logit_temperature=logit_temperature,
         learn=learn,
         grid=grid,
         score=score,
         rule=rule,
         steps=steps,
         memory=memory,
+        split=split,
         method="validation",
     )
 
@@ -81,32 +91,30 @@ def search(
     start: float | Tensor,
     center: float | Tensor,
     temperature: float | Tensor | Tempered,
-    learn: Sequence[str],
+    logit_temperature: float,
+    learn: Sequence[str] | None,
     grid: Mapping[str, Sequence[float]] | None,
     score: Score | None,
     rule: Rule,
     steps: int,
     memory: int,
+    split: float | None,
     method: str,
     prepare: Callable[[Sweep, Setting], Sweep] | None = None,
 ) -> Tuning:
     """The pass, the grid, the descent and the choice. `prepare` sees the pass and the setting that is now in force."""
-    learned = _learned(learn, grid, likelihood)
+    optional = learn is None and "logit_temperature" not in (grid or {})
+    learned = check_learned(default_learn(likelihood) if learn is None else learn, grid, likelihood)
     tempered = resolve_temperature(temperature)
     first = torch.as_tensor(start, dtype=torch.float64).detach().cpu().expand(groups.count)
     T = torch.as_tensor(tempered.T, dtype=torch.float64).item()
-    chosen = {**GRID, **(grid or {})}
-    taus = [torch.full_like(first, tau) for tau in chosen["prior"]] if "prior" in learned else [first]
-    heats = [float(t) for t in chosen["temperature"]] if "temperature" in learned else [T]
-    phi = likelihood.dispersion.item()
-    dispersions: list[float | None] = [None]
-    if "noise" in learned:
-        noises, batches = (grid["noise"], batches) if grid and "noise" in grid else _noise_grid(batches, likelihood)
-        dispersions = [float(s) ** 2 for s in noises]
-    phis = [phi if d is None else d for d in dispersions]
-    box = _box(taus, heats, phis, learned)
-    spanned = box if prepare is None else _box([*taus, first], [*heats, T], [*phis, phi], learned)
-    nodes = Nodes.spanning(*_span(spanned, curvature.dispersion_power, tempered.prior), _largest(curvature.matrix))
+    if "noise" in learned and not (grid and "noise" in grid):
+        noises, batches = noise_grid(batches, likelihood)
+        grid = {**(grid or {}), "noise": noises}
+    candidates = Candidates.of(learned, grid or {}, first, T, likelihood, logit_temperature, optional)
+    spanned = candidates.box if prepare is None else candidates.including(first, T, likelihood).box
+    span = _span(spanned, curvature.dispersion_power, tempered.prior)
+    nodes = Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
     sweep = collect(
         curvature.matrix,
         groups,
@@ -117,53 +125,60 @@ def search(
         tempers_prior=tempered.prior,
         score=score or linked(),
         memory=memory,
+        split=split,
     )
     sweep = sweep if prepare is None else prepare(sweep, Setting(first, T))
-    settings = [Setting(tau, t, d) for tau, t, d in itertools.product(taus, heats, dispersions)]
-    scores = [sweep.nll(setting) for setting in settings]
+    return tune_sweep(
+        sweep, groups, candidates, center=center, temperature=tempered, rule=rule, steps=steps, method=method
+    )
+
+
+def tune_sweep(
+    sweep: Sweep,
+    groups: Groups,
+    candidates: Candidates,
+    *,
+    center: float | Tensor = 0.0,
+    temperature: float | Tensor | Tempered = 1.0,
+    rule: Rule = lowest,
+    steps: int = 20,
+    method: str = "validation",
+) -> Tuning:
+    """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
+    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
+    candidates = candidates.settled(rivals)
+    learned = candidates.learned
+    settings = candidates.settings(sweep, rivals)
+    losses = [sweep.losses(setting) for setting in settings]
     iterations = 0
-    if steps and len(settings) > 1 and math.isfinite(min(scores)):
-        refined, iterations = _descend(sweep, settings[scores.index(min(scores))], box, learned, steps)
+    scores = [loss.mean().item() for loss in losses]
+    if steps and (len(settings) > 1 or "logit_temperature" in learned) and math.isfinite(min(scores)):
+        start = settings[scores.index(min(scores))]
+        refined, iterations = descend(sweep, start, candidates.box, learned, steps)
         settings.append(refined)
-        scores.append(sweep.nll(refined))
-    return _choose(sweep, groups, settings, scores, learned, rule, tempered, center, iterations, method)
+        losses.append(sweep.losses(refined))
+    for names in [learned, ()] if {"noise", "logit_temperature"} & {*learned} else [()]:
+        limit, loss = _limit(sweep, names, candidates.logit_temperature)
+        settings.append(limit)
+        losses.append(loss)
+    trials = Trials(tuple(settings), torch.stack(losses), rivals, len(settings) - 1)
+    return _choose(sweep, groups, trials, learned, rule, resolve_temperature(temperature), center, iterations, method)
 
 
-def _learned(
-    learn: Sequence[str], grid: Mapping[str, Sequence[float]] | None, likelihood: Likelihood
-) -> tuple[str, ...]:
-    unknown = [name for name in (*learn, *(grid or {})) if name not in LEARNABLE]
-    if unknown or not learn:
-        raise ValueError(f"held-out data can choose {', '.join(LEARNABLE)}, not {unknown or 'nothing'}")
-    idle = [name for name in (grid or {}) if name not in learn]
-    if idle:
-        raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
-    bad = [(name, v) for name, values in (grid or {}).items() for v in values if not (v > 0 and math.isfinite(v))]
-    if bad or any(len(values) == 0 for values in (grid or {}).values()):
-        raise ValueError(f"candidates must be positive, finite and at least one, got {bad or grid}")
-    if "noise" in learn and not isinstance(likelihood, Gaussian):
-        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
-    return tuple(learn)
-
-
-def _noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
-    """Standard deviations around that of the residuals of the first batch, and the batches, the first put back."""
-    assert isinstance(likelihood, Gaussian)
-    rest = iter(batches)
-    first = next(rest, None)
-    if first is None:
-        raise BadData("the validation data hold no batch")
-    fitted = math.sqrt(best_dispersion(first[0], first[1], likelihood))
-    return [fitted * 2 ** (k / 4) for k in range(-10, 5)], itertools.chain([first], rest)
-
-
-def _box(
-    taus: Sequence[Tensor], heats: Sequence[float], dispersions: Sequence[float], learned: Sequence[str]
-) -> dict[str, tuple[float, float]]:
-    """The range of each quantity: that of its candidates, and half a decade beyond for the descent where it moves."""
-    values = {"prior": torch.cat(list(taus)).tolist(), "temperature": heats, "noise": dispersions}
-    margin = {name: math.sqrt(10) if name in learned else 1.0 for name in values}
-    return {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
+def _limit(sweep: Sweep, learned: Sequence[str], logit_temperature: float) -> tuple[Setting, Tensor]:
+    """The network without a posterior, with what else is learned at its best, and its losses."""
+    f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
+    fitted = None
+    if "noise" in learned:
+        assert isinstance(likelihood, Gaussian)
+        fitted = best_dispersion(f, y, likelihood)
+        likelihood = with_dispersion(likelihood, fitted)
+    if "logit_temperature" in learned:
+        logit_temperature = best_logit_temperature(f, y, likelihood)
+    empty = torch.empty(0, dtype=torch.float64)
+    setting = Setting(empty, 1.0, fitted, deterministic=True, logit_temperature=logit_temperature)
+    losses = -likelihood.log_prob(f / logit_temperature, y).double().reshape(-1)
+    return setting, counted(f, y, likelihood, losses)
 
 
 def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: bool) -> tuple[float, float]:
@@ -171,6 +186,32 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
     least, most = (1.0, 1.0) if tempers_prior else box["temperature"]
     (low, high), (quiet, loud) = box["prior"], box["noise"]
     return low * quiet**power / most, high * loud**power / least
+
+
+def nodes_for(
+    curvature: FittedCurvature,
+    precision: Tensor,
+    temperatures: Sequence[float],
+    likelihood: Likelihood,
+    tempers_prior: bool,
+    split: float | None = None,
+) -> Nodes:
+    """Nodes that serve these precisions at these temperatures."""
+    box = box_of([precision], temperatures, [likelihood.dispersion.item()], ())
+    span = _span(box, curvature.dispersion_power, tempers_prior)
+    return Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
+
+
+def _largest_factor(matrix: PSD, split: float | None) -> float | None:
+    """A number that no eigenvalue of a damped Kronecker factor exceeds; None without damping."""
+    if split is None:
+        return None
+    found = 0.0
+    for block in blocks_of(matrix):
+        if isinstance(block, Kronecker):
+            left, right = (side.max().item() * math.sqrt(float(block.factor)) for side in block.eigenvalues)
+            found = max(found, left / split, right * split)
+    return found
 
 
 def _largest(matrix: PSD) -> float:
@@ -182,60 +223,10 @@ def _largest(matrix: PSD) -> float:
     return max(tops)
 
 
-def _descend(
-    sweep: Sweep, setting: Setting, box: Mapping[str, tuple[float, float]], learned: Sequence[str], steps: int
-) -> tuple[Setting, int]:
-    """L-BFGS on the total NLL in log τ, log T, log φ, each by a sigmoid inside its range, chunk by chunk over items."""
-    phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
-    start = {
-        "prior": setting.precision.double(),
-        "temperature": torch.tensor(setting.temperature, dtype=torch.float64),
-        "noise": torch.tensor(phi, dtype=torch.float64),
-    }
-    wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
-    moving = {name: torch.logit((start[name].log() - low) / (high - low)) for name, (low, high) in wide.items()}
-    moving = {name: z.requires_grad_() for name, z in moving.items()}
-    optimizer = torch.optim.LBFGS(  # tolerances in nats of the whole data set
-        list(moving.values()),
-        max_iter=steps,
-        max_eval=2 * steps,
-        tolerance_grad=1e-3,
-        tolerance_change=1e-3,
-        line_search_fn="strong_wolfe",
-    )
-
-    def values() -> tuple[Tensor, Tensor, Tensor]:
-        inside = {name: (low + (high - low) * moving[name].sigmoid()).exp() for name, (low, high) in wide.items()}
-        now = {**start, **inside}
-        return now["prior"], now["temperature"], now["noise"]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            tau, T, dispersion = values()
-            coefficients = sweep.coefficients(tau, T, dispersion)
-            leaf = coefficients.detach().requires_grad_()
-            noise = dispersion.detach().requires_grad_("noise" in moving)
-            total = torch.zeros((), dtype=torch.float64)
-            for part in sweep.parts(leaf, noise, (T / dispersion).item()):
-                part.backward()
-                total += part.detach().cpu()
-            pulled = [(coefficients, leaf.grad), (dispersion, noise.grad)]
-            roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
-            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
-        return total
-
-    optimizer.step(closure)
-    count = int(optimizer.state[next(iter(moving.values()))].get("n_iter", 0))
-    tau, T, dispersion = (value.detach() for value in values())
-    return Setting(tau, T.item(), dispersion.item() if "noise" in moving else setting.dispersion), count
-
-
 def _choose(
     sweep: Sweep,
     groups: Groups,
-    settings: list[Setting],
-    scores: list[float],
+    trials: Trials,
     learned: Sequence[str],
     rule: Rule,
     tempered: Tempered,
@@ -243,56 +234,66 @@ def _choose(
     iterations: int,
     method: str,
 ) -> Tuning:
-    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in learned)
-    fitted = None
-    if "noise" in learned:
-        assert isinstance(sweep.likelihood, Gaussian)
-        fitted = best_dispersion(sweep.f, sweep.y, sweep.likelihood)
-    settings.append(Setting(torch.empty(0, dtype=torch.float64), 1.0, fitted, deterministic=True))
-    scores.append(rivals.get("MAP, noise fitted", rivals["MAP"]))
-    table = torch.tensor(scores, dtype=torch.float64)
-    best = rule(settings, table, rivals)
-    setting = settings[best]
+    best = rule(trials)
+    setting = trials.settings[best]
+    if "logit_temperature" in learned and not setting.deterministic:
+        trials = _polished(sweep, trials, best)
+        best = len(trials.settings) - 1
+        setting = trials.settings[best]
     precision = torch.full((groups.count,), DETERMINISTIC).double() if setting.deterministic else setting.precision
     T = tempered.T if setting.deterministic else setting.temperature
     likelihood = sweep.likelihood
     return Tuning(
         method,
-        tuple(settings),
-        table,
+        trials.settings,
+        trials.scores,
         best,
         groups.prior(precision, center),
         Tempered(T, tempered.prior),
         likelihood if setting.dispersion is None else with_dispersion(likelihood, setting.dispersion),
         iterations,
-        baselines=rivals,
-        messages=_messages(sweep, settings, table, best, rivals, learned),
+        baselines={name: losses.mean().item() for name, losses in trials.baselines.items()},
+        messages=_messages(sweep, trials, best, learned),
+        logit_temperature=setting.logit_temperature,
     )
 
 
-def _messages(
-    sweep: Sweep,
-    settings: Sequence[Setting],
-    scores: Tensor,
-    best: int,
-    rivals: Mapping[str, float],
-    learned: Sequence[str],
-) -> tuple[str, ...]:
+def _polished(sweep: Sweep, trials: Trials, best: int) -> Trials:
+    """The chosen setting once more, its logit temperature fitted to all data instead of a few."""
+    fitted = fit_logits(sweep, trials.settings[best])
+    losses = sweep.losses(fitted)
+    if losses.mean() > trials.losses[best].mean():
+        fitted, losses = trials.settings[best], trials.losses[best]
+    return replace(trials, settings=(*trials.settings, fitted), losses=torch.cat([trials.losses, losses[None]]))
+
+
+def _messages(sweep: Sweep, trials: Trials, best: int, learned: Sequence[str]) -> tuple[str, ...]:
+    settings, scores = trials.settings, trials.scores
     setting = settings[best]
+    posteriors = [k for k, s in enumerate(settings) if not s.deterministic]
+    top = lowest(trials)
     messages = []
     if setting.deterministic:
-        others = torch.cat([scores[:best], scores[best + 1 :]])
         messages.append(
             f"no posterior beat the network without one (NLL {scores[best]:.5g}, best posterior "
-            f"{others.min():.5g}): the prior is now so narrow that predictions are the network's own"
+            f"{scores[posteriors].min():.5g}): the prior is now so narrow that predictions are the network's own"
         )
-    elif "prior" in learned:
-        tried = [s.narrow for s in settings if not s.deterministic]
+    gain, error = trials.gain(top)
+    if gain <= 2 * error:
+        messages.append(f"nothing is measurably better than the network as it is (gain {gain:.2g} ± {error:.2g})")
+    if not setting.deterministic and "prior" in learned and scores[best] <= scores[top]:
+        tried = [settings[k].narrow for k in posteriors]
         if len(set(tried)) > 2 and not min(tried) * 1.001 < setting.narrow < max(tried) * 0.999:
             messages.append(f"the chosen precision {setting.narrow:.3g} is at the edge of the grid: pass a wider one")
-    used = torch.cat([sweep.rho(s) for s in settings if not s.deterministic])
+    if scores[best] > scores[top]:
+        mean, error = (value[best].item() for value in trials.excess(trials.losses[top]))
+        messages.append(
+            f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the chosen setting has {mean:.2g} ± {error:.2g} "
+            "more per item"
+        )
+    used = torch.cat([sweep.rho(settings[k]) for k in posteriors])
     messages.append(
         f"{len(settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
-        f"{sweep.nodes.error(used):.1g}; {describe(rivals)}"
+        f"{sweep.nodes.error(used):.1g}; {describe({n: v.mean().item() for n, v in trials.baselines.items()})}"
     )
     return tuple(messages)

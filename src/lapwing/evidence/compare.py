@@ -12,10 +12,11 @@ from lapwing.curvature import Curvature, Kron
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.evidence import effective_parameters
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import pack
+from lapwing.linalg import PSD, pack
+from lapwing.linalg.operator import Operator
 from lapwing.model import Network, Params
 from lapwing.model.batches import Batches
-from lapwing.posterior import Prior, Tempered
+from lapwing.posterior import Posterior, Prior, Tempered
 from lapwing.predictive import Prediction
 
 NAT = 1.0  # a difference below one nat is never evidence
@@ -36,6 +37,8 @@ class Fitted(Protocol):
     def prior(self) -> Prior: ...
     @property
     def temperature(self) -> Tempered: ...
+    @property
+    def posterior(self) -> Posterior: ...
     def log_evidence(self, at: str = "map") -> Tensor: ...
     def predict(self, x: Any) -> Prediction: ...
 
@@ -44,7 +47,9 @@ class Fitted(Protocol):
 class Candidate:
     """One row: the log evidence and by how much it is known to be uncertain, in nats; sizes; held-out NLL and its cost.
 
-    `shift` is what the log evidence would gain at the mode of the linearized model, None where that is not known.
+    `shift` is what the log evidence would gain at the mode of the linearized model, None where that is not known;
+    `error` the standard error of a log-determinant that is estimated from probes (matrix-free), else 0; `megabytes` is
+    None where the curvature is kept as products with the data.
     """
 
     structure: str
@@ -53,14 +58,15 @@ class Candidate:
     log_evidence: float
     shift: float | None
     n_data: float
-    megabytes: float
+    megabytes: float | None
     nll: float | None = None
     milliseconds: float | None = None
+    error: float = 0.0
 
     @property
     def uncertainty(self) -> float:
-        """By how much the evidence may be off, as far as this is known: at least a nat, and the shift."""
-        return NAT + (self.shift or 0.0)
+        """By how much the evidence may be off, as far as this is known: at least a nat, the shift, two errors."""
+        return NAT + (self.shift or 0.0) + 2 * self.error
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +89,7 @@ class Comparison:
             evidence = [f"{c.log_evidence:.1f}", f"{c.log_evidence / c.n_data:.4f}"]
             held = ["–" if c.nll is None else f"{c.nll:.4f}"]
             held += ["–" if c.milliseconds is None else f"{c.milliseconds:.2f}"]
-            sizes = [f"{c.parameters:,}", f"{c.effective:.1f}", f"{c.megabytes:.2f}"]
+            sizes = [f"{c.parameters:,}", f"{c.effective:.1f}", "–" if c.megabytes is None else f"{c.megabytes:.2f}"]
             lines.append([name, c.structure, *evidence, *sizes, *held])
         widths = [max(len(line[k]) for line in lines) for k in range(len(heads))]
         rows = ["  ".join(cell.ljust(w) if k < 2 else cell.rjust(w) for k, (cell, w) in enumerate(zip(line, widths)))
@@ -120,12 +126,19 @@ def _candidate(model: Fitted, data: Any) -> Candidate:
     params = model.params
     prior = model.prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
     effective = effective_parameters(model.curvature, prior, model.likelihood, temperature=model.temperature)
-    tensors, _ = pack(model.curvature.matrix)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
     nll, cost = (None, None) if data is None else _held_out(model, data)
-    n = model.curvature.n_data
-    name = model.curvature.structure.name
-    return Candidate(name, params.size, effective, value, shift, n, size, nll, cost)
+    curvature, precision = model.curvature, model.posterior.precision
+    error = 0.5 * float(precision.ratio_estimate().error) if isinstance(precision, Operator) else 0.0
+    size = _megabytes(curvature.matrix)
+    name = curvature.structure.name
+    return Candidate(name, params.size, effective, value, shift, curvature.n_data, size, nll, cost, error)
+
+
+def _megabytes(matrix: PSD) -> float | None:
+    if isinstance(matrix, Operator):
+        return None
+    tensors, _ = pack(matrix)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
 
 
 def _held_out(model: Fitted, data: Any) -> tuple[float, float]:

@@ -1,14 +1,15 @@
 """The log evidence log p(D|M) of the Laplace approximation, and what follows from it."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD
-from lapwing.posterior import Tempered, resolve_temperature
+from lapwing.model import Params
+from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
 
 ResolvedPrior = tuple[Tensor, PSD]
 """μ₀ (P,) and Π, as `Prior.resolve` gives them."""
@@ -29,27 +30,32 @@ class FittedCurvature(Protocol):
 
 def log_evidence(
     curvature: FittedCurvature,
-    prior: ResolvedPrior,
-    likelihood: Likelihood,
+    prior: Any,
+    likelihood: str | Likelihood,
     *,
-    mean: Tensor,
+    mean: Tensor | None = None,
     temperature: float | Tensor | Tempered = 1.0,
     at: str = "map",
 ) -> Tensor:
     """T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀) − ½[log|T/φ·H + Π| − log|Π|], a float64 scalar.
 
-    `mean` is θ̂ (P,). Differentiable in prior precisions, prior mean, noise and temperature; exact for a
-    linear-Gaussian model at its mode. Away from the mode `at="linear-mode"` adds ½gᵀΣg, g the gradient of the log joint
-    at θ̂: the value at the mode of the linearized model, exact for a linear-Gaussian model at any θ̂.
+    `prior` is what `lapwing.fit` takes (a scalar, a dict, a tensor, a `Prior`) or its mean and precision matrix; `mean`
+    is θ̂ (P,), by default the weights that the curvature was computed at. Differentiable in prior precisions, prior
+    mean, noise and temperature; exact for a linear-Gaussian model at its mode. Away from the mode `at="linear-mode"`
+    adds ½gᵀΣg, g the gradient of the log joint at θ̂: the value at the mode of the linearized model, exact for a
+    linear-Gaussian model at any θ̂.
 
     Diagonal, block-diagonal and EKFAC curvature give lower bounds of the full GGN's evidence; KFAC does not. At T ≠ 1
     this is the evidence of the tempered likelihood p(D|θ)^T, which cannot choose T. `Tempered(T, prior=True)` has the
     prior N(μ₀, (TΠ)⁻¹).
+
+        lapwing.log_evidence(la.curvature, 1.0, la.likelihood)
     """
     if at not in ("map", "linear-mode"):
         raise ValueError(f"at={at!r}: use 'map' (θ̂ as it is) or 'linear-mode' (the mode of the linearized model)")
-    tempered = resolve_temperature(temperature)
-    center, precision = prior
+    tempered, likelihood = resolve_temperature(temperature), resolve_likelihood(likelihood)
+    center, precision = prior if _is_resolved(prior) else _resolved(curvature, prior)
+    mean = _weights(curvature).flat if mean is None else mean
     precision = precision.scale(tempered.prior_scale)
     scale = tempered.likelihood_scale(likelihood.dispersion, curvature.dispersion_power)
     fit = tempered.T * likelihood.log_likelihood(curvature.statistics)
@@ -60,6 +66,22 @@ def log_evidence(
     if at == "map":
         return value
     return value + _gain(curvature, scale, precision, offset, tempered, likelihood)
+
+
+def _is_resolved(prior: Any) -> bool:
+    return isinstance(prior, tuple) and len(prior) == 2 and isinstance(prior[1], PSD)
+
+
+def _weights(curvature: FittedCurvature) -> Params:
+    params: Params | None = getattr(curvature, "params", None)
+    if params is None:
+        raise UnsupportedOperation("this curvature does not know the weights it was computed at: pass mean=")
+    return params
+
+
+def _resolved(curvature: FittedCurvature, prior: Any) -> ResolvedPrior:
+    params = _weights(curvature)
+    return resolve_prior(prior).resolve(params.names, params.sizes, torch.float64, params.device, index=params.index)
 
 
 def stationarity(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.tuning import with_dispersion
 from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Likelihood
 from lapwing.predictive import GaussianFunction, predict_targets
@@ -14,6 +15,8 @@ from lapwing.predictive.fixed import base_points
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 
+LOGITS = (Categorical, Bernoulli, BradleyTerry)
+SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
 JITTER = 1e-6  # of the mean variance: the covariance of f may be singular
 
 
@@ -33,9 +36,7 @@ def linked(link: str = "auto", samples: int = 256) -> Score:
 def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Categorical, samples: int) -> Tensor:
     """log (1/S) Σ_s softmax(f_s)_y over fixed base points, classes first so that the sums run over whole vectors."""
     base = base_points(samples, mean.shape[-1], mean)  # (S, C)
-    ridge = JITTER * covariance.detach().diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(mean.dtype).tiny
-    eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
-    root = torch.linalg.cholesky(covariance + ridge[:, None, None] * eye)
+    root = contrast_root(covariance)
     spread = (root.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
     f = mean.T[:, :, None] + spread  # (C, N, S)
     mask = likelihood.mask(mean, y)
@@ -45,25 +46,59 @@ def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Cate
     return value if mask is None else torch.where(mask, value, 0.0)
 
 
-def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, float]:
-    """Mean NLL per item of the network without a posterior, and of its usual repair on the same data.
+def contrast_root(covariance: Tensor) -> Tensor:
+    """L (N, C, C) with L Lᵀ = the covariance of f minus its average over the classes, which the softmax does not see.
+
+    No data determine that average: under a wide prior its variance is so much larger than all others that rounding
+    alone may leave the whole matrix indefinite. In float64, with a ridge at the level of that rounding, raised where it
+    was more.
+    """
+    wide = covariance.double()
+    rows = wide.mean(-1, keepdim=True)
+    inner = wide - rows - rows.mT + rows.mean(-2, keepdim=True)
+    level = inner.detach().diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=0)
+    noise = 0.5 * wide.shape[-1] * torch.finfo(covariance.dtype).eps
+    rounding = noise * wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
+    ridge = JITTER * level + rounding + torch.finfo(covariance.dtype).tiny
+    eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
+    root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
+    for _ in range(3):
+        if not bool(failed.any()):
+            break
+        ridge = torch.where(failed > 0, 10 * ridge, ridge)
+        root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
+    return root.to(covariance.dtype)
+
+
+def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
+    """A positive number, for likelihoods whose outputs are logits."""
+    if not isinstance(likelihood, LOGITS):
+        raise UnsupportedOperation(
+            f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
+            "Bernoulli and BradleyTerry"
+        )
+    if not (value > 0 and math.isfinite(value)):
+        raise BadData(f"logit_temperature must be positive and finite, got {value}")
+    return float(value)
+
+
+def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, Tensor]:
+    """−log p of each item by the network without a posterior, and by its usual repair on the same data.
 
     Logits: temperature scaling. A Gaussian whose noise may change: the noise that fits the residuals.
     """
-    count = items(f, y, likelihood)
-    found = {"MAP": -likelihood.log_prob(f, y).double().sum().item() / count}
-    if isinstance(likelihood, Categorical | Bernoulli | BradleyTerry):
-        found["temperature scaling"] = scaled_nll(f, y, likelihood) / count
+    rivals = {"MAP": (f, likelihood)}
+    if isinstance(likelihood, LOGITS):
+        rivals[SCALING] = (f / best_logit_temperature(f, y, likelihood), likelihood)
     elif isinstance(likelihood, Gaussian) and noise:
-        fitted = with_dispersion(likelihood, best_dispersion(f, y, likelihood))
-        found["MAP, noise fitted"] = -fitted.log_prob(f, y).double().sum().item() / count
-    return found
+        rivals[REFITTED] = (f, with_dispersion(likelihood, best_dispersion(f, y, likelihood)))
+    return {name: counted(f, y, law, -law.log_prob(g, y).double().reshape(-1)) for name, (g, law) in rivals.items()}
 
 
-def items(f: Tensor, y: Tensor, likelihood: Likelihood) -> int:
-    """How many targets count."""
+def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Tensor:
+    """Those of the items' losses whose targets count."""
     mask = likelihood.mask(f, y)
-    return max(1, f[..., 0].numel() if mask is None else int(mask.sum()))
+    return losses if mask is None else losses[mask.reshape(-1)]
 
 
 def best_dispersion(f: Tensor, y: Tensor, likelihood: Gaussian) -> float:
@@ -73,8 +108,11 @@ def best_dispersion(f: Tensor, y: Tensor, likelihood: Gaussian) -> float:
     return max(ratio, 1e-24) * likelihood.dispersion.item()
 
 
-def scaled_nll(f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0) -> float:
-    """min_s Σ −log p(y | s·f), s between 1/limit and limit; convex in s, so Newton with bisection as its guard."""
+def best_logit_temperature(f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0) -> float:
+    """1/s with the smallest Σ −log p(y | s·f), s between 1/limit and limit.
+
+    Convex in s, so Newton with bisection as its guard.
+    """
     f = f.double()
     low, high = 1 / limit, limit
     s = 1.0
@@ -90,9 +128,9 @@ def scaled_nll(f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.
         if abs(new - s) <= 1e-9 * s:
             break
         s = new
-    return value.item()
+    return 1 / s
 
 
 def describe(scores: Mapping[str, float]) -> str:
-    """"MAP 0.3, temperature scaling 0.2"."""
+    """Names and values in a line, as in: MAP 0.3, temperature scaling 0.2."""
     return ", ".join(f"{name} {value:.5g}" for name, value in scores.items())

@@ -1,7 +1,7 @@
 """What one pass over held-out data keeps, so that every prior, temperature and noise can be scored without another."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from torch import Tensor
 from lapwing.errors import BadData, IncompatiblePrior, TooLarge
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import Score, items
+from lapwing.evidence.scoring import Score, counted
 from lapwing.evidence.tuning import Setting, with_dispersion
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Rows
+from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker, Rows
 from lapwing.linalg.shifts import block_rows, blocks_of, shifted_products
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
-Adjust = Callable[[Tensor, float, slice], Tensor]
+Adjust = Callable[[Tensor, float, slice | Tensor], Tensor]
 """(covariance (items, C, C), T/φ, which items) -> the covariance that is scored."""
 Batch = tuple[Tensor, Tensor, Rows]
 """f (B, *event, C), canonical targets, and rows (B, *event·C flattened) of ∂f/∂θ."""
@@ -35,11 +35,6 @@ class Sweep:
     tempers_prior: bool
     score: Score
     adjust: Adjust | None = None
-
-    @property
-    def items(self) -> int:
-        """How many targets count."""
-        return items(self.f, self.y, self.likelihood)
 
     def _rho(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> tuple[Tensor, Tensor]:
         """c = T/φ^k and ρ = τ/c of each group."""
@@ -63,17 +58,32 @@ class Sweep:
         flat = coefficients.to(grams).reshape(-1) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
         return unpack_symmetric(flat.reshape(grams.shape[2:]), self.f.shape[-1])
 
+    def losses(self, setting: Setting) -> Tensor:
+        """−log p(y) of each item that counts under a setting, float64."""
+        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+        T, dispersion, logits = torch.tensor([setting.temperature, phi, setting.logit_temperature]).double()
+        with torch.no_grad():
+            coefficients = self.coefficients(setting.precision.double(), T, dispersion)
+            every = torch.cat(list(self.parts(coefficients, dispersion, (T / dispersion).item(), logits)))
+        return counted(self.f, self.y, self.likelihood, every)
+
     def nll(self, setting: Setting) -> float:
         """The mean NLL per item under a setting."""
-        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
-        scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)
-        with torch.no_grad():
-            coefficients = self.coefficients(setting.precision.double(), scalars[0], scalars[1])
-            parts = self.parts(coefficients, scalars[1], setting.temperature / phi)
-            return sum(part.item() for part in parts) / self.items
+        return self.losses(setting).mean().item()
 
-    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: float) -> Iterator[Tensor]:
-        """Σ −log p(y) over chunks of items; scale is T/φ."""
+    def subset(self, size: int) -> "Sweep":
+        """About `size` data, evenly spread."""
+        keep = torch.arange(0, len(self.f), max(1, len(self.f) // size))
+        places = self.f[0, ..., 0].numel()
+        index = (places * keep[:, None] + torch.arange(places)).reshape(-1)
+        adjust = self.adjust
+        if adjust is not None:
+            inner = adjust
+            adjust = lambda covariance, scale, part: inner(covariance, scale, index[part])  # noqa: E731
+        return replace(self, f=self.f[keep], y=self.y[keep], grams=self.grams[:, :, index], adjust=adjust)
+
+    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: float, logits: Tensor) -> Iterator[Tensor]:
+        """−log p(y) of chunks of items; scale is T/φ, and logits are divided by `logits`."""
         likelihood = self.likelihood
         if dispersion.requires_grad or dispersion.item() != likelihood.dispersion.item():
             likelihood = with_dispersion(likelihood, dispersion)
@@ -84,7 +94,10 @@ class Sweep:
             covariance = self.covariance(coefficients, part.start, part.stop)
             if self.adjust is not None:
                 covariance = self.adjust(covariance, scale, part)
-            yield -self.score(f[part], covariance, y[part], likelihood).double().sum()
+            mean = f[part]
+            if logits.requires_grad or logits.item() != 1.0:
+                mean, covariance = mean / logits.to(mean), covariance / logits.to(mean).square()
+            yield -self.score(mean, covariance, y[part], likelihood).double()
 
     @property
     def flat(self) -> tuple[Tensor, Tensor]:
@@ -104,14 +117,15 @@ def collect(
     tempers_prior: bool,
     score: Score,
     memory: int,
+    split: float | None = None,
 ) -> Sweep:
-    """Read the data once."""
+    """Read the data once. `split`: of Ritter's factored damping of Kronecker blocks, None for exact sums."""
     outputs: list[Tensor] = []
     targets: list[Tensor] = []
     grams: list[Tensor] = []
     used = 0
     for f, y, rows in batches:
-        part = _grams(matrix, groups, rows, nodes, f)
+        part = _grams(matrix, groups, rows, nodes, f, split)
         used += part.numel() * part.element_size()
         if 2 * used > memory:
             read = sum(len(part) for part in outputs) + len(f)
@@ -130,7 +144,7 @@ def collect(
     )
 
 
-def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor) -> Tensor:
+def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor, split: float | None = None) -> Tensor:
     """(G, m, B·event, C(C+1)/2) of one batch."""
     classes = f.shape[-1]
     places = f[0, ..., 0].numel()
@@ -143,7 +157,11 @@ def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor) -> 
     total = f.new_zeros(groups.count, len(shifts), rows.n * places, len(low))
     with torch.no_grad():
         for block, part, group in _blocks(matrix, groups, rows):
-            products = shifted_products(block, part, shifts, pairs)  # (m, n, event·C(C+1)/2)
+            if split is None or not isinstance(block, Kronecker):
+                products = shifted_products(block, part, shifts, pairs)  # (m, n, event·C(C+1)/2)
+            else:
+                damped = (block.damped(1.0, rho, split=split).quadratic(part) for rho in shifts)
+                products = torch.stack([gram[:, pairs[0], pairs[1]] for gram in damped])
             total[group] += products.reshape(len(shifts), -1, len(low)).to(total)
     return total
 
@@ -156,9 +174,12 @@ def _blocks(matrix: PSD, groups: Groups, rows: Rows) -> Iterator[tuple[PSD, Rows
     parts = matrix.layout.gather(groups.index) if isinstance(matrix, BlockDiagonal) else (groups.index,)
     for block, index, part in zip(blocks_of(matrix), parts, block_rows(matrix, rows), strict=True):
         if bool((index != index[0]).any()):
+            each = (
+                "prior='layerwise', with" if isinstance(block, Diagonal) else "structure='diag', 'kron' or 'ekfac' with"
+            )
             raise IncompatiblePrior(
                 f"held-out tuning needs one precision per block of the curvature, and a {type(block).__name__} block "
-                "spans several. Use prior='scalar', or structure 'diag', 'blockdiag', 'kron' or 'ekfac'"
+                f"spans several. Use prior='scalar', {each} one precision a layer, or method='evidence'"
             )
         yield block, part, int(index[0])
 

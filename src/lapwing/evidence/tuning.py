@@ -1,11 +1,13 @@
 """What tuning tried and what it scored."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.posterior import Prior, Tempered
 
@@ -14,13 +16,15 @@ from lapwing.posterior import Prior, Tempered
 class Setting:
     """One candidate: a precision per group (G,), a temperature and, where it is free, the dispersion φ (σ²).
 
-    `deterministic` is the limit τ → ∞: the network without a posterior; its precision is empty.
+    `logit_temperature` divides the logits before the link. `deterministic` is the limit τ → ∞: the network without a
+    posterior (with a logit temperature: temperature scaling); its precision is empty.
     """
 
     precision: Tensor
     temperature: float = 1.0
     dispersion: float | None = None
     deterministic: bool = False
+    logit_temperature: float = 1.0
 
     @property
     def narrow(self) -> float:
@@ -36,12 +40,41 @@ class Setting:
             low, high = self.precision.min().item(), self.precision.max().item()
             parts = [f"prior {low:.3g} … {high:.3g} ({len(self.precision)} values)"]
         parts += [f"T {self.temperature:.4g}"] if self.temperature != 1.0 else []
+        parts += [f"logits / {self.logit_temperature:.4g}"] if self.logit_temperature != 1.0 else []
         parts += [f"noise {self.dispersion**0.5:.4g}"] if self.dispersion is not None else []
         return ", ".join(parts)
 
 
-Rule = Callable[[Sequence[Setting], Tensor, Mapping[str, float]], int]
-"""Picks one of the settings from their scores (lower is better) and the scores of the baselines."""
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """Settings with the loss of each on every held-out item (S, N), and those of the baselines (N,).
+
+    `home` is the index of the network as it is: without a posterior, nothing learned.
+    """
+
+    settings: tuple[Setting, ...]
+    losses: Tensor
+    baselines: Mapping[str, Tensor]
+    home: int
+
+    @property
+    def scores(self) -> Tensor:
+        """The mean loss of each setting, (S,); infinite where it is not a number."""
+        return self.losses.double().mean(1).nan_to_num(float("inf"), float("inf"))
+
+    def excess(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """By how much each setting exceeds other losses (N,), item by item: the mean and its standard error, (S,)."""
+        difference = self.losses.double() - losses.double()
+        return difference.mean(1), difference.std(1, correction=0) / max(1, difference.shape[1]) ** 0.5
+
+    def gain(self, setting: int) -> tuple[float, float]:
+        """By how much a setting improves on the network as it is, with its standard error."""
+        mean, error = self.excess(self.losses[self.home])
+        return -mean[setting].item(), error[setting].item()
+
+
+Rule = Callable[[Trials], int]
+"""Picks one of the settings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +82,8 @@ class Tuning:
     """The result of `tune`: every setting tried, its score, and the one chosen.
 
     Scores are negative log-likelihoods per held-out datum for `method="validation"` and `"loo"`, and minus the log
-    evidence for `"evidence"`: lower is better throughout. `prior`, `temperature` and `likelihood` are what the chosen
-    setting means for a `Laplace` object.
+    evidence for `"evidence"`: lower is better throughout. `prior`, `temperature`, `likelihood` and `logit_temperature`
+    (None: as it was) are what the chosen setting means for a `Laplace` object.
     """
 
     method: str
@@ -64,6 +97,7 @@ class Tuning:
     converged: bool = True
     baselines: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[str, ...] = ()
+    logit_temperature: float | None = None
 
     @property
     def setting(self) -> Setting:
@@ -93,26 +127,42 @@ class Tuning:
         return "\n".join([*lines, *self.messages])
 
 
-def lowest(settings: Sequence[Setting], scores: Tensor, baselines: Mapping[str, float]) -> int:
+def lowest(trials: Trials) -> int:
     """The setting with the lowest score."""
-    return int(scores.nan_to_num(float("inf")).argmin())
+    return int(trials.scores.argmin())
 
 
-def widest(slack: float = 0.0) -> Rule:
-    """The smallest prior precision among settings that score no worse than every baseline (plus `slack`).
+def widest(margin: float = 0.002, errors: float = 1.0, sure: float = 2.0) -> Rule:
+    """The smallest prior precision among settings that are shown not to be worse than the best, up to `margin` nats.
 
-    Wide where there are no data, and still not above the MAP's or temperature scaling's NLL. Where no setting reaches
-    the baselines, the lowest score.
+    The best is the setting of the lowest score, if it is better than the network as it is by more than `sure` standard
+    errors; otherwise that network. Shown: mean plus `errors` standard errors of the difference in loss, item by item,
+    is at most `margin`: a test of non-inferiority, which few data do not pass. All these settings are as good where
+    there are data; the widest claims least where there are none. Among equally wide ones the lowest score decides.
     """
 
-    def rule(settings: Sequence[Setting], scores: Tensor, baselines: Mapping[str, float]) -> int:
-        bar = min(baselines.values(), default=float("-inf")) + slack
-        good = [k for k, score in enumerate(scores.tolist()) if score <= bar and not settings[k].deterministic]
-        if not good:
-            return lowest(settings, scores, baselines)
-        return min(good, key=lambda k: (settings[k].narrow, scores[k].item()))
+    def rule(trials: Trials) -> int:
+        best = lowest(trials)
+        gain, error = trials.gain(best)
+        best = best if gain > sure * error else trials.home
+        mean, errs = trials.excess(trials.losses[best])
+        scores = trials.scores.tolist()
+        good = [k for k in (mean + errors * errs <= margin).nonzero()[:, 0].tolist() if math.isfinite(scores[k])]
+        return min(good or [best], key=lambda k: (trials.settings[k].narrow, scores[k]))
 
     return rule
+
+
+RULES: Mapping[str, Rule] = {"lowest": lowest, "widest": widest()}
+
+
+def resolve_rule(rule: str | Rule) -> Rule:
+    """What the front door accepts as `rule=`."""
+    if callable(rule):
+        return rule
+    if rule not in RULES:
+        raise UnsupportedOperation(f"rule is {', '.join(map(repr, RULES))} or a function of `Trials`, got {rule!r}")
+    return RULES[rule]
 
 
 def with_dispersion(likelihood: Likelihood, dispersion: float | Tensor) -> Likelihood:

@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from lapwing.curvature import (
     Diag,
     Factor,
+    Problem,
     Structure,
     available_memory,
     estimate_curvature,
@@ -74,6 +75,8 @@ def fit(
     family = resolve_likelihood(likelihood)
     chosen = resolve_structure(structure)
     directions = resolve_factor(factor)
+    if chosen is not None:
+        directions = chosen.factor(directions)
     belief, tempered = resolve_prior(prior), resolve_temperature(temperature)
     if n_data is not None and not (n_data > 0 and math.isfinite(n_data)):
         raise BadData(f"n_data must be positive and finite, got {n_data}")
@@ -100,11 +103,17 @@ def fit(
 
 @outside_inference
 def load(
-    path: str | Path, model: nn.Module, *, data: Any = None, likelihood: str | Likelihood | None = None
+    path: str | Path,
+    model: nn.Module,
+    *,
+    data: Any = None,
+    likelihood: str | Likelihood | None = None,
+    split: Callable[[Any], tuple] | None = None,
 ) -> Laplace:
     """Read a posterior that `la.save(path)` wrote, for the same model with the same weights.
 
-    `likelihood` is needed for a likelihood of your own. `data` is for posteriors that keep no matrix.
+    `likelihood` is needed for a likelihood of your own. `data` (and `split`) is for structure="matrixfree", which keeps
+    no matrix but products with the data of the fit: pass the same.
 
         la = lapwing.load("model.lapwing", model)
     """
@@ -114,15 +123,28 @@ def load(
     params = restore_params(tensors, header, module)
     given = None if likelihood is None else resolve_likelihood(likelihood)
     family = likelihood_from_spec(header["likelihood"], given)
+    network = Network(module, params, family.outputs)
+
+    def posed(factor: Factor) -> Problem:
+        if data is None:
+            raise BadData(
+                f"{path.name!r} holds a matrix-free posterior, whose matrix is in its products with the data: "
+                "load(path, model, data=train_loader) with the data of the fit"
+            )
+        batches = Batches(data, module, params.device, split)
+        batches.require_reiterable("structure='matrixfree'")
+        return pose(network, batches, family, factor, memory=header["memory"])
+
     return Laplace(
-        Network(module, params, family.outputs),
-        restore_curvature(tensors, header, params.device),
+        network,
+        replace(restore_curvature(tensors, header, params.device, posed), params=params),
         family,
         restore_prior(tensors, header, params.device),
         restore_temperature(header),
-        Options(header["memory"], scalar=header["scalar"]),
+        Options(header["memory"], split, scalar=header["scalar"]),
         damped=header["damped"],
         repair=header["repair"],
+        logit_temperature=header.get("logit_temperature", 1.0),
         tuned=header["tuned"],
         state=checksum(module),
     )

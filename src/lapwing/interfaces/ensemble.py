@@ -29,6 +29,7 @@ class Ensemble:
     weights: Tensor
     scalar: bool = False
     state: tuple[str, ...] = ()  # checksum of the module at the fit
+    logit_temperature: float = 1.0
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -43,4 +44,5 @@ class Ensemble:
             raise UnsupportedModel("the module has changed since the fit; restore it, or fit again")
         x = map_tensors(lambda t: ordinary(t).to(self.network.params.device), x)
         function = sampled_function(self.network, self.weights, x, differentiable)
+        function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
         return predict_targets(function, self.likelihood, link=link, scalar=self.scalar)

@@ -5,34 +5,47 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
+from lapwing.curvature.matrixfree import moved as sent
+from lapwing.errors import BadData, IncompatiblePrior, UnsupportedModel, UnsupportedOperation
+from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
+    Rule,
     Tuning,
+    check_logit_temperature,
+    collect,
     effective_parameters,
     linked,
     log_evidence,
+    nodes_for,
+    resolve_rule,
     stationarity,
+    tune_bound,
     tune_evidence,
     tune_loo,
     tune_validation,
+    variational_bound,
 )
+from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
 from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
-from lapwing.likelihoods import Likelihood, resolve_likelihood
+from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
+from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
-from lapwing.model.batches import LABEL_KEYS, Inputs, map_tensors
+from lapwing.model.batches import LABEL_KEYS, Batch, Inputs, map_tensors
 from lapwing.model.fingerprint import checksum
 from lapwing.model.module import ordinary, outside_inference
+from lapwing.model.products import Products
 from lapwing.posterior import (
     Posterior,
     Prior,
@@ -48,6 +61,12 @@ from lapwing.predictive.novelty import information_bound, information_gain, nove
 from lapwing.predictive.sampled import sampled_function
 
 WEIGHT_DRAWS = 128  # weight samples where f is sampled through the network
+TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
+BOUNDS = {  # how a structure's evidence stands to that of the full GGN
+    "kron": "; KFAC's is no bound of the GGN's",
+    **dict.fromkeys(("diag", "blockdiag", "ekfac"), "; a lower bound of the full GGN's"),
+    **dict.fromkeys(("lowrank", "nystrom", "valla"), "; an upper bound of the full GGN's"),
+}
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
 
 
@@ -79,6 +98,7 @@ class Laplace:
     tuning: Tuning | None = None
     damped: bool = False
     repair: bool = False
+    logit_temperature: float = 1.0  # logits are divided by it before the link
     tuned: str = ""  # how prior, temperature and noise were chosen, in a line
     state: tuple[str, ...] = field(default=(), repr=False)  # checksum of the module at the fit
     _plans: dict[str, Plan] = field(default_factory=dict, repr=False)  # the plan, once inputs were seen
@@ -124,6 +144,11 @@ class Laplace:
     def _scale(self) -> Tensor:
         return self.temperature.likelihood_scale(self.likelihood.dispersion, self.curvature.dispersion_power)
 
+    @property
+    def _split(self) -> float | None:
+        """√n of factored damping, None without."""
+        return max(self.curvature.n_data, 1.0) ** 0.5 if self.damped else None
+
     @cached_property
     def posterior(self) -> Posterior:
         """N(θ̂, Σ): `.mean`, `.precision`, `.sample(n)`, `.log_prob(theta)`, `.variance`, `.covariance()`."""
@@ -131,20 +156,22 @@ class Laplace:
         if self.temperature.prior:
             prior = prior.scale(self.temperature.prior_scale)
         if self.damped:
-            split = max(self.curvature.n_data, 1.0) ** 0.5
-            precision = factored_precision(self.curvature.matrix, self._scale, prior, split=split)
+            precision = factored_precision(self.curvature.matrix, self._scale, prior, split=self._split or 1.0)
             return Posterior(self.params.flat, precision)
         return make_posterior(self.params.flat, self.curvature.matrix, self._scale, prior, repair=self.repair)
 
     # --- evidence --------------------------------------------------------------------------------------------------
 
     @outside_inference
-    def log_evidence(self, at: str = "map") -> Tensor:
+    def log_evidence(self, at: str = "map", *, data: Any = None) -> Tensor:
         """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
 
         At T ≠ 1 it is that of the tempered likelihood. `at="linear-mode"` moves to the mode of the linearized model,
-        for networks that were not trained to the mode of this very prior.
+        for networks that were not trained to the mode of this very prior: by one step of Newton in the stored
+        curvature, or, with the training `data`, by Jacobian products until it is reached (`linear_mode`; no gradients).
         """
+        if at == "linear-mode" and data is not None:
+            return self.log_evidence() - self._log_joint + self.linear_mode(data).log_joint
         return log_evidence(
             self.curvature,
             self._prior_in_use,
@@ -153,6 +180,33 @@ class Laplace:
             temperature=self.temperature,
             at=at,
         )
+
+    @property
+    def _log_joint(self) -> Tensor:
+        """T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀)."""
+        mean, matrix = self._prior_in_use
+        offset = self.params.flat.double() - mean
+        scale = self.temperature.prior_scale
+        return self.temperature.T * self.log_likelihood - 0.5 * scale * (offset * matrix.matvec(offset)).sum()
+
+    @outside_inference
+    def linear_mode(self, data: Any) -> LinearMode:
+        """The mode θ̄ of the linearized model f̂ + J(θ − θ̂) under this prior, from the training data.
+
+            la.linear_mode(train_loader).weights
+        """
+        self._require_unchanged()
+        mean, matrix = self._prior_in_use
+        batches = Batches(data, self.module, self.params.device, self.options.split)
+        batches.require_reiterable("the mode of the linearized model")
+        model = LinearModel(
+            Products(self.network, batches, self.options.progress),
+            self.likelihood,
+            float(self.temperature.T) * self.curvature.n_data / self.curvature.seen,
+            self.params.flat.double() - mean,
+            matrix.scale(self.temperature.prior_scale),
+        )
+        return linear_mode(model, self.params.flat, self.posterior.precision)
 
     @property
     def effective_parameters(self) -> float:
@@ -179,13 +233,15 @@ class Laplace:
         prior: Any = None,
         temperature: float | Tensor | Tempered | None = None,
         likelihood: str | Likelihood | None = None,
+        logit_temperature: float | None = None,
         repair: bool | None = None,
     ) -> Laplace:
         """Another prior, temperature or noise on the same curvature; no data pass.
 
         `likelihood` may differ in a common factor of its noise only: other ratios between outputs, another family or
-        other options change the curvature and need a new fit. `repair=True` raises the prior precision by the smallest
-        sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
+        other options change the curvature and need a new fit. `logit_temperature` divides the logits before they become
+        probabilities: temperature scaling on top of the posterior. `repair=True` raises the prior precision by the
+        smallest sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
         """
         changes: dict[str, Any] = {}
         if prior is not None:
@@ -200,6 +256,8 @@ class Laplace:
                     "factor of a Gaussian's noise is free. Fit again with the new likelihood."
                 )
             changes["likelihood"] = new
+        if logit_temperature is not None:
+            changes["logit_temperature"] = check_logit_temperature(logit_temperature, self.likelihood)
         if repair is not None:
             changes["repair"] = repair
         replaced = replace(self, **changes)
@@ -212,7 +270,8 @@ class Laplace:
     def damping(self, kind: str) -> Laplace:
         """Kronecker posteriors: "exact" adds τI to G ⊗ A, "factored" damps each factor (Ritter et al., Eq. 9).
 
-        A view of the posterior for prediction and sampling; the evidence always uses the exact sum.
+        A view of the posterior for prediction and sampling; held-out data tune the view (`la.damping("factored")
+        .tune(val)`), while the evidence always uses the exact sum.
         """
         if kind not in ("exact", "factored"):
             raise UnsupportedOperation(f"damping is 'exact' or 'factored', got {kind!r}")
@@ -248,14 +307,16 @@ class Laplace:
             tuple(v.to(device) for v in params.values),
             None if params.index is None else params.index.to(device),
         )
+        network, matrix = replace(self.network, params=moved), self.curvature.matrix
         curvature = replace(
             self.curvature,
-            matrix=move(self.curvature.matrix, device),
+            matrix=sent(matrix, network, device) if isinstance(matrix, Operator) else move(matrix, device),
             statistics=self.curvature.statistics.to(device),
             gradient=None if self.curvature.gradient is None else self.curvature.gradient.to(device),
             state={k: v.to(device) for k, v in self.curvature.state.items()},
+            params=moved,
         )
-        return replace(self, network=replace(self.network, params=moved), curvature=curvature, plan=None, _plans={})
+        return replace(self, network=network, curvature=curvature, plan=None, _plans={})
 
     # --- prediction ------------------------------------------------------------------------------------------------
 
@@ -277,7 +338,7 @@ class Laplace:
         many; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
         what is exact or nearly so, else Monte Carlo; "probit", "bridge", "mc" insist. `joint=True` keeps the
         covariance between inputs, `differentiable=True` the gradients with respect to x. Without a generator, results
-        are the same at every call and whatever the batch.
+        are the same at every call and whatever the batch. With a logit temperature s, `function` is that of f/s.
 
             p = la.predict(x);  p.probs, p.entropy, p.epistemic
         """
@@ -298,7 +359,7 @@ class Laplace:
         if samples is None and function.mean[0].numel() > CLOSED_FORM:
             samples = WEIGHT_DRAWS
         return predict_targets(
-            function,
+            function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature),
             self.likelihood,
             link=link,
             samples=samples,
@@ -320,7 +381,7 @@ class Laplace:
         if n < 1:
             raise BadData(f"an ensemble has at least one member, got {n}")
         draws = self._draws(n, generator)
-        return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.state)
+        return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.state, self.logit_temperature)
 
     def _inputs(self, x: Inputs) -> Inputs:
         if isinstance(x, Mapping) and self.options.split is None:
@@ -344,7 +405,12 @@ class Laplace:
 
     def _linearized(self, inputs: Inputs) -> Linearized:
         return Linearized(
-            self.network, self._plan_for(inputs), self.posterior.precision, self._draws, self.options.memory
+            self.network,
+            self._plan_for(inputs),
+            self.posterior.precision,
+            self._draws,
+            self.options.memory,
+            shift_invariant=isinstance(self.likelihood, Categorical),
         )
 
     def _plan_for(self, inputs: Inputs) -> Plan:
@@ -360,7 +426,7 @@ class Laplace:
         at = replace(self._linearized(inputs), precision=novelty_precision(self.curvature.matrix))
         if mean.shape[-1] > CLOSED_FORM:
             return information_bound(mean, at.variance(inputs, mean, at.precision), self.likelihood)
-        return information_gain(mean, at.covariance(inputs, mean), self.likelihood)
+        return information_gain(mean, at.covariance(inputs, mean, contrast=at.shift_invariant), self.likelihood)
 
     def _require_unchanged(self) -> None:
         live = dict(self.module.named_parameters())
@@ -388,14 +454,18 @@ class Laplace:
         learn: str | Sequence[str] | None = None,
         prior: str = "scalar",
         grid: Mapping[str, Sequence[float]] | None = None,
+        rule: str | Rule = "widest",
         link: str = "auto",
     ) -> Laplace:
         """Choose prior, temperature and noise; `.tuning` of the result holds what was tried and what it scored.
 
         With held-out `data`, by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
-        interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature", "noise";
-        `prior` is "scalar", "layerwise" or "parameterwise"; `grid` maps those names to candidates.
+        interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature",
+        "logit_temperature", "noise" (held-out data: the first two, the third where that shows); `prior` is "scalar",
+        "layerwise" or "parameterwise"; `grid` maps those names to candidates. `rule` picks from what was tried:
+        "lowest" the lowest NLL, "widest" the smallest precision that is shown not to be worse (`evidence.widest`): as
+        good on data like these, and more cautious elsewhere.
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
@@ -416,18 +486,27 @@ class Laplace:
                 self.curvature,
                 self.likelihood,
                 self._groups(prior),
-                self._held_out(data),
-                learn=tuple(learn) if learn else ("prior", "temperature"),
+                self._held_out(data, link),
+                learn=tuple(learn) if learn else None,
                 grid=grid,
                 score=linked(link),
+                rule=resolve_rule(rule),
+                logit_temperature=self.logit_temperature,
                 memory=self.options.memory,
+                split=self._split,
                 **common,
             )
         elif method == "loo":
             if data is None:
                 raise BadData("method='loo' needs the training data: tune(train_loader, method='loo')")
             tuning = tune_loo(
-                self.curvature, self.likelihood, self._groups(prior), self._held_out(data), grid=grid, **common
+                self.curvature,
+                self.likelihood,
+                self._groups(prior),
+                self._held_out(data),
+                grid=grid,
+                split=self._split,
+                **common,
             )
         else:
             raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}")
@@ -436,6 +515,7 @@ class Laplace:
             prior=tuning.prior,
             temperature=tuning.temperature,
             likelihood=tuning.likelihood,
+            logit_temperature=tuning.logit_temperature or self.logit_temperature,
             tuning=tuning,
             tuned=f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}",
         )
@@ -454,7 +534,8 @@ class Laplace:
                 "tends to pick too small a prior precision; check on held-out data, or pass some: tune(val_loader)",
                 stacklevel=3,
             )
-        return tune_evidence(
+        tune = tune_bound if "excess" in self.curvature.state else tune_evidence
+        return tune(
             self.curvature, self.likelihood, self._groups(prior), mean=self.params.flat.double(), learn=learn, **common
         )
 
@@ -477,18 +558,99 @@ class Laplace:
         counts = groups.total(torch.ones_like(logs))
         return (groups.total(logs) / counts.clamp(min=1)).exp()
 
-    def _held_out(self, data: Any) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
-        """(f, targets, rows) of held-out data, a few samples at a time."""
+    def _held_out(self, data: Any, link: str = "auto") -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
+        """(f, targets, rows) of held-out data, a few samples at a time; rows of what the link sees of f."""
         self._require_unchanged()
-        for batch in Batches(data, self.module, self.params.device, self.options.split):
+        batches = Batches(data, self.module, self.params.device, self.options.split)
+        show = self.options.progress
+        bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
+                   leave=False)  # fmt: skip
+        for batch in bar:
+            y = self._targets(batch)
             start = 0
             at = self._linearized(batch.inputs)
-            for linearization, rows in at.jacobians(batch.inputs):
+            for linearization, rows in at.jacobians(batch.inputs, contrast=self._contrast(link)):
                 f = linearization.f.detach()
-                part = slice(start, start + f.shape[0])
-                y = self.likelihood.targets(f, batch.targets[part])
+                yield f, y[start : start + f.shape[0]], rows
                 start += f.shape[0]
-                yield f, y, rows
+
+    def _contrast(self, link: str) -> bool:
+        """Whether a link does not see what all logits of an item share."""
+        return isinstance(self.likelihood, Categorical) and link in ("auto", "mc")
+
+    def _targets(self, batch: Batch) -> Tensor:
+        """The targets of a batch in canonical form; errors name the batch."""
+        try:
+            f = self.network.forward(self._inputs(batch.inputs))
+            if not bool(f.isfinite().all()):
+                raise BadData("the outputs of the network are not finite")
+            return self.likelihood.targets(f, batch.targets)
+        except BadData as error:
+            raise BadData(f"batch {batch.number}: {error}") from error
+
+    @outside_inference
+    def temperature_curve(
+        self,
+        data: Any,
+        *,
+        ood: Mapping[str, Any] | None = None,
+        temperatures: Sequence[float] = TEMPERATURES,
+        link: str = "auto",
+    ) -> TemperatureCurve:
+        """Accuracy, NLL and entropy of labeled `data` and entropy of the data sets of `ood` against the temperature.
+
+        One pass over each data set, whatever the number of temperatures; the prior stays. With
+        `Tempered(1.0, prior=True)` as the temperature of this object the prior is tempered too.
+
+            curve = la.temperature_curve(test_loader, ood={"KMNIST": images});  print(curve.table())
+            lapwing.plots.temperature(curve).savefig("temperature.png")
+        """
+        if not temperatures or not all(T > 0 for T in temperatures):
+            raise BadData(f"temperatures must be positive and at least one, got {list(temperatures)}")
+        groups, precision = self._prior_groups()
+        sweep = partial(
+            collect,
+            self.curvature.matrix,
+            groups,
+            nodes=nodes_for(
+                self.curvature, precision, temperatures, self.likelihood, self.temperature.prior, self._split
+            ),
+            likelihood=self.likelihood,
+            power=self.curvature.dispersion_power,
+            tempers_prior=self.temperature.prior,
+            score=linked(link),
+            memory=self.options.memory,
+            split=self._split,
+        )
+        return temperature_curve(
+            sweep(self._held_out(data, link)),
+            {name: sweep(self._unlabeled(others, link)) for name, others in (ood or {}).items()},
+            precision,
+            temperatures,
+            logit_temperature=self.logit_temperature,
+            link=link,
+        )
+
+    def _prior_groups(self) -> tuple[Groups, Tensor]:
+        """Groups of weights with one precision each, and these precisions."""
+        for kind in ("scalar", "layerwise"):
+            groups, start = self._groups(kind), self._start(kind)
+            matrix = self._resolved_prior[1]
+            values = matrix.diagonal().detach().double().cpu()
+            if torch.allclose(groups.expand(start), values, rtol=1e-9):
+                return groups, start
+        raise IncompatiblePrior("a curve needs a prior that is constant per block; use a scalar or layerwise prior")
+
+    def _unlabeled(self, data: Any, link: str) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
+        """(f, targets of the network's own, rows) of data whose targets, if any, are left unread."""
+        data = [data] if isinstance(data, Tensor) else data
+        batches = Batches(data, self.module, self.params.device, self.options.split)
+        generator = torch.Generator(self.params.device).manual_seed(0)
+        for raw in batches.raw():
+            inputs = self._inputs(batches.inputs_of(raw))
+            for linearization, rows in self._linearized(inputs).jacobians(inputs, contrast=self._contrast(link)):
+                f = linearization.f.detach()
+                yield f, self.likelihood.sample_target(f, generator), rows
 
     # --- reports and storage ---------------------------------------------------------------------------------------
 
@@ -502,25 +664,54 @@ class Laplace:
             f"  structure    {curvature.structure.name}, factor {type(curvature.factor).__name__}",
             f"  data         {curvature.seen:g} seen, standing for {curvature.n_data:g}",
             f"  prior        {self.prior}",
-            f"  temperature  {self.temperature}",
+            f"  temperature  {self.temperature}"
+            + (f", logits divided by {self.logit_temperature:.4g}" if self.logit_temperature != 1.0 else ""),
             f"  log-likelihood at the weights  {float(self.log_likelihood):.6g}",
         ]
         deterministic = self.tuning is not None and self.tuning.deterministic
         if not self.damped and not deterministic:
             what = "log evidence" if self.temperature.is_bayes else "log evidence of the tempered likelihood"
-            bound = {"kron": "; KFAC's is no bound of the GGN's", "lowrank": "; an upper bound of the full GGN's"}
-            below = (
-                "; a lower bound of the full GGN's"
-                if curvature.structure.name in ("diag", "blockdiag", "ekfac")
-                else ""
-            )
-            lines.append(f"  {what}  {float(self.log_evidence()):.6g}{bound.get(curvature.structure.name, below)}")
+            lines.append(f"  {what}  {self._evidence_line()}")
+            lines += self._distance_line()
         if self.posterior.increase:
             lines.append(f"  prior precision raised by {self.posterior.increase:.3g} to make it positive definite")
         if self.tuned:
             lines.append(f"  tuned by {self.tuned}")
         notes = [*curvature.notes, *(self.tuning.messages if self.tuning else ())]
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
+
+    def _distance_line(self) -> list[str]:
+        """How far the weights are from a mode, where that is known without work and matters."""
+        if self.curvature.gradient is None or isinstance(self.posterior.precision, Operator):
+            return []
+        gain = self.stationarity
+        if gain < 1.0:
+            return []
+        return [
+            f"  the weights are no mode under this prior: that of the linearized model has {gain:.4g} nats more, which "
+            "log_evidence(at='linear-mode') counts"
+        ]
+
+    def _evidence_line(self) -> str:
+        """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
+        precision, name = self.posterior.precision, self.curvature.structure.name
+        if not isinstance(precision, Operator):
+            return f"{float(self.log_evidence()):.6g}{BOUNDS.get(name, '')}{self._variational_line()}"
+        if not precision.estimated:
+            return (
+                f"not estimated yet: log_evidence() takes {precision.solver.probes * precision.solver.steps} products"
+            )
+        error = 0.5 * float(precision.ratio_estimate().error)
+        return f"{float(self.log_evidence()):.6g} ± {error:.2g} (standard error)"
+
+    def _variational_line(self) -> str:
+        matrix = self._resolved_prior[1]
+        if "excess" not in self.curvature.state or not isinstance(matrix, Diagonal) or matrix.constant() is None:
+            return ""
+        bound = variational_bound(
+            self.curvature, self._resolved_prior, self.likelihood, mean=self.params.flat, temperature=self.temperature
+        )
+        return f", whose variational lower bound is {float(bound):.6g}"
 
     @outside_inference
     def save(self, path: str | Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Structure
+from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Problem, Structure
+from lapwing.curvature.matrixfree import require_same_data, restored, stored
 from lapwing.errors import CorruptFile, UnsupportedModel, UnsupportedOperation, VersionMismatch
-from lapwing.linalg import Layout, pack, unpack
+from lapwing.linalg import PSD, Layout, pack, unpack
+from lapwing.linalg.operator import Operator
 from lapwing.model import Params
 from lapwing.model.fingerprint import fingerprint, written
 from lapwing.posterior import Prior, Tempered
 
 FORMAT = 1
 KEY = "lapwing"
+PRODUCTS = "matrixfree"  # the file holds a sketch; the matrix is in its products with the data
 
 
 def write(path: Path, la: Any) -> None:
     """Store a Laplace object: curvature, prior, temperature, likelihood and the fingerprint of the module."""
-    try:
+    if isinstance(la.curvature.matrix, Operator):
+        tensors, matrix = _prefixed("matrix.", stored(la.curvature.matrix), {"type": PRODUCTS})
+    else:
         tensors, matrix = _prefixed("matrix.", *pack(la.curvature.matrix))
-    except TypeError as error:
-        raise UnsupportedOperation(
-            f"structure={la.curvature.structure.name!r} keeps products with the data instead of a matrix and cannot be "
-            "stored yet. Store the network, and fit again from the data; or use structure='lowrank' or 'nystrom'."
-        ) from error
     prior_tensors, prior = _prefixed("prior.", *la.prior.spec())
     tensors |= prior_tensors
     tensors |= {f"state.{name}": value for name, value in la.curvature.state.items()}
@@ -52,6 +52,7 @@ def write(path: Path, la: Any) -> None:
         "matrix": matrix,
         "prior": prior,
         "temperature": [float(la.temperature.T), la.temperature.prior],
+        "logit_temperature": la.logit_temperature,
         "likelihood": la.likelihood.spec(),
         "parameters": {name: list(shape) for name, shape in zip(la.params.names, la.params.shapes, strict=True)},
         "blocks": [list(names) for names in la.curvature.names],
@@ -66,8 +67,8 @@ def write(path: Path, la: Any) -> None:
         "written": written(la.module),
         "fingerprint": fingerprint(la.module, written(la.module)),
     }
-    stored = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    _write_atomically(path, stored, header | {"digest": _digest(stored, header)})
+    flat = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    _write_atomically(path, flat, header | {"digest": _digest(flat, header)})
 
 
 def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
@@ -155,11 +156,24 @@ def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path
         )
 
 
-def restore_curvature(tensors: Mapping[str, Tensor], header: Mapping[str, Any], device: torch.device) -> Curvature:
-    """The curvature that a file holds."""
+def restore_curvature(
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, Any],
+    device: torch.device,
+    pose: Callable[[Factor], Problem],
+) -> Curvature:
+    """The curvature that a file holds; `pose` is called where it has to read the data again."""
     own = lambda prefix: {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
     try:
-        matrix = unpack(own("matrix."), header["matrix"])
+        structure = _from_spec(header["structure"], STRUCTURES)
+        factor = _from_spec(header["factor"], FACTORS)
+        if header["matrix"]["type"] == PRODUCTS:
+            problem = pose(factor)
+            ratio = header["n_data"] / header["seen"]
+            require_same_data(problem, tensors["statistics"].to(device) / ratio, header["seen"])
+            matrix: PSD = restored(problem, structure, own("matrix."))
+        else:
+            matrix = unpack(own("matrix."), header["matrix"])
         index = tuple(tensors[f"layout.{k}"] for k in range(len(header["blocks"])))
         return Curvature(
             matrix=matrix,
@@ -168,8 +182,8 @@ def restore_curvature(tensors: Mapping[str, Tensor], header: Mapping[str, Any], 
             statistics=tensors["statistics"].to(device),
             n_data=header["n_data"],
             seen=header["seen"],
-            structure=_from_spec(header["structure"], STRUCTURES),
-            factor=_from_spec(header["factor"], FACTORS),
+            structure=structure,
+            factor=factor,
             gradient=tensors["gradient"].to(device) if "gradient" in tensors else None,
             notes=tuple(header["notes"]),
             state=own("state."),

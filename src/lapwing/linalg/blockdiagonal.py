@@ -68,6 +68,11 @@ class BlockDiagonal(PSD):
                 solved.append(block.solve(parts[k]))
         return self.layout.scatter(solved)
 
+    def require_positive_definite(self) -> None:
+        for k, block in enumerate(self.blocks):
+            with self._named(k):
+                block.require_positive_definite()
+
     def logdet(self) -> Tensor:
         terms = []
         for k, block in enumerate(self.blocks):

@@ -37,6 +37,9 @@ class Diagonal(PSD):
     def _positive(self) -> Tensor:
         return require_positive(self.values)
 
+    def require_positive_definite(self) -> None:
+        require_positive(self.values)
+
     def constant(self) -> Tensor | None:
         """The common value of all entries as a float64 scalar (gradients spread evenly), or None if they differ.
 

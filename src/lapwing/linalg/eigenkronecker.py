@@ -79,6 +79,9 @@ class EigenKronecker(PSD):
     def _positive(self) -> Tensor:
         return require_positive(self.values)
 
+    def require_positive_definite(self) -> None:
+        require_positive(self.values)
+
     def matvec(self, v: Tensor) -> Tensor:
         result = self._sandwich(v, *self._basis, self.values)
         return result if self._delta is None else result + self._vector(v) * self._delta

@@ -70,10 +70,12 @@ class Kronecker(PSD):
     @property
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of G (q, o) and A (q, i), float64, clamped at zero."""
-        return (
-            _clamped(self.left_spectrum, self.left_spectrum.values, "left (output)"),
-            _clamped(self.right_spectrum, self.right_spectrum.values, "right (input)"),
-        )
+        self._require_definite()
+        return self.left_spectrum.clamped, self.right_spectrum.clamped
+
+    def _require_definite(self) -> None:
+        for spectrum, side in ((self.left_spectrum, "left (output)"), (self.right_spectrum, "right (input)")):
+            _require_definite(spectrum, side)
 
     def _product(self) -> Tensor:
         """Eigenvalues of factor · G ⊗ A, (q, o, i)."""
@@ -86,8 +88,8 @@ class Kronecker(PSD):
     @property
     def _alone(self) -> EigenKronecker:
         """The product without a prior; eigenvalues within rounding of zero are zero, so that inverses refuse."""
-        left = _clamped(self.left_spectrum, self.left_spectrum.significant, "left (output)")
-        right = _clamped(self.right_spectrum, self.right_spectrum.significant, "right (input)")
+        self._require_definite()
+        left, right = self.left_spectrum.significant.clamp(min=0), self.right_spectrum.significant.clamp(min=0)
         return self._eigen(self._factor * left[:, :, None] * right[:, None, :])
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -199,12 +201,11 @@ class Kronecker(PSD):
         )
 
 
-def _clamped(spectrum: Spectrum, values: Tensor, side: str) -> Tensor:
-    """values ≥ 0; refuses negative ones that are no rounding, since two indefinite factors could hide each other."""
-    tolerance = torch.finfo(spectrum.dtype).eps ** 0.5
-    if bool((values < -tolerance * values.abs().amax(-1, keepdim=True)).any()):
+def _require_definite(spectrum: Spectrum, side: str) -> None:
+    """Refuse negative eigenvalues that are no rounding, since two indefinite factors could hide each other."""
+    if spectrum.indefinite:
+        smallest = float(spectrum.values.min())
         raise NotPositiveDefinite(
-            f"the {side} Kronecker factor is indefinite: its smallest eigenvalue is {float(values.min()):.3g}. "
+            f"the {side} Kronecker factor is indefinite: its smallest eigenvalue is {smallest:.3g}. "
             "Estimate the factors from the GGN or the Fisher, which are never indefinite."
         )
-    return values.clamp(min=0)

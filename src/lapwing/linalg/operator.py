@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lapwing.errors import UnsupportedOperation
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.krylov import (
     Estimate,
@@ -45,6 +46,10 @@ class Product(ABC):
     @abstractmethod
     def diagonal(self) -> Tensor:
         """diag G, (P,) float64."""
+
+    def white_solution(self, c: Tensor, shift: Tensor, v: Tensor, options: Solver) -> Solution:
+        """(I + c D^{-½} G D^{-½})⁻¹ v without products over all data, where G knows a way."""
+        raise UnsupportedOperation("method='batches' needs a curvature of one fit; use method='cg' after update()")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +86,7 @@ class Solver:
 
     `sampling`: "solve" perturbs and solves, exact to the tolerance; "sketch" draws from the sketch plus the prior, the
     two-part sample, without products. `predictive`: J A⁻¹ Jᵀ by "solve", by fixed `samples`, or by the "sketch".
+    `method="batches"` leaves solves to the product, which then takes at most `iterations` passes.
     """
 
     tolerance: float = 1e-6
@@ -93,6 +99,7 @@ class Solver:
     predictive: Literal["solve", "samples", "sketch"] = "solve"
     unconverged: Policy = "raise"
     seed: int = 0
+    method: Literal["cg", "batches"] = "cg"
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +150,9 @@ class Operator(PSD):
         require_positive(shift.reshape(-1))
         return self._factor.detach(), shift
 
+    def require_positive_definite(self) -> None:
+        self._constants  # noqa: B018 (G is never indefinite: a positive diagonal suffices)
+
     @cached_property
     def preconditioner(self) -> Preconditioner:
         """M, from the sketch."""
@@ -178,6 +188,8 @@ class Operator(PSD):
 
     def _white_solution(self, v: Tensor) -> Solution:
         options = self.solver
+        if options.method == "batches":
+            return self.product.white_solution(*self._constants, v, options)
         parts = [
             conjugate_gradients(
                 self._white,
@@ -241,6 +253,11 @@ class Operator(PSD):
         """log |A| − log |D| with its standard error."""
         return self._remember("ratio", self._ratio)
 
+    @property
+    def estimated(self) -> bool:
+        """Whether `ratio_estimate` is known already."""
+        return ("ratio", self._key) in self.memo
+
     def _ratio(self) -> Estimate:
         m, options = self.preconditioner, self.solver
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
@@ -281,7 +298,7 @@ class Operator(PSD):
         return value
 
     def logdet(self) -> Tensor:
-        self._constants  # noqa: B018 (refuses a singular matrix)
+        self.require_positive_definite()
         shift = self._shift
         logs = shift.log() * self.size if shift.ndim == 0 else shift.log().sum()
         return logs + self._ratio_scalar()

@@ -80,6 +80,10 @@ class PSD(ABC):
     def whiten(self, rows: Rows) -> Tensor:
         """W with W Wᵀ = J A⁻¹ Jᵀ, (n, r, k)."""
 
+    def require_positive_definite(self) -> None:
+        """Raise `NotPositiveDefinite` where A is singular or indefinite; a leaf may know without a log-determinant."""
+        self.logdet()
+
     def dense(self) -> Tensor:
         """A as a (P, P) tensor."""
         return self.matvec(torch.eye(self.size, dtype=self.dtype, device=self.device))

@@ -52,3 +52,14 @@ class Spectrum:
     def significant(self) -> Tensor:
         """e with zeros where the matrix' own rounding cannot tell it from zero."""
         return self.values.masked_fill(self.values.abs() <= self._tolerance(self.values), 0.0)
+
+    @cached_property
+    def clamped(self) -> Tensor:
+        """e with negative values at zero."""
+        return self.values.clamp(min=0)
+
+    @cached_property
+    def indefinite(self) -> bool:
+        """Whether negative eigenvalues are more than rounding."""
+        tolerance = torch.finfo(self.dtype).eps ** 0.5
+        return bool((self.values < -tolerance * self.values.abs().amax(-1, keepdim=True)).any())

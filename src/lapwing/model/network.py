@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
+from lapwing.model.forward import push_forward
 from lapwing.model.jacobian import Linearization, Outputs
 from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
 from lapwing.model.params import Params
@@ -76,24 +77,13 @@ class Network:
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c), one forward-mode pass each."""
         values = dict(zip(self.params.names, self.params.values, strict=True))
-        with self.borrow(differentiable=True), warnings.catch_warnings():
-            # torch's first forward-mode product loads decompositions by a function that it has itself deprecated
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            results = []
-            f = None
-            for v in tangents:
-                try:
-                    pair = torch.func.jvp(lambda p: self._functional(p, inputs), (values,), (self.params.tangent(v),))
-                    f, out = pair[0], pair[1]
-                except (NotImplementedError, RuntimeError) as error:
-                    if "forward" not in str(error).lower() and "jvp" not in str(error).lower():
-                        raise
-                    return self._jvp_by_double_backward(inputs, tangents)
-                results.append(out)
-            if f is None:
-                f = self._functional(values, inputs)
-                return f.detach(), f.new_zeros(0, *f.shape).detach()
-            return f.detach(), torch.stack(results).detach()
+        moved = [self.params.tangent(v) for v in tangents]
+        with self.borrow():
+            found = push_forward(self.module, lambda p: self._functional(p, inputs), values, moved)
+            if found is not None:
+                return found
+            with differentiable_kernels():
+                return self._jvp_by_double_backward(inputs, tangents)
 
     def _jvp_by_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
 from lapwing.model.batches import Batch, Batches, Inputs, call
+from lapwing.model.forward import elementary_attention, lacks_derivative, level, quiet
 from lapwing.model.module import differentiable_kernels, output_tensor
 from lapwing.model.network import Network
 
@@ -31,7 +30,8 @@ class Products:
     A product Jᵀ Λ J v of one vector costs a forward-mode and a reverse-mode pass: about 1.7 gradients in operations.
     Several vectors share the recorded forward pass of the reverse mode. Passes run in the network's own dtype; sums
     over batches are kept in float64. Operations without a forward-mode derivative (fused attention, recurrent layers)
-    are replaced by ones that have it, step by step, after one failure each.
+    are replaced by ones that have it, step by step, after one failure each; networks with attention take both
+    directions from one graph of the gradient.
     """
 
     network: Network
@@ -41,34 +41,21 @@ class Products:
 
     def jvp(self, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """f and J v for v (s, P): (n, *event, c) and (s, n, *event, c)."""
-        for level, kernels in (("fused", nullcontext), ("jvp", _plain_attention)):
-            if level not in self._slow:
-                try:
-                    with kernels():
-                        return self._fast_jvp(inputs, v)
-                except (NotImplementedError, RuntimeError) as error:
-                    if "forward" not in str(error).lower() and "jvp" not in str(error).lower():
-                        raise
-                    self._slow[level] = True
-        with _quiet():
-            return self.network.jvp(inputs, v)
+        if self._vectorizes("vmap", len(v)):
+            try:
+                return self._jvp_at_once(inputs, v)
+            except (NotImplementedError, RuntimeError):
+                self._slow["vmap"] = True
+        return self.network.jvp(inputs, v)
 
-    def _fast_jvp(self, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _jvp_at_once(self, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         params = self.network.params
         values = dict(zip(params.names, params.values, strict=True))
         run = lambda p: self.network._functional(p, inputs)  # noqa: E731
-        with self.network.borrow(), torch.no_grad(), _quiet():
-            if self._vectorizes("vmap", len(v)):
-                try:
-                    push = lambda row: torch.func.jvp(run, (values,), (params.tangent(row),))[1]  # noqa: E731
-                    return run(values), torch.func.vmap(push)(v.to(params.dtype))
-                except (NotImplementedError, RuntimeError):
-                    self._slow["vmap"] = True
-            results: list[Any] = [torch.func.jvp(run, (values,), (params.tangent(row),)) for row in v]
-            if not results:
-                f = run(values)
-                return f, f.new_zeros(0, *f.shape)
-        return results[0][0], torch.stack([result[1] for result in results])
+        push = lambda row: torch.func.jvp(run, (values,), (params.tangent(row),))[1]  # noqa: E731
+        kernels = elementary_attention if level(self.network.module) else nullcontext
+        with self.network.borrow(), kernels(), torch.no_grad(), quiet():
+            return run(values), torch.func.vmap(push)(v.to(params.dtype))
 
     def vjp(self, inputs: Inputs, pull: Callable[[Tensor], Tensor]) -> Tensor:
         """Jᵀ u, (s, P), for u (s, n, *event, c) = pull(f): one recorded forward pass for all s."""
@@ -119,11 +106,42 @@ class Products:
         """Σ_n J_nᵀ Λ_n J_n v for v (s, P), in float64."""
         total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
         for batch in self._read(label):
-            f, inside = self.jvp(batch.inputs, v)
-            with torch.no_grad():
-                u = middle(batch, f, inside)
-            total += self.vjp(batch.inputs, lambda _, u=u: u)  # type: ignore[misc]
+            total += self._of_batch(batch, v, middle)
         return total
+
+    def _of_batch(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
+        # fused attention has no forward mode: one graph of the gradient then serves both directions of all vectors
+        if level(self.network.module) and "double" not in self._slow and not self._vectorizes("vmap", len(v)):
+            try:
+                return self._by_one_graph(batch, v, middle)
+            except (NotImplementedError, RuntimeError) as error:
+                if not lacks_derivative(error):
+                    raise
+                self._slow["double"] = True
+        f, inside = self.jvp(batch.inputs, v)
+        with torch.no_grad():
+            u = middle(batch, f, inside)
+        return self.vjp(batch.inputs, lambda _: u)
+
+    def _by_one_graph(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
+        """J v as the derivative of u ↦ (Jᵀu)ᵀv, then Jᵀ through the same recorded pass."""
+        params = self.network.params
+        with self.network.borrow(), elementary_attention():
+            f = self.network.outputs(output_tensor(call(self.network.module, batch.inputs)))
+            leaves = list(self.network._leaves().values())
+            u = torch.zeros_like(f, requires_grad=True)
+            back = torch.autograd.grad(f, leaves, u, create_graph=True, allow_unused=True) if f.requires_grad else ()
+            used = [(g, name) for g, name in zip(back, params.names) if g is not None and g.requires_grad]
+            if not used:
+                return torch.zeros(len(v), params.size, dtype=params.dtype, device=f.device)
+            pushed = []
+            for row in v:
+                moved = params.tangent(row)
+                (out,) = torch.autograd.grad([g for g, _ in used], u, [moved[n] for _, n in used], retain_graph=True)
+                pushed.append(out)
+            with torch.no_grad():
+                image = middle(batch, f.detach(), torch.stack(pushed))
+            return self._pull_back(f, image)
 
     def transposed(self, pull: Callable[[Batch, Tensor], Tensor], s: int, label: str = "products") -> Tensor:
         """Σ_n J_nᵀ u_n, (s, P) in float64, for u = pull(batch, f) (s, n, *event, c)."""
@@ -166,23 +184,3 @@ class Products:
             if batch.weights is not None and bool((batch.weights < 0).any()):
                 raise BadData(f"batch {batch.number}: weights must be ≥ 0")
             yield batch
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Attention by elementary operations, all other kernels as they are: convolutions stay fast."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch scripts its forward-mode formulas at first use, and warns that scripting is deprecated."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
-        yield

@@ -69,7 +69,7 @@ def make_posterior(
     """
     precision = curvature.scale(scale) + prior
     try:
-        precision.logdet()
+        precision.require_positive_definite()
     except NotPositiveDefinite as error:
         if not repair:
             raise NotPositiveDefinite(
@@ -87,7 +87,7 @@ def _repaired(mean: Tensor, precision: PSD) -> Posterior:
     increase = max(0.0, -smallest) + margin
     shift = torch.full((precision.size,), increase, dtype=torch.float64, device=precision.device)
     repaired = precision + Diagonal(shift)
-    repaired.logdet()
+    repaired.require_positive_definite()
     return Posterior(mean, repaired, increase)
 
 

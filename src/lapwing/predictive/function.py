@@ -52,6 +52,10 @@ class FunctionDistribution(ABC):
         does not depend on what else is in the batch (and the points say nothing about correlation over inputs).
         """
 
+    @abstractmethod
+    def scaled(self, factor: float) -> FunctionDistribution:
+        """The distribution of factor·f."""
+
     @property
     def item_covariance(self) -> Tensor:
         """(B, *event, C, C), also where `joint`."""
@@ -78,7 +82,10 @@ class GaussianFunction(FunctionDistribution):
 
     Each of `covariance`, `variance` is a tensor or a function without arguments, called once and when needed. With
     `sampler(n, generator)`, draws (n, B, *event, C) need no covariance at all, and are taken to be joint over inputs
-    (as weight samples are). `joint=True`: covariance is (B, *event, C, B, *event, C).
+    (as weight samples are). `joint=True`: covariance is (B, *event, C, B, *event, C). `contrasts` is
+    for targets that do not see the average of f over C (a softmax), whose variance under a wide prior drowns all others
+    in rounding: the covariance of f minus that average, or True to take it from `covariance`. Expectations item by item
+    use it.
 
     Example: `GaussianFunction(mean, variance=lambda: diagonal(x), sampler=weight_draws)`.
     """
@@ -88,6 +95,7 @@ class GaussianFunction(FunctionDistribution):
     _variance: Tensor | Callable[[], Tensor] | None
     _sampler: Sampler | None
     _joint: bool
+    _contrasts: Callable[[], Tensor] | bool
 
     def __init__(
         self,
@@ -97,11 +105,12 @@ class GaussianFunction(FunctionDistribution):
         variance: Tensor | Callable[[], Tensor] | None = None,
         sampler: Sampler | None = None,
         joint: bool = False,
+        contrasts: Callable[[], Tensor] | bool = False,
     ) -> None:
         if covariance is None and variance is None and sampler is None:
             raise ValueError("GaussianFunction needs a covariance, a variance or a sampler; all are missing.")
         fields = {"mean": mean, "covariance": covariance, "variance": variance, "sampler": sampler, "joint": joint}
-        for name, value in fields.items():
+        for name, value in (fields | {"contrasts": contrasts}).items():
             object.__setattr__(self, f"_{name}", value)
 
     @property
@@ -117,6 +126,17 @@ class GaussianFunction(FunctionDistribution):
         if self._covariance is None:
             return self.mean.shape[-1] == 1 and self._variance is not None
         return self._sampler is None or self.mean.ndim == 2  # tokens and pixels: rather by samples
+
+    def scaled(self, factor: float) -> GaussianFunction:
+        covariance, variance, sampler, contrasts = self._covariance, self._variance, self._sampler, self._contrasts
+        return GaussianFunction(
+            factor * self.mean,
+            None if covariance is None else lambda: factor**2 * self.covariance,
+            variance=None if variance is None else lambda: factor**2 * self.variance,
+            sampler=None if sampler is None else lambda n, generator: factor * sampler(n, generator),
+            joint=self._joint,
+            contrasts=(lambda: factor**2 * contrasts()) if callable(contrasts) else contrasts,
+        )
 
     @cached_property
     def covariance(self) -> Tensor:
@@ -161,6 +181,15 @@ class GaussianFunction(FunctionDistribution):
         return symmetric_root(self.item_covariance)
 
     @cached_property
+    def _point_root(self) -> Tensor:
+        if callable(self._contrasts):
+            return symmetric_root(self._contrasts())
+        if not self._contrasts:
+            return self._item_root
+        half = self.item_covariance - self.item_covariance.mean(-1, keepdim=True)
+        return symmetric_root(half - half.mean(-2, keepdim=True))
+
+    @cached_property
     def _joint_root(self) -> Tensor:
         size = self.mean.numel()
         return symmetric_root(self.covariance.reshape(size, size))
@@ -181,7 +210,7 @@ class GaussianFunction(FunctionDistribution):
             for start in range(0, n, _DRAWS):
                 yield self._sampler(min(_DRAWS, n - start), generator)
             return
-        mean, root = self.mean, self._item_root
+        mean, root = self.mean, self._point_root
         size = max(1, _BLOCK // max(1, mean.numel()))
         base = base_points(n, mean.shape[-1], mean) if generator is None else None
         for start in range(0, n, size):
@@ -216,6 +245,9 @@ class SampledFunction(FunctionDistribution):
     @property
     def has_covariance(self) -> bool:
         return False
+
+    def scaled(self, factor: float) -> SampledFunction:
+        return SampledFunction(factor * self.mean, factor * self.samples)
 
     @cached_property
     def variance(self) -> Tensor:
@@ -253,6 +285,9 @@ class MixtureFunction(FunctionDistribution):
     @property
     def has_covariance(self) -> bool:
         return False
+
+    def scaled(self, factor: float) -> MixtureFunction:
+        return MixtureFunction([part.scaled(factor) for part in self.parts], self.weights)
 
     @cached_property
     def mean(self) -> Tensor:

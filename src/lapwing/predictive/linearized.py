@@ -33,6 +33,7 @@ class Linearized:
     precision: PSD
     draws: Draws  # (n, generator) -> weight samples (n, P)
     memory: int
+    shift_invariant: bool = False  # whether targets do not see what all outputs of an item share, as a softmax
 
     def function(self, inputs: Inputs, *, joint: bool = False, differentiable: bool = False) -> GaussianFunction:
         """The distribution of f at these inputs; covariances are computed when asked for."""
@@ -44,21 +45,24 @@ class Linearized:
             sampler = lambda n, generator: self._sample(inputs, mean, n, generator)  # noqa: E731
         covariance = (lambda: self._joint(inputs, mean)) if joint else (lambda: self.covariance(inputs, mean))
         variance = None if joint else lambda: self.variance(inputs, mean, self.precision)
-        return GaussianFunction(mean, covariance, variance=variance, sampler=sampler, joint=joint)
+        exact = lambda: self.covariance(inputs, mean, contrast=True)  # noqa: E731
+        contrasts = exact if self.shift_invariant and mean.shape[-1] > 2 else False
+        return GaussianFunction(mean, covariance, variance=variance, sampler=sampler, joint=joint, contrasts=contrasts)
 
     def jacobians(
-        self, inputs: Inputs, event: int | None = None, directions: int | None = None
+        self, inputs: Inputs, event: int | None = None, directions: int | None = None, contrast: bool = False
     ) -> Iterator[tuple[Linearization, Jacobian]]:
         """Rows of ∂f/∂θ for every output of an item, a few samples at a time (of one event position, if given).
 
-        How many rows an item will have, `directions`, is found out from the first few if it is not given.
+        `contrast`: of f minus its average over the outputs of an item instead. How many rows an item will have,
+        `directions`, is found out from the first few if it is not given.
         """
         total = batch_size(inputs)
         start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan.width, directions), total)
         while start < total:
             part = take(inputs, slice(start, start + size), total)
             with self.network.borrow():
-                at, rows = self._rows(part, event)
+                at, rows = self._rows(part, event, contrast=contrast)
             yield at, rows
             start += size
             width = sum(record.out.numel() for record in at.finished.records) // at.n
@@ -68,15 +72,15 @@ class Linearized:
         return max(1, min(64, int(min(self.memory / 8, CHUNK) / max(1, 4 * directions * width))))
 
     @outside_inference
-    def covariance(self, inputs: Inputs, mean: Tensor) -> Tensor:
-        """(B, *event, C, C), event position by event position."""
+    def covariance(self, inputs: Inputs, mean: Tensor, contrast: bool = False) -> Tensor:
+        """(B, *event, C, C), event position by event position; with `contrast` that of f minus its average."""
         _require(mean.numel() * mean.shape[-1] * mean.element_size(), self.memory, "the covariance of the outputs")
         n, c = mean.shape[0], mean.shape[-1]
         events = mean[0].numel() // c
         blocks = []
         for e in range(events):
             with torch.no_grad():
-                parts = [self.precision.quadratic(rows) for _, rows in self.jacobians(inputs, e, mean.shape[-1])]
+                parts = [self.precision.quadratic(rows) for _, rows in self.jacobians(inputs, e, c, contrast)]
             blocks.append(torch.cat(parts))
         return torch.stack(blocks, 1).reshape(n, *mean.shape[1:], c).to(mean.dtype)
 
@@ -99,14 +103,15 @@ class Linearized:
             return self.precision.joint(rows).reshape(*mean.shape, *mean.shape).to(mean.dtype)
 
     def _rows(
-        self, inputs: Inputs, event: int | None = None, create_graph: bool = False
+        self, inputs: Inputs, event: int | None = None, create_graph: bool = False, contrast: bool = False
     ) -> tuple[Linearization, Jacobian]:
         """The network at these inputs and its rows; without the tape where they run other operations than the fit's."""
         for plan in (self.plan, dynamic_plan(self.network.params, "these inputs run other operations")):
             try:
                 with torch.enable_grad():
                     at = self.network.linearize(plan, inputs, create_graph)
-                return at, at.jacobian(_identity(at.f, event))
+                directions = _identity(at.f, event)
+                return at, at.jacobian(_centered(directions) if contrast else directions)
             except PlanChanged:
                 if plan.dynamic:
                     raise
@@ -119,13 +124,13 @@ class Linearized:
             f = at.f
             n, c = f.shape[0], f.shape[-1]
             if joint:
-                return GaussianFunction(
-                    f, self.precision.joint(rows).reshape(*f.shape, *f.shape).to(f.dtype), joint=True
-                )
-            if f.ndim == 2:
-                return GaussianFunction(f, self.precision.quadratic(rows).to(f.dtype))
-            parts = [self.precision.quadratic(at.jacobian(_identity(f, e))) for e in range(f[0].numel() // c)]
-            return GaussianFunction(f, torch.stack(parts, 1).reshape(n, *f.shape[1:], c).to(f.dtype))
+                covariance = self.precision.joint(rows).reshape(*f.shape, *f.shape)
+            elif f.ndim == 2:
+                covariance = self.precision.quadratic(rows)
+            else:
+                parts = [self.precision.quadratic(at.jacobian(_identity(f, e))) for e in range(f[0].numel() // c)]
+                covariance = torch.stack(parts, 1).reshape(n, *f.shape[1:], c)
+            return GaussianFunction(f, covariance.to(f.dtype), joint=joint, contrasts=self.shift_invariant and c > 2)
 
     @outside_inference
     def _sample(self, inputs: Inputs, mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
@@ -141,6 +146,10 @@ def _identity(f: Tensor, event: int | None = None) -> Tensor:
     if event is not None:
         eye = eye[event * c : (event + 1) * c]
     return eye.reshape(-1, 1, *f.shape[1:]).expand(-1, *f.shape)
+
+
+def _centered(directions: Tensor) -> Tensor:
+    return directions - directions.mean(-1, keepdim=True)
 
 
 def _require(needed: int, memory: int, what: str) -> None:

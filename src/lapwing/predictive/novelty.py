@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Likelihood
 from lapwing.linalg import PSD, Diagonal
 
-FLOOR = 1e-3  # of the mean curvature of a weight
+FLOOR = 1e-4  # of the mean curvature of a weight
+SOFTEN = 2.0  # logits are divided by it: networks are too sure of what they have not seen
 
 
 def novelty_precision(matrix: PSD) -> PSD:
@@ -21,25 +22,28 @@ def novelty_precision(matrix: PSD) -> PSD:
 def information_gain(f: Tensor, covariance: Tensor, likelihood: Likelihood) -> Tensor:
     """½ log |I + Sᵀ V S| in nats, (B, *event): f (B, *event, C), V (B, *event, C, C) under `novelty_precision`.
 
-    The expected information of one more target about the weights, linearized. The bare trace of V is no such score:
-    where a network is confident its logits, and with them their variance, are large (on the digits of the demo that
-    trace is far worse than chance).
+    The information that one more target would carry about the weights, linearized, S Sᵀ the likelihood's Fisher
+    information at f. Logits are softened first: at its own confidence a network that is wrong but sure finds nothing
+    left to learn. Not softened at all it is a measure of f more than of V; softened without limit, of the size of the
+    gradients, which is small for smooth images, known or not. The bare trace of V is mostly what all logits share.
     """
-    root = output_root(f, likelihood).to(covariance)
-    inner = root.mT @ covariance @ root
+    factor, root = softened_root(f, likelihood)
+    root = root.to(covariance)
+    inner = root.mT @ covariance @ root / factor**2
     eye = torch.eye(inner.shape[-1], dtype=inner.dtype, device=inner.device)
     return 0.5 * torch.linalg.slogdet(eye + inner).logabsdet
 
 
 def information_bound(f: Tensor, variance: Tensor, likelihood: Likelihood) -> Tensor:
     """½ log(1 + tr(Sᵀ diag(v) S)) from variances v (B, *event, C): for outputs too many for a covariance."""
-    root = output_root(f, likelihood).to(variance)
-    return 0.5 * (root.square().sum(-1) * variance).sum(-1).log1p()
+    factor, root = softened_root(f, likelihood)
+    return 0.5 * (root.to(variance).square().sum(-1) * variance / factor**2).sum(-1).log1p()
 
 
-def output_root(f: Tensor, likelihood: Likelihood) -> Tensor:
-    """S of the likelihood, or the identity where it has none without targets."""
+def softened_root(f: Tensor, likelihood: Likelihood) -> tuple[float, Tensor]:
+    """What outputs are divided by, and S there; the identity where the likelihood has none without targets."""
+    factor = SOFTEN if isinstance(likelihood, Categorical | Bernoulli | BradleyTerry) else 1.0
     try:
-        return likelihood.factor(f)
+        return factor, likelihood.factor(f / factor)
     except UnsupportedOperation:
-        return torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).expand(*f.shape, f.shape[-1])
+        return factor, torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).expand(*f.shape, f.shape[-1])

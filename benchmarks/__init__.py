@@ -1,0 +1,1 @@
+"""Lapwing beside its peers: time in gradient epochs, peak memory, agreement of results."""

@@ -1,0 +1,161 @@
+"""The whole benchmark: `python -m benchmarks [--quick] [--out DIR]`, also `lapwing bench` and `make bench`."""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from benchmarks import environment, picture, plan, report
+from benchmarks.cell import ROOT, Cell, Outcome, Place, run
+from benchmarks.imports import import_times
+from benchmarks.workloads import WORKLOADS
+from lapwing.errors import LapwingError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    began, load = time.time(), os.getloadavg()[0]
+    peers = None if options.ours_only else environment.peers()
+    place = Place(options.python, peers, limit=options.limit or (60.0 if options.quick else 600.0))
+    processes = options.processes or (1 if options.quick else 2)
+    cells = [replace(cell, threads=t, repeats=processes) for t in options.threads for cell in chosen(options)]
+    points = [] if options.no_growth or options.workload else list(plan.growth(options.quick))
+    prepare([*cells, *(cell for _, _, cell in points)])
+    kept = Kept(options.out / "cells.jsonl", options.resume)
+    measured = [kept.get(cell, place) for cell in progress(cells, "cells")]
+    grown = [(axis, size, kept.get(cell, place)) for axis, size, cell in progress(points, "growth")]
+    record = {
+        "place": conditions(began, load, peers),
+        "imports": imports(options.python, peers),
+        "cells": [report.stored(outcome) for outcome in measured],
+        "growth": [{"axis": a, "size": s, "outcome": report.stored(outcome)} for a, s, outcome in grown],
+    }
+    (options.out / "bench.json").write_text(json.dumps(record, indent=1))
+    text = report.document(record)
+    (options.out / "bench.md").write_text(text)
+    if grown:
+        picture.draw(grown, options.out / "growth.png", "Growth of time and memory, one thread")
+    print(text)
+    print(f"Written: {options.out}/bench.md, bench.json" + (", growth.png" if grown else ""))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    top.add_argument("--quick", action="store_true", help="small data and few cells: ten minutes on two cores")
+    top.add_argument("--out", type=Path, default=Path("bench-output"), help="folder (%(default)s)")
+    top.add_argument("--threads", type=int, nargs="+", default=[1], help="1: CPU time, more: wall time (%(default)s)")
+    top.add_argument("--processes", type=int, help="of each side, taking turns (1 quick, 2 otherwise)")
+    top.add_argument("--workload", help="only these, with commas")
+    top.add_argument("--operation", help="only operations that begin so")
+    top.add_argument("--no-growth", action="store_true")
+    top.add_argument("--ours-only", action="store_true", help="without the peers")
+    top.add_argument("--resume", action="store_true", help="keep cells that OUT/cells.jsonl already has")
+    top.add_argument("--limit", type=float, help="CPU seconds a process may take (60 quick, 600 otherwise)")
+    top.add_argument("--python", default=sys.executable, help="interpreter for Lapwing")
+    return top
+
+
+def chosen(options: argparse.Namespace) -> list[Cell]:
+    """The cells of the plan that were asked for."""
+    cells = (replace(cell, inner=2) for cell in plan.quick()) if options.quick else plan.whole()
+    names = set(options.workload.split(",")) if options.workload else None
+    if names and not names <= set(WORKLOADS):
+        raise SystemExit(f"there is no workload {', '.join(sorted(names - set(WORKLOADS)))}: {', '.join(WORKLOADS)}")
+    begin = options.operation or ""
+    return [c for c in cells if (names is None or c.workload in names) and c.operation.startswith(begin)]
+
+
+def prepare(cells: Iterable[Cell]) -> None:
+    """Train and cache what is needed before anything is measured."""
+    for name in dict.fromkeys(cell.workload for cell in cells):
+        WORKLOADS[name](1, 1)
+
+
+class Kept:
+    """Cells measured so far, one a line of a file, so that an interrupted run goes on where it stopped."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path = path
+        if not resume:
+            path.unlink(missing_ok=True)
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.known = {outcome.cell: outcome for outcome in map(report.restored, map(json.loads, lines))}
+
+    def get(self, cell: Cell, place: Place) -> Outcome:
+        if cell not in self.known:
+            self.known[cell] = run(cell, place)
+            with self.path.open("a") as lines:
+                lines.write(json.dumps(report.stored(self.known[cell])) + "\n")
+        return self.known[cell]
+
+
+def progress(items: Sequence[Any], label: str) -> Iterable[Any]:
+    bar = tqdm(items, desc=label, unit="cell", leave=False, mininterval=5)
+    for item in bar:
+        cell = item if isinstance(item, Cell) else item[-1]
+        bar.set_postfix_str(f"{cell.workload} {cell.operation}", refresh=True)
+        yield item
+
+
+def imports(python: str, peers: str | None) -> dict[str, float]:
+    pythons = {"torch": python, "lapwing": python}
+    return import_times(pythons | ({"laplace": peers} if peers else {}))
+
+
+def conditions(began: float, load: float, peers: str | None) -> dict[str, Any]:
+    """What the numbers depend on besides the code."""
+    names = ["laplace-torch", "curvlinops-for-pytorch"]
+    versions = environment.installed(Path(peers), names) if peers else []
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "date": time.strftime("%Y-%m-%d", time.localtime(began)),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load": [load, os.getloadavg()[0]],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "laplace-torch": versions[0] if versions else "absent",
+        "curvlinops": versions[1] if versions else "absent",
+        "commit": commit.stdout.strip() or "no repository",
+        "command": command(sys.argv[1:]),
+        "minutes": (time.time() - began) / 60,
+        "cpu_minutes": sum(os.times()[:4]) / 60,
+    }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """How to do it again, without the paths of this machine."""
+    paths = {k for k, word in enumerate(arguments) if word in ("--out", "--python")}
+    kept = [word for k, word in enumerate(arguments) if k not in paths and k - 1 not in paths]
+    return shlex.join(["python", "-m", "benchmarks", *kept])
+
+
+def processor() -> str:
+    """The processor's name where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except LapwingError as error:
+        print(f"benchmarks: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)

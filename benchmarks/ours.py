@@ -1,0 +1,77 @@
+"""Each operation as Lapwing does it."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lapwing
+from benchmarks.operations import PRIOR, PRIORS, SAMPLES, Operation
+from benchmarks.workloads import Task
+
+Run = Callable[[], Any]
+
+
+def prepare(task: Task, op: Operation) -> tuple[Run, Callable[[Any], Tensor | None]]:
+    """What to time, and how to read a comparable tensor from its result."""
+    if op.action == "fit":
+        return lambda: fit(task, op), lambda la: None if op.variant == "mc" else curvature(la, op)
+    la = fit(task, op)
+    if op.action == "predict":
+        return lambda: la.predict(task.new).function.covariance, lambda covariance: covariance
+    if op.action == "probs":
+        return lambda: la.predict(task.new).probs, lambda probs: probs
+    if op.action == "samples":
+        return lambda: la.posterior.sample(SAMPLES, torch.Generator().manual_seed(0)), lambda draws: None
+    if op.action == "evidence":
+        priors = iter(PRIORS * 100)
+        return lambda: la.replace(prior=next(priors)).log_evidence(), lambda _: la.replace(prior=PRIOR).log_evidence()
+    return lambda: torch.stack([la.replace(prior=p).log_evidence() for p in PRIORS]), lambda values: values
+
+
+def fit(task: Task, op: Operation) -> lapwing.Laplace:
+    """A posterior that is ready to use: decompositions included, as in the peers' fit."""
+    la = lapwing.fit(
+        task.model,
+        task.batches,
+        "classification",
+        structure=structure(op),
+        factor=factor(op),
+        select=task.select,
+        prior=PRIOR,
+        generator=torch.Generator().manual_seed(0),
+        progress=False,
+    )
+    la.posterior.precision.logdet()
+    return la
+
+
+def curvature(la: lapwing.Laplace, op: Operation) -> Tensor:
+    """The diagonal of the curvature, or the whole if it is dense."""
+    return la.curvature.dense() if op.structure == "full" else la.curvature.matrix.diagonal()
+
+
+def structure(op: Operation) -> Any:
+    sharing = "reduce" if op.variant == "reduce" else "expand"
+    kinds = {
+        "diag": lapwing.Diag,
+        "full": lapwing.Full,
+        "kron": lambda: lapwing.Kron(sharing=sharing),
+        "ekfac": lambda: lapwing.EKFAC(sharing=sharing),
+    }
+    return kinds[op.structure]()
+
+
+def factor(op: Operation) -> Any:
+    if op.variant == "mc":
+        return lapwing.MCFisher(samples=1)
+    if op.variant == "1e-3":
+        if "tolerance" not in inspect.signature(lapwing.GGN).parameters:
+            raise NotImplementedError("GGN has no tolerance yet")
+        return lapwing.GGN(tolerance=1e-3)
+    if op.variant == "default":
+        return lapwing.GGN()
+    # nothing dropped, whatever the default
+    return lapwing.GGN(tolerance=0.0) if "tolerance" in inspect.signature(lapwing.GGN).parameters else lapwing.GGN()

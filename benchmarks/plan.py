@@ -1,0 +1,82 @@
+"""Which cells are measured, with how many data: the whole benchmark and the quick one."""
+
+from collections.abc import Iterator
+
+from benchmarks.cell import Cell
+
+LAPLACE, CURVLINOPS = ("laplace-torch",), ("curvlinops",)
+FITS = ("diag", "diag-1e-3", "kron", "kron-1e-3", "kron-reduce", "kron-mc", "ekfac", "ekfac-1e-3")
+
+
+def peers_of(name: str) -> tuple[str, ...]:
+    """Who else can do an operation: nobody keeps to a tolerance, only curvlinops has EKFAC."""
+    if name.endswith("1e-3"):
+        return ()
+    if "ekfac" in name:
+        return CURVLINOPS if name.startswith("fit") else ()
+    return (*LAPLACE, *CURVLINOPS) if name == "fit-kron-mc" else LAPLACE
+
+
+def fits(workload: str, n: int, names: tuple[str, ...] = FITS, **options: int) -> Iterator[Cell]:
+    for name in names:
+        slow = options if name == "diag" else {}
+        yield Cell(workload, f"fit-{name}", n, 1, peers_of(f"fit-{name}"), **slow)
+
+
+def after(workload: str, n: int, m: int, names: tuple[str, ...]) -> Iterator[Cell]:
+    """Operations on a fitted posterior."""
+    for name in names:
+        yield Cell(workload, name, n, m, peers_of(name))
+
+
+def whole() -> Iterator[Cell]:
+    """Everything; hours rather than minutes where peers are slow."""
+    yield from fits("mlp", 1024)
+    yield from after("mlp", 1024, 64, ("predict-kron", "probs-kron", "samples-kron", "evidence-kron", "sweep-kron"))
+    yield from fits("lenet", 1024, peer_n=64)
+    yield from fits("lenet-last", 1024, ("full", "kron", "diag"))
+    yield Cell("lenet", "fit-full", 1024, 1)
+    yield from after("lenet", 1024, 50, ("predict-kron", "probs-kron", "predict-diag"))
+    yield from after("lenet", 1024, 16, ("samples-kron", "evidence-kron", "sweep-kron", "evidence-diag", "sweep-diag"))
+    yield from fits("resnet20", 512)
+    yield from fits("resnet20-frozen", 512)
+    for name in ("resnet20", "resnet20-frozen"):
+        yield from after(name, 128, 10, ("predict-kron", "probs-kron"))
+        yield from after(name, 128, 16, ("samples-kron", "sweep-kron"))
+    yield from fits("vit", 128)
+    yield from after("vit", 128, 16, ("predict-kron", "probs-kron"))
+    yield from fits("llama", 128, ("diag-mc", "kron-mc", "ekfac-mc"))
+    yield from after("llama", 128, 8, ("probs-kron-mc",))
+    yield from fits("head", 256, ("diag", "kron", "kron-mc"))
+    yield from after("head", 256, 64, ("predict-kron", "probs-kron", "sweep-kron"))
+    yield from fits("resnet18", 64, ("diag", "kron-mc", "ekfac"))
+    yield from after("resnet18", 64, 128, ("predict-ekfac", "probs-ekfac"))
+
+
+def quick() -> Iterator[Cell]:
+    """The targets on small data, in ten minutes on two cores."""
+    short = ("diag", "diag-1e-3", "kron", "kron-1e-3", "kron-mc", "ekfac", "ekfac-1e-3")
+    yield from fits("lenet", 512, short, peer_n=64)
+    yield from after("lenet", 256, 50, ("predict-kron", "probs-kron"))
+    yield from after("lenet", 512, 16, ("samples-kron", "evidence-kron", "sweep-kron"))
+    yield from fits("lenet-last", 512, ("full",))
+    yield from fits("mlp", 512, ("diag", "kron"))
+    yield from fits("resnet20", 128, short)
+    yield from fits("resnet20-frozen", 128, ("kron",))
+    yield from after("resnet20-frozen", 64, 8, ("predict-kron", "probs-kron"))
+    yield from fits("vit", 32, ("diag", "kron"))
+    yield from fits("llama", 32, ("diag-mc", "kron-mc"))
+    yield from fits("head", 64, ("kron-mc",))
+    yield from after("head", 64, 64, ("predict-kron-mc", "probs-kron-mc"))
+
+
+def growth(quick: bool) -> Iterator[tuple[str, float, Cell]]:
+    """(axis, size, cell): time and memory against the number of data, and against the width of an MLP."""
+    sizes = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096)
+    widths = (64, 256, 1024) if quick else (64, 128, 256, 512, 1024)
+    for name in ("fit-kron", "fit-diag"):
+        for n in sizes:
+            yield "N", n, Cell("lenet", name, n, 1, LAPLACE if name == "fit-kron" else (), inner=2)
+        for width in widths:
+            workload = "mlp" if width == 1024 else f"mlp{width}"
+            yield "width", width, Cell(workload, name, 512, 1, LAPLACE if name == "fit-kron" else (), inner=2)

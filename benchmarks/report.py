@@ -1,0 +1,201 @@
+"""Tables from measured cells: `python -m benchmarks.report bench-output/bench.json --into README.md`.
+
+Between the lines `<!-- bench: short -->` (or `long`) and `<!-- end -->` of a Markdown file stands what this prints.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cell import Cell, Outcome
+from benchmarks.growth import findings
+from benchmarks.operations import operation
+from benchmarks.results import Measurement
+from benchmarks.targets import Verdict, target
+
+HEADER = (
+    "network", "operation", "N", "Lapwing, epochs", "MB", "peer", "epochs", "MB", "ratio: time", "memory",
+    "difference", "target", "reached",
+)  # fmt: skip
+MARK = {True: "yes", False: "**no**", None: "–"}
+NAMES = {
+    "mlp": "MLP 784-1024-1024-10",
+    "lenet": "LeNet-5",
+    "lenet-last": "LeNet-5, last layer",
+    "resnet20": "ResNet-20",
+    "resnet20-frozen": "ResNet-20, norms frozen",
+    "resnet18": "ResNet-18",
+    "vit": "vision transformer",
+    "llama": "Llama 260k",
+    "head": "last layer 1,280 → 1,000",
+}
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """One row for each cell and peer."""
+    rows = [row for outcome in outcomes for row in rows_of(outcome)]
+    return markdown(HEADER, rows)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; cells are escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def rows_of(outcome: Outcome) -> list[list[str]]:
+    cell, ours = outcome.cell, outcome.ours
+    asked = target(cell.workload, cell.operation)
+    verdict: Verdict = asked.reached(outcome) if asked else None
+    first = [NAMES.get(cell.workload, cell.workload), cell.op.title, count(ours.n), *own(ours)]
+    last = [asked.text if asked else "", MARK[verdict] if asked else ""]
+    if not outcome.peers:
+        return [[*first, "", "", "", "", "", "", *last]]
+    rows = []
+    for k, peer in enumerate(outcome.peers):
+        name = peer.by + ("" if peer.n == ours.n else f" (N {count(peer.n)})")
+        apart = outcome.differences[k]
+        beside = [times(outcome.speed(k)), times(outcome.thrift(k)), "" if apart is None else f"{apart:.0e}"]
+        head, tail = (first, last) if k == 0 else ([*first[:3], "", ""], ["", ""])
+        rows.append([*head, name, *own(peer), *beside, *tail])
+    return rows
+
+
+def own(m: Measurement) -> list[str]:
+    """Epochs (and forward passes of a prediction) and megabytes, or why not."""
+    if m.error:
+        return [shorten(m.error), ""]
+    time = number(m.epochs)
+    if operation(m.operation).of_new and m.forwards is not None:
+        time += f" ({number(m.forwards)} forwards)"
+    return [time, "" if m.peak is None else number(m.peak / 1e6)]
+
+
+def shorten(text: str, length: int = 90) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def count(n: int) -> str:
+    return f"{n:,}"
+
+
+def number(value: float | None) -> str:
+    """Three figures, without exponents: 0.0123, 1.23, 12.3, 1,234."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{number(value)} ×"
+
+
+def short(outcomes: Sequence[Outcome]) -> str:
+    """The rows that have a target: how the project stands against its own aims."""
+    return table([outcome for outcome in outcomes if target(outcome.cell.workload, outcome.cell.operation)])
+
+
+def growth_table(points: Sequence[tuple[str, float, Outcome]]) -> str:
+    """Seconds and megabytes at each size."""
+    rows = []
+    for axis, size, outcome in points:
+        for m in (outcome.ours, *outcome.peers):
+            peak = "" if m.peak is None else number(m.peak / 1e6)
+            seconds = shorten(m.error, 40) if m.error else number(m.seconds)
+            rows.append([f"{axis} = {count(int(size))}", m.operation, m.by, seconds, number(m.gradient), peak])
+    return markdown(("size", "operation", "by", "seconds", "a gradient epoch, s", "MB"), rows)
+
+
+def document(record: dict[str, Any]) -> str:
+    """The whole report."""
+    parts = [f"# Benchmark\n\n{conditions(record)}\n\n{import_line(record)}"]
+    for threads, outcomes in by_threads(record).items():
+        clock = "CPU time" if threads == 1 else "wall time"
+        parts.append(f"## {threads} thread{'s' if threads > 1 else ''} ({clock})\n\n{table(outcomes)}")
+    points = growth_of(record)
+    if points:
+        said = "\n".join(f"- {sentence}" for sentence in findings(points))
+        parts.append(f"## Growth\n\n![growth](growth.png)\n\n{said}\n\n{growth_table(points)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def conditions(record: dict[str, Any]) -> str:
+    place = record["place"]
+    busy = max(place["load"]) > 1.5 * place["cores"]
+    warning = " The machine was busy with other work: these figures are provisional." if busy else ""
+    return (
+        f"{place['date']}, {place['processor']}, {place['cores']} cores, load {place['load'][0]:.1f} before and "
+        f"{place['load'][1]:.1f} after; Python {place['python']}, torch {place['torch']}, "
+        f"laplace-torch {place['laplace-torch']}, curvlinops {place['curvlinops']}; Lapwing at {place['commit']}. "
+        f"Printed by `{place['command']}` in {place['minutes']:.0f} minutes, {place['cpu_minutes']:.0f} of CPU time."
+        + warning
+    )
+
+
+def import_line(record: dict[str, Any]) -> str:
+    """Import times in those of torch."""
+    found = record.get("imports") or {}
+    if not found.get("torch"):
+        return "Import times were not measured."
+    ours = found["lapwing"] / found["torch"]
+    line = (
+        f"`import lapwing` takes {ours:.2f} × `import torch` (target ≤ 1.15: {'reached' if ours <= 1.15 else 'missed'})"
+    )
+    if "laplace" in found:
+        line += f"; `import laplace` {found['laplace'] / found['torch']:.2f} ×"
+    return line + f". `import torch` takes {found['torch']:.2f} s."
+
+
+def by_threads(record: dict[str, Any]) -> dict[int, list[Outcome]]:
+    groups: dict[int, list[Outcome]] = {}
+    for raw in record["cells"]:
+        outcome = restored(raw)
+        groups.setdefault(outcome.cell.threads, []).append(outcome)
+    return groups
+
+
+def growth_of(record: dict[str, Any]) -> list[tuple[str, float, Outcome]]:
+    return [(raw["axis"], raw["size"], restored(raw["outcome"])) for raw in record.get("growth", ())]
+
+
+def stored(outcome: Outcome) -> dict[str, Any]:
+    return asdict(outcome)
+
+
+def restored(raw: dict[str, Any]) -> Outcome:
+    cell = dict(raw["cell"]) | {"peers": tuple(raw["cell"]["peers"])}
+    peers = tuple(Measurement(**peer) for peer in raw["peers"])
+    return Outcome(Cell(**cell), Measurement(**raw["ours"]), peers, tuple(raw["differences"]))
+
+
+def insert(text: str, kind: str, content: str) -> str:
+    """The text with what stands between the marks of this kind replaced."""
+    pattern = re.compile(rf"(<!-- bench: {kind} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    top = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    top.add_argument("record", type=Path)
+    top.add_argument("--into", type=Path, nargs="*", default=())
+    options = top.parse_args(arguments)
+    record = json.loads(options.record.read_text())
+    groups = by_threads(record)
+    few = "\n\n".join(
+        f"With {threads} thread{'s' if threads > 1 else ''}:\n\n{short(outcomes)}"
+        for threads, outcomes in groups.items()
+    )
+    head = f"{conditions(record)}\n\n{import_line(record)}"
+    if not options.into:
+        print(document(record))
+    for path in options.into:
+        text = insert(path.read_text(), "short", f"\n{head}\n\n{few}\n")
+        path.write_text(insert(text, "long", "\n" + document(record).split("\n", 2)[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Growth of time and memory of matrix-free posteriors with weights, data and rank, on a log–log picture.
+
+python experiments/growth.py --figure docs/figures/growth.png
+
+An MLP 64-w-w-10 on digits (repeated with noise where more are asked for), not trained; CPU seconds and peak memory
+above the resting process, each point in a process of its own. One axis varies at a time around width 128, 1,000 data
+and rank 32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import time
+import warnings
+from itertools import pairwise
+
+import torch
+
+import lapwing
+from lapwing.interfaces import datasets, networks
+
+warnings.filterwarnings("ignore")
+AXES = {
+    "weights": [(w, 1000, 32) for w in (32, 64, 128, 256, 512)],
+    "data": [(128, n, 32) for n in (250, 500, 1000, 2000, 4000)],
+    "rank": [(128, 1000, r) for r in (8, 16, 32, 64, 128)],
+}
+
+
+def run(width: int, n: int, rank: int, results: multiprocessing.Queue) -> None:
+    torch.manual_seed(0)
+    data = datasets.digits()
+    rows = torch.arange(n) % len(data.inputs)
+    x, y = data.inputs[rows] + 0.01 * torch.randn(n, *data.inputs.shape[1:]), data.targets[rows]
+    model = networks.mlp([64, width, width, 10])
+    rest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times = [time.process_time()]
+    structure = lapwing.MatrixFree(rank=rank, unconverged="warn")
+    la = lapwing.fit(model, list(zip(x.split(250), y.split(250))), "classification", structure=structure, prior=1.0)
+    times.append(time.process_time())
+    v = torch.randn(4, la.params.size, dtype=torch.float64)
+    la.curvature.matrix.product.matvec(v)
+    times.append(time.process_time())
+    found = la.posterior.precision.solution(v)
+    times.append(time.process_time())
+    fit, product, solve = (b - a for a, b in pairwise(times))
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rest) / 1e3
+    results.put((la.params.size, fit, product / 4, solve / 4, found.iterations, peak))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--figure")
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    points: dict[str, list] = {}
+    for axis, settings in AXES.items():
+        print(f"{axis}: width data rank | weights | fit s, product s, solve s a column (iterations) | peak MB")
+        for setting in settings:
+            results = context.Queue()
+            process = context.Process(target=run, args=(*setting, results))
+            process.start()
+            found = results.get()
+            process.join()
+            points.setdefault(axis, []).append((setting, found))
+            size, fit, product, solve, iterations, peak = found
+            print(
+                f"  {setting} {size:>8,} {fit:8.2f} {product:8.3f} {solve:8.3f} ({iterations}) {peak:8.0f}", flush=True
+            )
+    if arguments.figure:
+        draw(points, arguments.figure)
+
+
+def draw(points: dict[str, list], path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
+    for (axis, found), plot in zip(points.items(), axes):
+        x = [result[0] if axis == "weights" else setting[1 if axis == "data" else 2] for setting, result in found]
+        for column, label in ((1, "fit, s"), (2, "product, s"), (3, "solve to 1e-4, s"), (5, "peak memory, 100 MB")):
+            scale = 0.01 if column == 5 else 1.0
+            plot.loglog(x, [scale * result[column] for _, result in found], marker="o", ms=3, label=label)
+        plot.set(xlabel=axis)
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The curvature as products with all data, and what one plain pass over them adds up."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.factor import GGN, Factor, MCFisher
+from lapwing.curvature.minibatch import solve_by_batches
+from lapwing.curvature.problem import Problem, Totals
+from lapwing.errors import UnsupportedOperation
+from lapwing.likelihoods import Categorical, Likelihood
+from lapwing.linalg.krylov import Solution, xdiag
+from lapwing.linalg.operator import Product, Solver
+from lapwing.model import Batch
+from lapwing.model.products import Products
+
+
+@dataclass(frozen=True, eq=False)
+class CurvatureProduct(Product):
+    """G = Σ_n J_nᵀ φΛ_n J_n of a problem, re-reading its data for every block of vectors.
+
+    `exact` holds diag G where a pass has computed it.
+    """
+
+    problem: Problem
+    products: Products
+    exact: Tensor | None = None
+    seed: int = 0
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.problem.network.params.size
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.problem.network.params.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.problem.network.params.device
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.products.ggn(v.to(self.dtype).double(), self._middle)
+
+    def _middle(self, batch: Batch, f: Tensor, u: Tensor) -> Tensor:
+        y = self.problem.prepare(batch, f)
+        likelihood, factor = self.problem.likelihood, self.problem.factor
+        if isinstance(factor, GGN):
+            image = curvature_of_outputs(likelihood, f, y, u)
+        else:
+            image = torch.zeros_like(u)
+            for s in factor.directions(likelihood, f, y, self._generator(batch)):
+                image += (u * s).flatten(2).sum(-1).reshape(len(u), -1, *(1,) * (f.ndim - 1)) * s
+        return image if batch.weights is None else image * columns_of(batch.weights, f)
+
+    def _generator(self, batch: Batch) -> torch.Generator:
+        """Sampled factors draw the same directions at every pass."""
+        return torch.Generator(self.device).manual_seed(self.seed + batch.number)
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        def pull(batch: Batch, f: Tensor) -> Tensor:
+            y = self.problem.prepare(batch, f)
+            likelihood, factor = self.problem.likelihood, self.problem.factor
+            if isinstance(factor, GGN):
+                u = root_noise(likelihood, f, y, n, generator)
+            else:
+                u = f.new_zeros(n, *f.shape)
+                for s in factor.directions(likelihood, f, y, self._generator(batch)):
+                    noise = torch.randn(n, f.shape[0], generator=generator, dtype=f.dtype, device=f.device)
+                    u += noise.reshape(n, -1, *(1,) * (f.ndim - 1)) * s
+            return u if batch.weights is None else u * columns_of(batch.weights, f).sqrt()
+
+        return self.products.transposed(pull, n)
+
+    def diagonal(self) -> Tensor:
+        if self.exact is not None:
+            return self.exact
+        like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
+        return xdiag(self.matvec, like, 32, torch.Generator(self.device).manual_seed(self.seed)).value
+
+    def white_solution(self, c: Tensor, shift: Tensor, v: Tensor, options: Solver) -> Solution:
+        if isinstance(self.problem.factor, MCFisher):
+            raise UnsupportedOperation("method='batches' re-reads rows, and sampled ones change: use factor='ggn'")
+        return solve_by_batches(
+            self.problem, c, shift, v, tolerance=options.tolerance, passes=options.iterations,
+            unconverged=options.unconverged,
+        )  # fmt: skip
+
+
+def whole_factor(factor: Factor | None) -> Factor | None:
+    """The exact GGN without a limit: products with Λ go through no output directions."""
+    return GGN(limit=sys.maxsize) if factor is None or type(factor) is GGN else factor
+
+
+def columns_of(weights: Tensor, f: Tensor) -> Tensor:
+    return weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
+
+
+def curvature_of_outputs(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+    """φΛ u for u (s, n, *event, c); classes without a C × C matrix: p ∘ u − p (pᵀu)."""
+    if isinstance(likelihood, Categorical):
+        p = f.softmax(-1)
+        image = p * (u - (p * u).sum(-1, keepdim=True))
+        mask = likelihood.mask(f, y)
+        return image if mask is None else image * mask[..., None]
+    root = likelihood.factor(f, y).to(u)
+    return torch.einsum("n...cr,n...dr,sn...d->sn...c", root, root, u)
+
+
+def root_noise(likelihood: Likelihood, f: Tensor, y: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+    """S ε with E = φΛ, (n, B, *event, c); classes: √p ∘ ε − p (√pᵀε)."""
+    if isinstance(likelihood, Categorical):
+        p = f.softmax(-1)
+        noise = torch.randn(n, *f.shape, generator=generator, dtype=f.dtype, device=f.device)
+        half = p.sqrt() * noise
+        drawn = half - p * half.sum(-1, keepdim=True)
+        mask = likelihood.mask(f, y)
+        return drawn if mask is None else drawn * mask[..., None]
+    root = likelihood.factor(f, y)
+    noise = torch.randn(n, *root.shape[:-2], root.shape[-1], generator=generator, dtype=root.dtype, device=root.device)
+    return torch.einsum("b...cr,sb...r->sb...c", root, noise)
+
+
+def totals_of(problem: Problem) -> Totals:
+    """Statistics and gradient by one plain pass, without rows."""
+    likelihood = problem.likelihood
+    parts: list[tuple[Tensor, float]] = []
+
+    def pull(batch: Batch, f: Tensor) -> Tensor:
+        y = problem.prepare(batch, f)
+        parts.append((likelihood.statistics(f, y, batch.weights), likelihood.count(f, y, batch.weights)))
+        score = likelihood.score(f, y) * likelihood.dispersion.detach().to(f)
+        return (score if batch.weights is None else score * columns_of(batch.weights, f))[None]
+
+    products = Products(problem.network, problem.batches, problem.progress)
+    gradient = products.transposed(pull, 1, label="gradient")[0]
+    kept = gradient if isinstance(problem.factor, GGN) else None
+    return Totals(torch.stack([part for part, _ in parts]).sum(0), sum(count for _, count in parts), kept)

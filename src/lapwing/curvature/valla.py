@@ -1,0 +1,131 @@
+"""Variational inducing points: what the outputs at a few inputs tell about all weights, for large data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.functional import _subset
+from lapwing.curvature.problem import Problem
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.linalg import PSD, Jacobian
+from lapwing.linalg import LowRank as LowRankMatrix
+from lapwing.linalg.krylov.lanczos import _complement, _orthonormal_rows
+from lapwing.model import Plan, batch_size, take
+
+OUTPUTS = 64  # outputs of an inducing input that are used; of more, a random choice
+POOL = 4  # candidates for every inducing input of a greedy choice
+
+
+class ProjectionAccumulator(Accumulator):
+    """V G Vᵀ (k, k) for orthonormal rows V, and tr G."""
+
+    def __init__(self, basis: Tensor) -> None:
+        self.basis = basis
+        self.tensors = {
+            "core": torch.zeros(len(basis), len(basis), dtype=torch.float64, device=basis.device),
+            "trace": torch.zeros((), dtype=torch.float64, device=basis.device),
+        }
+
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
+        inside = jacobian.matvec(self.basis.to(jacobian.dtype)).flatten(1).double()
+        self.tensors["core"] = self.tensors["core"] + inside @ inside.T
+        self.tensors["trace"] = self.tensors["trace"] + jacobian.square_sum().double().sum()
+
+    def finish(self) -> LowRankMatrix:
+        core = self.tensors["core"]
+        values, turn = torch.linalg.eigh((core + core.T) / 2)
+        zero = self.basis.new_zeros(self.basis.shape[1])
+        return LowRankMatrix(turn.T.to(self.basis) @ self.basis, values.clamp(min=0), zero)
+
+
+@dataclass(frozen=True, eq=False)
+class VaLLA(Structure):
+    """A sparse variational Gaussian process around the network: inducing outputs at `inducing` training inputs.
+
+    With V an orthonormal basis of the Jacobian rows at the inducing inputs, the optimal variational posterior (Titsias
+    2009; for linearized networks Ortega, Rodríguez Santana, Hernández-Lobato 2024) has precision VᵀV·cG·VᵀV + τI: exact
+    once the inducing inputs span all data, and the prior alone outside their span. One pass over data of any size, and
+    k = inducing × outputs vectors of memory. `summary()` brackets the evidence of the full GGN: `log_evidence` of the
+    compressed curvature is never below it, `lapwing.evidence.variational_bound` (the ELBO) never above, and `tune`
+    maximizes that. Inducing inputs are data: picked greedily by the variance that is left among 4 × as many candidates,
+    or at random. They are not moved by gradients, which the paper does.
+
+        la = lapwing.fit(model, loader, "classification", structure=VaLLA(inducing=20), prior=10.0).tune()
+    """
+
+    inducing: int = 16
+    choice: Literal["greedy", "random"] = "greedy"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.inducing < 1:
+            raise BadData(f"there must be at least 1 inducing input, got {self.inducing}")
+        if self.choice not in ("greedy", "random"):
+            raise BadData(f"choice is 'greedy' or 'random', got {self.choice!r}")
+
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        candidates = (POOL if self.choice == "greedy" else 1) * self.inducing
+        return (candidates + 2 * self.inducing) * 10 * sum(block.size for block in plan.blocks) * itemsize
+
+    def passes(self) -> int:
+        return 2
+
+    def estimate(self, problem: Problem) -> Estimate:
+        if problem.plan.dynamic:
+            raise UnsupportedOperation("inducing inputs need a network whose operations do not depend on the data")
+        basis = self._basis(problem)
+        accumulator = ProjectionAccumulator(basis)
+        totals = problem.sweep(accumulator.update)
+        matrix, trace = accumulator.finish(), accumulator.tensors["trace"]
+        excess = (trace - matrix.values.sum()).clamp(min=0)
+        note = (
+            f"{self.inducing} inducing inputs span {len(basis)} directions with {1 - float(excess / trace):.2%} of the "
+            "trace; the prior alone outside"
+        )
+        return Estimate(matrix, totals, {"excess": excess}, (note,))
+
+    def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
+        """Add data under the inducing inputs of the first fit."""
+        assert isinstance(matrix, LowRankMatrix)
+        accumulator = ProjectionAccumulator(matrix.basis)
+        accumulator.tensors["core"] += torch.diag(matrix.values.double())
+        accumulator.tensors["trace"] += matrix.values.double().sum() + state["excess"]
+        totals = problem.sweep(accumulator.update)
+        grown = accumulator.finish()
+        excess = (accumulator.tensors["trace"] - grown.values.sum()).clamp(min=0)
+        return Estimate(grown, totals, {"excess": excess})
+
+    def _basis(self, problem: Problem) -> Tensor:
+        """Orthonormal rows that span the Jacobian at the inducing inputs."""
+        greedy = self.choice == "greedy"
+        rows = self._rows(problem, POOL * self.inducing if greedy else self.inducing)  # one (r, P) an input
+        if not greedy or len(rows) <= self.inducing:
+            return _orthonormal_rows(torch.cat(rows[: self.inducing]))
+        basis = rows[0][:0]
+        left = list(rows)
+        for _ in range(self.inducing):
+            best = int(torch.stack([part.double().square().sum() for part in left]).argmax())
+            fresh = _orthonormal_rows(_complement(left[best], basis) if len(basis) else left[best])
+            basis = torch.cat([basis, fresh])
+            left = [part - (part @ fresh.T) @ fresh for part in left]
+        return _orthonormal_rows(basis)
+
+    def _rows(self, problem: Problem, points: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = []
+        with problem.network.borrow():
+            for batch in _subset(problem.batches, points, self.seed):
+                size = batch_size(batch.inputs)
+                for k in range(size):
+                    at = problem.network.linearize(problem.plan, take(batch.inputs, slice(k, k + 1), size))
+                    outputs = at.f[0].numel()
+                    picked = torch.randperm(outputs, generator=generator)[:OUTPUTS]
+                    eye = torch.eye(outputs, dtype=at.f.dtype)[picked].to(at.f.device)
+                    directions = eye.reshape(-1, 1, *at.f.shape[1:])
+                    rows.append(at.jacobian(directions).dense()[0].detach())
+        return rows

@@ -1,0 +1,117 @@
+"""Accuracy, NLL and entropy against the temperature, from one pass over each data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.evaluation import metrics
+from lapwing.evidence.sweep import Sweep
+from lapwing.predictive import GaussianFunction, Prediction, predict_targets
+
+CHUNK = 2**22  # elements of f that one Monte Carlo step holds
+
+
+@dataclass(frozen=True, eq=False)
+class TemperatureCurve:
+    """One number for each of the temperatures T (m,): what the posterior at T does to predictions.
+
+    `entropy` is the mean over the test items, `outside` maps each other data set to its mean entropy and `auroc` to how
+    well the entropy tells it from the test items. `accuracy` is None where the targets are no classes.
+    """
+
+    temperatures: Tensor
+    nll: Tensor
+    entropy: Tensor
+    accuracy: Tensor | None
+    outside: Mapping[str, Tensor]
+    auroc: Mapping[str, Tensor]
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """Every curve by its name."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        outside = {f"entropy {name}": values for name, values in self.outside.items()}
+        areas = {f"auroc {name}": values for name, values in self.auroc.items()}
+        return {"T": self.temperatures, "nll": self.nll} | accuracy | {"entropy": self.entropy} | outside | areas
+
+    def table(self) -> str:
+        """One line a temperature."""
+        columns = self.columns
+        rows = [
+            list(columns),
+            *([f"{value:.4g}" for value in row] for row in zip(*map(Tensor.tolist, columns.values()))),
+        ]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(columns))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def temperature_curve(
+    inside: Sweep,
+    outside: Mapping[str, Sweep],
+    precision: Tensor,
+    temperatures: Sequence[float],
+    *,
+    logit_temperature: float = 1.0,
+    link: str = "auto",
+    samples: int = 256,
+) -> TemperatureCurve:
+    """The curve of a posterior with these precisions, one per group of the sweeps, (G,).
+
+    `Laplace.temperature_curve` makes the sweeps.
+    """
+    rows = []
+    for T in temperatures:
+        at = lambda sweep, T=T: _Items.of(sweep, precision, T, logit_temperature, link, samples)  # noqa: E731
+        rows.append((at(inside), {name: at(sweep) for name, sweep in outside.items()}))
+    column = lambda pick: torch.tensor([pick(*row) for row in rows], dtype=torch.float64)  # noqa: E731
+    return TemperatureCurve(
+        torch.tensor(list(temperatures), dtype=torch.float64),
+        column(lambda test, _: test.losses.mean().item()),
+        column(lambda test, _: test.entropy.mean().item()),
+        None if rows[0][0].correct is None else column(lambda test, _: test.correct.mean().item()),
+        {name: column(lambda _, other, name=name: other[name].entropy.mean().item()) for name in outside},
+        {name: column(lambda test, other, name=name: metrics.auroc(test.entropy, other[name].entropy).item())
+         for name in outside},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Items:
+    """Scores of the items of one data set that count, at one temperature."""
+
+    losses: Tensor
+    entropy: Tensor
+    correct: Tensor | None
+
+    @classmethod
+    def of(cls, sweep: Sweep, precision: Tensor, T: float, logit_temperature: float, link: str, samples: int) -> _Items:
+        likelihood = sweep.likelihood
+        dispersion = likelihood.dispersion.detach().double()
+        coefficients = sweep.coefficients(precision.double(), torch.tensor(T, dtype=torch.float64), dispersion)
+        f, y = sweep.flat
+        mask = likelihood.mask(f, y)
+        step = max(1, CHUNK // (samples * f.shape[-1]))
+        parts: list[list[Tensor]] = []
+        for start in range(0, len(f), step):
+            stop = min(len(f), start + step)
+            function = GaussianFunction(f[start:stop], sweep.covariance(coefficients, start, stop))
+            function = function.scaled(1 / logit_temperature)
+            prediction = predict_targets(function, likelihood, link=link, samples=samples)
+            parts.append(cls._scores(prediction, y[start:stop]))
+        columns = [torch.cat(column) for column in zip(*parts)]
+        columns = columns if mask is None else [column[mask] for column in columns]
+        return cls(columns[0], columns[1], columns[2] if len(columns) > 2 else None)
+
+    @staticmethod
+    def _scores(prediction: Prediction, y: Tensor) -> list[Tensor]:
+        entropy = prediction.entropy.double().reshape(len(y), -1).mean(-1)
+        found = [-prediction.log_prob(y).double(), entropy]
+        label = getattr(prediction, "label", None)
+        return found if label is None else [*found, (label == y).double().reshape(len(y), -1).mean(-1)]

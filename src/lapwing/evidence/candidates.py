@@ -1,0 +1,165 @@
+"""What tuning on held-out data tries: a grid of precisions, temperatures, noise levels and logit temperatures."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.descent import SUBSET, fit_logits
+from lapwing.evidence.scoring import (
+    LOGITS,
+    SCALING,
+    best_dispersion,
+    best_logit_temperature,
+    check_logit_temperature,
+)
+from lapwing.evidence.sweep import Batch, Sweep
+from lapwing.evidence.tuning import Setting
+from lapwing.likelihoods import Gaussian, Likelihood
+
+LEARNABLE = ("prior", "temperature", "logit_temperature", "noise")
+GRID: Mapping[str, tuple[float, ...]] = {
+    "prior": tuple(10 ** (k / 2) for k in range(-8, 11)),
+    "temperature": tuple(10.0**k for k in range(-1, 5)),
+}
+SURE = 2.0  # standard errors that a gain must exceed to show
+HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
+LOGIT_RANGE = (0.05, 20.0)
+
+
+def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
+    """What held-out data choose unless told otherwise."""
+    return ("prior", "temperature", "logit_temperature") if isinstance(likelihood, LOGITS) else ("prior", "temperature")
+
+
+def check_learned(
+    learn: Sequence[str], grid: Mapping[str, Sequence[float]] | None, likelihood: Likelihood
+) -> tuple[str, ...]:
+    unknown = [name for name in (*learn, *(grid or {})) if name not in LEARNABLE]
+    if unknown or not learn:
+        raise ValueError(f"held-out data can choose {', '.join(LEARNABLE)}, not {unknown or 'nothing'}")
+    idle = [name for name in (grid or {}) if name not in learn]
+    if idle:
+        raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
+    bad = [(name, v) for name, values in (grid or {}).items() for v in values if not (v > 0 and math.isfinite(v))]
+    if bad or any(len(values) == 0 for values in (grid or {}).values()):
+        raise ValueError(f"candidates must be positive, finite and at least one, got {bad or grid}")
+    if "noise" in learn and not isinstance(likelihood, Gaussian):
+        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    if "logit_temperature" in learn:
+        check_logit_temperature(1.0, likelihood)
+    return tuple(learn)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The grid: precisions (G,) × temperatures × dispersions × logit temperatures (empty: fitted to each of them)."""
+
+    learned: tuple[str, ...]
+    precisions: tuple[Tensor, ...]
+    temperatures: tuple[float, ...]
+    dispersions: tuple[float | None, ...]
+    logit_temperatures: tuple[float, ...]
+    dispersion: float  # where it is not learned
+    logit_temperature: float  # likewise
+    optional: bool = False  # whether the logit temperature is learned only where that shows
+
+    @classmethod
+    def of(
+        cls,
+        learned: tuple[str, ...],
+        grid: Mapping[str, Sequence[float]],
+        precision: Tensor,
+        temperature: float,
+        likelihood: Likelihood,
+        logit_temperature: float = 1.0,
+        optional: bool = False,
+    ) -> "Candidates":
+        """Those of `grid`, the usual ones where it has none, and the values in force for what is not learned."""
+        chosen = {**GRID, **grid}
+        fitted = "logit_temperature" in learned
+        return cls(
+            learned,
+            tuple(torch.full_like(precision, v) for v in chosen["prior"]) if "prior" in learned else (precision,),
+            tuple(map(float, chosen["temperature"])) if "temperature" in learned else (temperature,),
+            tuple(float(sigma) ** 2 for sigma in chosen["noise"]) if "noise" in learned else (None,),
+            tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (logit_temperature,),
+            likelihood.dispersion.item(),
+            logit_temperature,
+            optional,
+        )
+
+    def settled(self, rivals: Mapping[str, Tensor]) -> "Candidates":
+        """Without the logit temperature where it is optional and temperature scaling gains nothing that shows."""
+        if not self.optional or SCALING not in rivals:
+            return self
+        gain = (rivals["MAP"] - rivals[SCALING]).double()
+        if gain.mean() > SURE * gain.std(correction=0) / len(gain) ** 0.5:
+            return self
+        learned = tuple(name for name in self.learned if name != "logit_temperature")
+        return replace(self, learned=learned, logit_temperatures=(self.logit_temperature,))
+
+    def including(self, precision: Tensor, temperature: float, likelihood: Likelihood) -> "Candidates":
+        """With one more value of each."""
+        more = (*self.dispersions, likelihood.dispersion.item())
+        precisions, temperatures = (*self.precisions, precision), (*self.temperatures, temperature)
+        return replace(self, precisions=precisions, temperatures=temperatures, dispersions=more)
+
+    @property
+    def box(self) -> dict[str, tuple[float, float]]:
+        """The range of each quantity, and half a decade beyond for the descent where it moves."""
+        return box_of(self.precisions, self.temperatures, self._dispersions, self.learned)
+
+    @property
+    def _dispersions(self) -> list[float]:
+        return [self.dispersion if each is None else each for each in self.dispersions]
+
+    def settings(self, sweep: Sweep, rivals: Mapping[str, Tensor]) -> list[Setting]:
+        """All of them, each with a logit temperature."""
+        divisors = self.logit_temperatures or (1.0,)
+        product = itertools.product(self.precisions, self.temperatures, self.dispersions, divisors)
+        found = [Setting(tau, T, phi, logit_temperature=s) for tau, T, phi, s in product]
+        return found if self.logit_temperatures else _with_logits(sweep, found, rivals)
+
+
+def _with_logits(sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str, Tensor]) -> list[Setting]:
+    """Each setting with its logit temperature: temperature scaling's times the ratio of the two on a few data.
+
+    The ratio, unlike the temperatures themselves, hardly depends on which data these are.
+    """
+    few = sweep.subset(SUBSET)
+    whole, part = (best_logit_temperature(each.f, each.y, each.likelihood) for each in (sweep, few))
+    bar = HOPELESS * rivals[SCALING].mean().item()
+    found: list[Setting] = []
+    for setting in reversed(settings):  # temperatures fall: from narrow to wide, each from where its neighbor ended
+        begins = not found or found[-1].precision is not setting.precision
+        guess = replace(setting, logit_temperature=part if begins else found[-1].logit_temperature * part / whole)
+        if few.nll(guess) < bar:
+            guess = fit_logits(few, guess)
+        found.append(replace(guess, logit_temperature=guess.logit_temperature * whole / part))
+    return found[::-1]
+
+
+def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
+    """Standard deviations around that of the residuals of the first batch, and the batches, the first put back."""
+    assert isinstance(likelihood, Gaussian)
+    rest = iter(batches)
+    first = next(rest, None)
+    if first is None:
+        raise BadData("the validation data hold no batch")
+    fitted = math.sqrt(best_dispersion(first[0], first[1], likelihood))
+    return [fitted * 2 ** (k / 4) for k in range(-10, 5)], itertools.chain([first], rest)
+
+
+def box_of(
+    taus: Sequence[Tensor], heats: Sequence[float], dispersions: Sequence[float], learned: Sequence[str]
+) -> dict[str, tuple[float, float]]:
+    """The range of each quantity: that of its candidates, and half a decade beyond for the descent where it moves."""
+    values = {"prior": torch.cat(list(taus)).tolist(), "temperature": heats, "noise": dispersions}
+    margin = {name: math.sqrt(10) if name in learned else 1.0 for name in values}
+    ranges = {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
+    return ranges | {"logit_temperature": LOGIT_RANGE}

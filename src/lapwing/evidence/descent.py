@@ -1,0 +1,79 @@
+"""From the best of a grid on to a minimum of the held-out loss between its points."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lapwing.evidence.sweep import Sweep
+from lapwing.evidence.tuning import Setting
+
+SUBSET = 1000  # data that a first guess of the logit temperature looks at
+STEP = 0.2  # of log s, between the points of a parabola
+
+
+def descend(
+    sweep: Sweep, setting: Setting, box: Mapping[str, tuple[float, float]], learned: Sequence[str], steps: int
+) -> tuple[Setting, int]:
+    """L-BFGS on the total NLL in the logarithms of what is learned, each inside its range by a sigmoid."""
+    phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+    start = {
+        "prior": setting.precision.double(),
+        "temperature": torch.tensor(setting.temperature, dtype=torch.float64),
+        "noise": torch.tensor(phi, dtype=torch.float64),
+        "logit_temperature": torch.tensor(setting.logit_temperature, dtype=torch.float64),
+    }
+    wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
+    moving = {name: torch.logit((start[name].log() - low) / (high - low)) for name, (low, high) in wide.items()}
+    moving = {name: z.requires_grad_() for name, z in moving.items()}
+    optimizer = torch.optim.LBFGS(  # tolerances in nats of the whole data set
+        list(moving.values()),
+        max_iter=steps,
+        max_eval=2 * steps,
+        tolerance_grad=1e-3,
+        tolerance_change=1e-3,
+        line_search_fn="strong_wolfe",
+    )
+
+    def values() -> list[Tensor]:
+        inside = {name: (low + (high - low) * moving[name].sigmoid()).exp() for name, (low, high) in wide.items()}
+        return list({**start, **inside}.values())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            tau, T, dispersion, logits = values()
+            coefficients = sweep.coefficients(tau, T, dispersion)
+            leaf = coefficients.detach().requires_grad_()
+            noise = dispersion.detach().requires_grad_("noise" in moving)
+            divisor = logits.detach().requires_grad_("logit_temperature" in moving)
+            total = torch.zeros((), dtype=torch.float64)
+            for losses in sweep.parts(leaf, noise, (T / dispersion).item(), divisor):
+                part = losses.sum()
+                part.backward()
+                total += part.detach().cpu()
+            pulled = [(coefficients, leaf.grad), (dispersion, noise.grad), (logits, divisor.grad)]
+            roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
+            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
+        return total
+
+    optimizer.step(closure)
+    count = int(optimizer.state[next(iter(moving.values()))].get("n_iter", 0))
+    tau, T, dispersion, logits = (value.detach() for value in values())
+    found = dispersion.item() if "noise" in moving else setting.dispersion
+    return Setting(tau, T.item(), found, logit_temperature=logits.item()), count
+
+
+def fit_logits(sweep: Sweep, setting: Setting, rounds: int = 1) -> Setting:
+    """The setting with a better logit temperature: the lowest points of `rounds` parabolas through three losses."""
+    for _ in range(rounds):
+        u = math.log(setting.logit_temperature)
+        points = [u - STEP, u, u + STEP]
+        below, here, above = (sweep.nll(replace(setting, logit_temperature=math.exp(point))) for point in points)
+        bend = below - 2 * here + above
+        move = STEP / 2 * (below - above) / bend if bend > 0 else math.copysign(2 * STEP, below - above)
+        u += min(max(move, -3 * STEP), 3 * STEP)
+        setting = replace(setting, logit_temperature=math.exp(u))
+    return setting

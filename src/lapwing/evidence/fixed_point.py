@@ -1,0 +1,103 @@
+"""One step of learning from the evidence: precisions and noise moved towards MacKay's fixed point, a bounded way.
+
+At fixed weights the evidence has its only maximum where (MacKay 1992, Eq. 3.10)
+
+    τ_g = γ_g / ‖θ_g − μ_g‖²,    φ = RSS / (NK − γ),    γ_g = −∂(log|H/φ + Π| − log|Π|)/∂ log τ_g.
+
+In logarithms x ← log γ(x) − log q has a slope between −1 and 0 in each coordinate, so that half a step at a time
+converges. While the weights still move, going all the way would chase them: the move of a step has a bound.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.evidence.evidence import FittedCurvature
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.tuning import with_dispersion
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Diagonal
+
+ITERATIONS = 60
+TOLERANCE = 1e-3  # in log-precision, a step: the weights move on anyway
+BOUNDS = (1e-8, 1e10)
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """Precisions (G,) and likelihood after a step, the log evidence there, and γ."""
+
+    precision: Tensor
+    likelihood: Likelihood
+    evidence: float
+    effective: float
+
+
+def move(
+    curvature: FittedCurvature,
+    likelihood: Likelihood,
+    groups: Groups,
+    *,
+    mean: Tensor,
+    precision: Tensor,
+    center: float | Tensor = 0.0,
+    learn: tuple[str, ...] = ("prior",),
+    reach: float = 1.0,
+    bounds: tuple[float, float] = BOUNDS,
+    tolerance: float = TOLERANCE,
+) -> Moved:
+    """Go towards the maximum of the evidence, by at most `reach` in each log τ and in log φ.
+
+    A group without curvature keeps its precision: the evidence says nothing of it.
+    """
+    offset = mean.double() - torch.as_tensor(center, dtype=torch.float64, device=mean.device)
+    squares = groups.total(offset.square())
+    start = precision.double().log()
+    noise = likelihood.dispersion.detach().double().log()
+    low, high = (torch.tensor(b, dtype=torch.float64, device=start.device).log() for b in bounds)
+    x, u = start, noise
+    for _ in range(ITERATIONS):
+        bracket, effective = _effective(curvature, groups, x, u)
+        there, further = x, u
+        if "prior" in learn:
+            target = (effective.clamp_min(1e-30) / squares.clamp_min(1e-30)).log()
+            target = torch.where(effective > 0, target, x)
+            there = _within(0.5 * (x + target), start, reach).clamp(low, high)
+        if "noise" in learn:
+            further = _within(u + 0.5 * _noise_step(curvature, likelihood, u, effective.sum()), noise, reach)
+        change = max((there - x).abs().max().item(), (further - u).abs().item())
+        x, u = there, further
+        if change < tolerance:
+            break
+    bracket, effective = _effective(curvature, groups, x, u)
+    told = with_dispersion(likelihood, u.exp()) if "noise" in learn else likelihood
+    fit = told.log_likelihood(curvature.statistics).detach()
+    value = fit - 0.5 * (x.exp() * squares).sum() - 0.5 * bracket
+    return Moved(x.exp(), told, value.item(), effective.sum().item())
+
+
+def _effective(curvature: FittedCurvature, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """log|H/φᵏ + Π| − log|Π| and γ (G,)."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        scaled = curvature.matrix.scale((-curvature.dispersion_power * u).exp())
+        bracket = scaled.logdet_ratio(Diagonal(groups.expand(x.exp())))
+        (slope,) = torch.autograd.grad(bracket, x)
+    return bracket.detach(), -slope
+
+
+def _noise_step(curvature: FittedCurvature, likelihood: Likelihood, u: Tensor, effective: Tensor) -> Tensor:
+    """log of RSS/(NK − kγ) over φ; RSS/φ = −2L″ and NK = −2L″ − 2L′ from the log-likelihood L(log φ)."""
+    with torch.enable_grad():
+        u = u.detach().requires_grad_()
+        value = with_dispersion(likelihood, u.exp()).log_likelihood(curvature.statistics)
+        (first,) = torch.autograd.grad(value, u, create_graph=True)
+        (second,) = torch.autograd.grad(first, u)
+    residual, count = -2 * second, -2 * second - 2 * first.detach()
+    left = (count - curvature.dispersion_power * effective).clamp_min(1e-3 * count)
+    return (residual.clamp_min(1e-30) / left).log()
+
+
+def _within(x: Tensor, center: Tensor, reach: float) -> Tensor:
+    return torch.minimum(torch.maximum(x, center - reach), center + reach)

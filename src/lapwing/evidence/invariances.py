@@ -1,0 +1,189 @@
+"""Learning which transformations do not matter, by the stochastic bound of the evidence (Immer et al. 2022, 2023).
+
+The network predicts with the mean of its outputs over random copies of the input. The evidence of that network depends
+on the ranges of the copies: wider ones make its outputs vary less with the weights (a smaller log-determinant), too
+wide ones cost fit. Both terms are differentiable in the ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from lapwing.curvature import Kron, estimate_curvature, pose
+from lapwing.errors import BadData
+from lapwing.evidence.affine import Affine, Averaged
+from lapwing.evidence.batch_bound import bracket_bound
+from lapwing.evidence.fixed_point import move
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.partition import partition
+from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
+from lapwing.model import Batches, Network, Params, Plan, select_names
+
+PRIOR_SAMPLES = 256  # images that a step of the precisions reads
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What `learn_invariances` found: the averaging network, the augmentation, and the ranges after every epoch."""
+
+    network: Averaged
+    augmentation: Affine
+    history: tuple[dict[str, float], ...]
+    evidence: tuple[float, ...]  # the bound, averaged over an epoch
+    precision: Tensor  # (blocks,)
+
+    @torch.no_grad()
+    def predict(self, x: Tensor, copies: int = 32, generator: torch.Generator | None = None) -> Tensor:
+        """The mean output over so many copies of each image."""
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        return torch.cat([self.network(self.augmentation(part, copies, generator)) for part in x.split(64)])
+
+
+def invariant_bound(
+    network: Network,
+    plan: Plan,
+    copies: Tensor,
+    y: Tensor,
+    likelihood: Likelihood,
+    precision: Tensor,
+    n_data: float,
+) -> Tensor:
+    """The stochastic bound for augmented inputs (n, copies, …), with gradients into them and into `precision` (P,)."""
+    with network.borrow(differentiable=True):
+        at = network.linearize(plan, copies, create_graph=True)
+        y = likelihood.targets(at.f.detach(), y)
+        ratio = n_data / at.n
+        root = _root(likelihood, at.f, y)  # (n, c, r)
+        rows = at.jacobian(root.movedim(-1, 0))
+        scale = likelihood.dispersion.detach().double() ** -1
+        bracket = bracket_bound(rows, precision, scale, ratio)
+        fit = ratio * likelihood.log_prob(at.f, y).double().sum()
+    squares = network.params.flat.double().square()
+    return fit - 0.5 * (precision.double() * squares).sum() - 0.5 * bracket
+
+
+def _root(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """S with S Sᵀ = φ·Λ as a differentiable function of f where that is known; constant otherwise."""
+    if not isinstance(likelihood, Categorical):
+        return likelihood.factor(f.detach(), y)
+    half = (0.5 * f.log_softmax(-1)).exp()  # √p; diag(√p) − p√pᵀ has no singular derivative
+    return torch.diag_embed(half) - half.square()[..., :, None] * half[..., None, :]
+
+
+def learn_invariances(
+    model: nn.Module,
+    data: tuple[Tensor, Tensor],
+    likelihood: str | Likelihood,
+    augmentation: Affine,
+    *,
+    epochs: int,
+    lr: float = 1e-3,
+    range_lr: float = 0.05,
+    copies: int = 8,
+    batch_size: int = 128,
+    evidence_batch: int = 32,
+    every: int = 2,
+    burnin: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool | None = None,
+) -> Learned:
+    """Train a network on images while the evidence learns the ranges of an affine augmentation and layerwise priors.
+
+    Each step draws `copies` of every image and descends on the log joint of their mean output (Adam, `lr`, decayed to
+    zero). After `burnin` steps (a tenth) every `every`-th step moves the ranges (Adam, `range_lr`, on their softplus
+    scale) up the stochastic bound of `evidence_batch` images. The bound is loose for small batches and would choose
+    too large precisions, so these come from the evidence with Kronecker factors, once an epoch. The module is trained
+    in place.
+
+        augment = lapwing.Affine(rotation=5.0)
+        found = lapwing.learn_invariances(model, (images, labels), "classification", augment, epochs=30)
+        found.augmentation.ranges
+    """
+    x, y = data
+    if x.ndim != 4 or len(x) != len(y):
+        raise BadData(f"data is a pair of images (n, c, h, w) and targets (n,); got {tuple(x.shape)}, {tuple(y.shape)}")
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    family, averaged, n = resolve_likelihood(likelihood), Averaged(model), len(y)
+    names = select_names(averaged, "all")
+    first = Network(averaged, Params.of(averaged, names), family.outputs)
+    with first.borrow(), torch.no_grad():
+        few = augmentation(x[:8], copies, generator)
+    with first.borrow():
+        plan = first.plan(few)
+    groups = partition("layerwise", tuple(block.names for block in plan.blocks), first.params)
+    tau = torch.ones(groups.count, dtype=torch.float64)
+    steps = epochs * -(-n // batch_size)
+    burnin = steps // 10 if burnin is None else burnin
+    weights = torch.optim.Adam(averaged.parameters(), lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(weights, steps, lr * 1e-2)
+    hyper = torch.optim.Adam(augmentation.parameters(), range_lr, maximize=True)
+    slow = torch.optim.lr_scheduler.CosineAnnealingLR(hyper, max(1, (steps - burnin) // every), 0.0)
+    history, bounds, step = [], [], 0
+    hide = None if progress is None else not progress
+    for _ in tqdm(range(epochs), desc="invariances", disable=hide, delay=0 if progress else 1, leave=False):
+        found = []
+        for rows in torch.randperm(n, generator=generator).split(batch_size):
+            averaged.train()
+            with torch.no_grad():
+                many = augmentation(x[rows], copies, generator)
+            weights.zero_grad()
+            f = family.outputs(averaged(many))
+            misfit = -family.log_prob(f, family.targets(f.detach(), y[rows])).sum() / len(rows)
+            pulls = [tau[k] * p.square().sum() for k, p in _by_block(plan, averaged)]
+            (misfit + 0.5 * torch.stack(pulls).sum() / n).backward()
+            weights.step()
+            schedule.step()
+            step += 1
+            if step > burnin and step % every == 0:
+                chosen = torch.randint(n, (evidence_batch,), generator=generator)
+                network = Network(averaged, Params.of(averaged, names), family.outputs)
+                many = augmentation(x[chosen], copies, generator)
+                value = invariant_bound(network, plan, many, y[chosen], family, groups.expand(tau), n)
+                hyper.zero_grad()
+                value.backward()
+                hyper.step()
+                slow.step()
+                found.append(value.item())
+        if step > burnin:
+            chosen = torch.randperm(n, generator=generator)[:PRIOR_SAMPLES]
+            tau = _precisions(
+                averaged, names, augmentation, (x[chosen], y[chosen]), family, groups, tau, copies, n, generator
+            )
+        history.append(augmentation.ranges)
+        bounds.append(sum(found) / len(found) if found else math.nan)
+    averaged.eval()
+    return Learned(averaged, augmentation, tuple(history), tuple(bounds), tau)
+
+
+def _precisions(
+    averaged: Averaged,
+    names: tuple[str, ...],
+    augmentation: Affine,
+    data: tuple[Tensor, Tensor],
+    family: Likelihood,
+    groups: Groups,
+    tau: Tensor,
+    copies: int,
+    n_data: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """A step of the layerwise precisions towards the maximum of the evidence."""
+    with torch.no_grad():
+        batches = [
+            (augmentation(x, copies, generator), y) for x, y in zip(data[0].split(64), data[1].split(64), strict=True)
+        ]
+    network = Network(averaged, Params.of(averaged, names), family.outputs)
+    problem = pose(network, Batches(batches, averaged, network.params.device), family, progress=False)
+    curvature = estimate_curvature(problem, Kron(), n_data)
+    return move(curvature, family, groups, mean=network.params.flat, precision=tau).precision
+
+
+def _by_block(plan: Plan, module: nn.Module) -> list[tuple[int, Any]]:
+    live = dict(module.named_parameters())
+    return [(k, live[name]) for k, block in enumerate(plan.blocks) for name in block.names]

@@ -1,0 +1,314 @@
+"""Learning prior and noise while the weights are trained: the evidence every few steps, in anybody's training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.curvature import Factor, Structure, estimate_curvature, pose, resolve_factor, resolve_structure
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.batch_bound import batch_bound
+from lapwing.evidence.evidence import effective_parameters, log_evidence
+from lapwing.evidence.fixed_point import BOUNDS, Moved, move
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.partition import KINDS, partition
+from lapwing.evidence.tuning import with_dispersion
+from lapwing.likelihoods import Gaussian, Likelihood, resolve_likelihood
+from lapwing.linalg import Diagonal
+from lapwing.model import Batch, Batches, Network, Params, batch_size, select_names, take
+from lapwing.model.batches import Inputs, call
+from lapwing.model.module import output_tensor
+from lapwing.posterior import Prior, resolve_prior
+
+BATCH = "batch"  # structure="batch": the stochastic bound of one batch
+
+
+@dataclass(frozen=True, eq=False)
+class Belief:
+    """What the evidence has taught so far."""
+
+    prior: Prior
+    likelihood: Likelihood
+    precision: Tensor | None = None  # (G,), one a group
+    evidence: float = math.nan
+    effective: float = math.nan
+    steps: int = 0
+    moments: Tensor | None = None  # (2, G + 1): Adam's, for structure="batch"
+
+
+@dataclass(frozen=True, eq=False)
+class Online:
+    """Prior and noise learned by the evidence inside a training loop of your own.
+
+    `prior` says what is learned: "scalar", "layerwise", "unit", "input" or "parameterwise" precisions, starting at
+    `start`; a number or a `Prior` stays as it is. `learn` is any of "prior" and "noise" (both where possible).
+    `structure` and `factor` are those of `fit`, or structure="batch" for the stochastic bound of one batch. A step
+    reads up to `samples` data and stands for `n_data`, the size of the training set; it moves logarithms by at most
+    `reach` ("batch": Adam with learning rate `reach`/10). Nothing here changes: `step` returns a new object.
+
+        online = lapwing.Online("classification", n_data=60_000)
+        for epoch in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                online.loss(model, x, y).backward()
+                optimizer.step()
+            online = online.step(model, loader)
+        la = lapwing.fit(model, loader, online.likelihood, structure="kron", prior=online.belief.prior)
+    """
+
+    family: str | Likelihood
+    n_data: float
+    prior: Any = "layerwise"
+    start: float = 1.0
+    structure: str | Structure = "kron"
+    factor: str | Factor = "ggn"
+    select: Any = "all"
+    learn: tuple[str, ...] | None = None
+    reach: float = 1.0
+    bounds: tuple[float, float] = BOUNDS
+    samples: int | None = 4096
+    split: Callable[[Any], tuple] | None = None
+    generator: torch.Generator | None = None
+    belief: Belief = None  # type: ignore[assignment]
+    _terms: dict[str, Any] = field(default_factory=dict, repr=False)  # the prior by parameter, once it was needed
+
+    def __post_init__(self) -> None:
+        if not (self.n_data > 0 and math.isfinite(self.n_data)):
+            raise BadData(f"n_data is the size of the training set, positive and finite; got {self.n_data}")
+        if isinstance(self.prior, str) and self.prior not in KINDS:
+            raise UnsupportedOperation(
+                f"prior is one of {', '.join(KINDS)}, or a fixed precision or Prior; got {self.prior!r}"
+            )
+        family = resolve_likelihood(self.family)
+        if self.structure != BATCH:
+            resolve_structure(self.structure)  # refuse now
+        resolve_factor(self.factor)
+        unknown = set(self.learning) - {"prior", "noise"}
+        if unknown or ("noise" in self.learning and not isinstance(family, Gaussian)):
+            raise UnsupportedOperation(
+                f"learn is any of 'prior' and, for a Gaussian, 'noise'; got {list(self.learning)} for {family}"
+            )
+        if self.belief is None:
+            prior = Prior(self.start) if isinstance(self.prior, str) else resolve_prior(self.prior)
+            object.__setattr__(self, "belief", Belief(prior, family))
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """What is learned: "prior", "noise"."""
+        if self.learn is not None:
+            chosen = (self.learn,) if isinstance(self.learn, str) else tuple(self.learn)
+        else:
+            chosen = ("prior", "noise") if isinstance(resolve_likelihood(self.family), Gaussian) else ("prior",)
+        return chosen if isinstance(self.prior, str) else tuple(what for what in chosen if what != "prior")
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood with the noise of now."""
+        return self.belief.likelihood
+
+    def loss(self, model: nn.Module, inputs: Inputs, targets: Any, weights: Tensor | None = None) -> Tensor:
+        """φ·(mean −log p(y|f) + ½‖θ − μ‖²_Π/N): minimal where the log joint is maximal.
+
+        The factor φ keeps the size of gradients the same while the noise is learned (1 but for a Gaussian).
+        """
+        misfit = self.misfit(model, inputs, targets, weights)
+        return misfit * self.likelihood.dispersion.detach().to(misfit) + self.penalty(model).to(misfit)
+
+    def misfit(self, model: nn.Module, inputs: Inputs, targets: Any, weights: Tensor | None = None) -> Tensor:
+        """mean −log p(y|f) over the samples of a batch, the module in the mode it is in."""
+        family = self.likelihood
+        f = family.outputs(output_tensor(call(model, inputs)))
+        y = family.targets(f.detach(), targets)
+        each = family.log_prob(f, y).reshape(f.shape[0], -1).sum(1)
+        total = each.sum() if weights is None else (each * weights.to(each)).sum()
+        return -total / family.count(f, y, weights)
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """φ·½‖θ − μ‖²_Π/N: what to add to a *mean* loss φ·(−log p), such as a mean cross-entropy (φ = 1)."""
+        live = dict(model.named_parameters())
+        if "names" not in self._terms:
+            self._terms.update(self._parameters(model))
+        names, terms = self._terms["names"], self._terms["terms"]
+        if terms is None:  # a matrix: yesterday's posterior
+            mean, matrix = self._terms["whole"]
+            offset = torch.cat([live[name].reshape(-1) for name in names]).to(mean) - mean
+            total = (offset * matrix.matvec(offset)).sum()
+        else:
+            parts = [_squared(live[name], *term) for name, term in zip(names, terms, strict=True)]
+            total = torch.stack(parts).sum()
+        return 0.5 * total * self.likelihood.dispersion.detach().to(total) / self.n_data
+
+    def _parameters(self, model: nn.Module) -> dict[str, Any]:
+        names = select_names(model, self.select)
+        live = dict(model.named_parameters())
+        shapes = [live[name].shape for name in names]
+        like = live[names[0]]
+        sizes = [shape.numel() for shape in shapes]
+        mean, matrix = self.belief.prior.resolve(names, sizes, like.dtype, like.device)
+        if not isinstance(matrix, Diagonal):
+            return {"names": names, "terms": None, "whole": (mean.to(matrix.dtype), matrix)}
+        pairs = zip(matrix.values.detach().split(sizes), mean.split(sizes), shapes, strict=True)
+        return {"names": names, "terms": [_term(tau, mu, shape) for tau, mu, shape in pairs]}
+
+    def step(self, model: nn.Module, data: Any) -> Online:
+        """One step of prior and noise from the evidence at the weights of now; the module is left as it is.
+
+        The network is evaluated in eval mode and given back in the mode it came in. `.belief` of the result holds the
+        new prior, likelihood and the log evidence.
+        """
+        names = select_names(model, self.select)
+        network = Network(model, Params.of(model, names), self.likelihood.outputs)
+        subset = Subset(data, self.samples, self.generator) if self.structure != BATCH else data
+        batches = Batches(subset, model, network.params.device, self.split)
+        belief = self._by_batch(network, batches) if self.structure == BATCH else self._by_curvature(network, batches)
+        return replace(self, belief=belief, _terms={})
+
+    def _by_curvature(self, network: Network, batches: Batches) -> Belief:
+        old = self.belief
+        factor = resolve_factor(self.factor)
+        problem = pose(network, batches, old.likelihood, factor, generator=self.generator, progress=False)
+        structure = None if self.structure == BATCH else resolve_structure(self.structure)
+        curvature = estimate_curvature(problem, structure, self.n_data)
+        mean = network.params.flat.double()
+        if not isinstance(self.prior, str) and not self.learning:
+            return self._judged(curvature, network, mean)
+        groups = self._groups(curvature.names, network.params)
+        moved = move(
+            curvature,
+            old.likelihood,
+            groups,
+            mean=mean,
+            precision=self._precision(groups, network.params),
+            center=old.prior.mean,
+            learn=self.learning,
+            reach=self.reach,
+            bounds=self.bounds,
+        )
+        return self._belief(groups, moved)
+
+    def _groups(self, blocks: Any, params: Params) -> Groups:
+        if isinstance(self.prior, str):
+            return partition(self.prior, blocks, params)
+        if not isinstance(self.belief.prior.resolve(params.names, params.sizes)[1], Diagonal):
+            raise UnsupportedOperation("the noise cannot be learned under a prior that is itself a posterior: learn=()")
+        return Groups.parameterwise(params.size)
+
+    def _judged(self, curvature: Any, network: Network, mean: Tensor) -> Belief:
+        """The evidence under a prior that stays as it is."""
+        params, old = network.params, self.belief
+        prior = old.prior.resolve(params.names, params.sizes, torch.float64, params.device)
+        value = log_evidence(curvature, prior, old.likelihood, mean=mean)
+        effective = effective_parameters(curvature, prior, old.likelihood)
+        return replace(old, evidence=value.item(), effective=effective, steps=old.steps + 1)
+
+    def _precision(self, groups: Groups, params: Params) -> Tensor:
+        if self.belief.precision is not None and isinstance(self.prior, str):
+            return self.belief.precision
+        _, matrix = self.belief.prior.resolve(params.names, params.sizes, torch.float64, params.device)
+        assert isinstance(matrix, Diagonal)
+        counts = groups.total(torch.ones_like(matrix.values))
+        return (groups.total(matrix.values.detach().log()) / counts.clamp(min=1)).exp()
+
+    def _belief(self, groups: Groups, moved: Moved, moments: Tensor | None = None) -> Belief:
+        prior = self.belief.prior
+        if isinstance(self.prior, str):
+            prior = _prior(groups, moved.precision, prior.mean)
+        steps = self.belief.steps + 1
+        return Belief(prior, moved.likelihood, moved.precision, moved.evidence, moved.effective, steps, moments)
+
+    def _by_batch(self, network: Network, batches: Batches) -> Belief:
+        old, params = self.belief, network.params
+        batch: Batch = next(iter(batches))
+        problem = pose(network, batches, old.likelihood, resolve_factor(self.factor), progress=False)
+        blocks = tuple(block.names for block in problem.plan.blocks)
+        groups = self._groups(blocks, params)
+        x = self._precision(groups, params).log().detach()
+        u = old.likelihood.dispersion.detach().double().log()
+        point = torch.cat([x, u[None]]).requires_grad_()
+        noisy = "noise" in self.learning
+        family = _with_noise(old.likelihood, point[-1]) if noisy else old.likelihood
+        center = torch.as_tensor(old.prior.mean, dtype=torch.float64).expand(params.size)
+        value = batch_bound(
+            network,
+            problem.plan,
+            batch,
+            family,
+            problem.factor,
+            center=center,
+            precision=groups.expand(point[:-1].exp()),
+            n_data=self.n_data,
+            generator=self.generator,
+        )
+        (gradient,) = torch.autograd.grad(value, point)
+        moments = torch.zeros(2, len(point), dtype=torch.float64) if old.moments is None else old.moments
+        there, moments = _adam(point.detach(), gradient, moments, old.steps + 1, self.reach / 10)
+        tau = there[:-1].exp().clamp(*self.bounds) if "prior" in self.learning else x.exp()
+        told = with_dispersion(old.likelihood, there[-1].exp()) if noisy else old.likelihood
+        return self._belief(groups, Moved(tau, told, value.item(), math.nan), moments)
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Up to `count` samples of the data: random rows of a pair of tensors, else the batches that come first."""
+
+    data: Any
+    count: int | None
+    generator: torch.Generator | None
+
+    def __iter__(self) -> Iterator[Any]:
+        data = self.data
+        if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor):
+            x, y = data
+            rows = torch.arange(len(y))
+            if self.count is not None and len(y) > self.count:
+                generator = self.generator or torch.Generator().manual_seed(0)
+                rows = torch.randperm(len(y), generator=generator)[: self.count]
+            for part in rows.split(256):
+                yield take(x, part.to(y.device), len(y)), y[part.to(y.device)]
+            return
+        yield from self._first(data)
+
+    def _first(self, data: Iterable[Any]) -> Iterator[Any]:
+        seen = 0
+        for batch in data:
+            yield batch
+            seen += batch_size(batch)
+            if self.count is not None and seen >= self.count:
+                return
+
+
+def _prior(groups: Groups, values: Tensor, mean: float | Tensor) -> Prior:
+    if groups.count == 1 or groups.members:
+        return groups.prior(values, mean)
+    return Prior(groups.expand(values.detach()), mean)
+
+
+def _term(tau: Tensor, mu: Tensor, shape: torch.Size) -> tuple[Tensor | float, Tensor | None]:
+    """Precision and mean of one parameter; a number where all its weights have the same, None for a mean of zero."""
+    common = tau[0].item() if bool((tau == tau[0]).all()) else tau.reshape(shape)
+    return common, None if not bool(mu.any()) else mu.reshape(shape)
+
+
+def _squared(value: Tensor, tau: Tensor | float, mu: Tensor | None) -> Tensor:
+    squared = (value if mu is None else value - mu).square()
+    return (squared * tau).sum() if isinstance(tau, Tensor) else squared.sum() * tau
+
+
+def _with_noise(likelihood: Likelihood, log_dispersion: Tensor) -> Gaussian:
+    """The Gaussian with noise exp(½ log φ), gradients kept."""
+    assert isinstance(likelihood, Gaussian)
+    factor = (log_dispersion - likelihood.dispersion.detach().double().log()).mul(0.5).exp()
+    return Gaussian(torch.as_tensor(likelihood.noise, dtype=torch.float64).detach() * factor)
+
+
+def _adam(x: Tensor, gradient: Tensor, moments: Tensor, count: int, rate: float) -> tuple[Tensor, Tensor]:
+    """One step of Adam uphill (Kingma & Ba 2015)."""
+    first = 0.9 * moments[0] + 0.1 * gradient
+    second = 0.99 * moments[1] + 0.01 * gradient.square()
+    step = (first / (1 - 0.9**count)) / ((second / (1 - 0.99**count)).sqrt() + 1e-12)
+    return x + rate * step, torch.stack([first, second])

@@ -1,0 +1,203 @@
+"""Pruning by the posterior: which weights and units the log joint would miss least, and which inputs carry nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.shrinking import Layer, layers_of, shrunk
+from lapwing.linalg import PSD
+from lapwing.model import Params
+from lapwing.posterior import Posterior, Prior
+
+
+class Fitted(Protocol):
+    """What pruning reads of a `Laplace` object."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def params(self) -> Params: ...
+    @property
+    def prior(self) -> Prior: ...
+    @property
+    def posterior(self) -> Posterior: ...
+
+
+def _saliency(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
+    """θ²·H_pp: twice what the quadratic log posterior loses when one weight is set to zero, the others as they are."""
+    return theta.square() * precision.diagonal().double()
+
+
+def _ratio(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
+    """θ²/Σ_pp: the same where the other weights follow; the squared ratio of signal to noise."""
+    return theta.square() / precision.inverse_diagonal().double()
+
+
+def _magnitude(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
+    return theta.square()
+
+
+def _random(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
+    return torch.rand(theta.shape, dtype=theta.dtype, generator=generator)
+
+
+SCORES: dict[str, Callable[[Tensor, PSD, torch.Generator | None], Tensor]] = {
+    "posterior": _saliency,
+    "signal": _ratio,
+    "magnitude": _magnitude,
+    "random": _random,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Pruned:
+    """A pruned copy of the network. The original is untouched; fine-tune the copy and fit again.
+
+    `masks` hold, for each selected parameter, False where a weight is zero now. After structured pruning `removed` are
+    the units taken out of each layer, `module` is the smaller network and `masked` the same function at the old size.
+    """
+
+    module: nn.Module
+    masked: nn.Module
+    masks: Mapping[str, Tensor]
+    scores: Mapping[str, Tensor]
+    removed: Mapping[str, Tensor]
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the weights of the original that are gone."""
+        before = sum(p.numel() for p in self.masked.parameters())
+        if self.removed:
+            return 1 - sum(p.numel() for p in self.module.parameters()) / before
+        return sum(int((~mask).sum()) for mask in self.masks.values()) / before
+
+    @torch.no_grad()
+    def apply(self, module: nn.Module) -> None:
+        """Set masked weights of a network of the old size to zero again, after a step of fine-tuning."""
+        live = dict(module.named_parameters())
+        for name, mask in self.masks.items():
+            live[name].mul_(mask)
+
+
+def prune(
+    la: Fitted,
+    sparsity: float,
+    *,
+    by: str = "posterior",
+    structured: bool = False,
+    generator: torch.Generator | None = None,
+) -> Pruned:
+    """Take out the share `sparsity` of the weights, or with `structured` of the hidden units, that matter least.
+
+    `by` is "posterior" (θ²·H_pp, H the posterior precision), "signal" (θ²/Σ_pp), "magnitude" or "random". Scores are
+    compared across layers; with priors per weight or unit chosen by the evidence (`train(prior="unit")`) what the data
+    do not need has a score near zero. Biases are not pruned one by one. Structured pruning sums the scores of what
+    feeds a unit and returns a smaller module; it takes stacks of Linear and Conv layers (`nn.Sequential`).
+
+        pruned = lapwing.prune(trained.laplace, 0.9)
+        small = lapwing.prune(trained.laplace, 0.5, structured=True).module
+    """
+    if by not in SCORES:
+        raise UnsupportedOperation(f"by is one of {', '.join(SCORES)}; got {by!r}")
+    if not 0 <= sparsity < 1:
+        raise BadData(f"sparsity is a share of the weights in [0, 1), got {sparsity}")
+    if la.params.index is not None:
+        raise UnsupportedOperation("pruning needs whole parameters; this posterior is over single weights")
+    flat = SCORES[by](la.params.flat.double(), la.posterior.precision, generator)
+    scores = {
+        name: part.reshape(shape)
+        for name, part, shape in zip(la.params.names, flat.split(la.params.sizes), la.params.shapes, strict=True)
+    }
+    return _by_unit(la, sparsity, scores) if structured else _by_weight(la, sparsity, scores)
+
+
+def _by_weight(la: Fitted, sparsity: float, scores: dict[str, Tensor]) -> Pruned:
+    chosen = {name: score for name, score in scores.items() if score.ndim > 1}
+    if not chosen:
+        raise UnsupportedOperation("no selected parameter has rows and columns: there is nothing to prune")
+    low = _lowest(torch.cat([score.reshape(-1) for score in chosen.values()]), sparsity)
+    parts = low.split([score.numel() for score in chosen.values()])
+    masks = {name: ~part.reshape(scores[name].shape) for name, part in zip(chosen, parts, strict=True)}
+    masked = _masked(la.module, masks)
+    return Pruned(masked, masked, masks, scores, {})
+
+
+def _by_unit(la: Fitted, sparsity: float, scores: dict[str, Tensor]) -> Pruned:
+    layers = layers_of(la.module)
+    hidden = [layer for layer in layers[:-1] if f"{layer.name}.weight" in scores]
+    if not hidden:
+        raise UnsupportedOperation("there is no hidden layer with selected weights: nothing to take units from")
+    units = {layer.name: _unit_scores(layer, scores) for layer in hidden}
+    low = _lowest(torch.cat(list(units.values())), sparsity)
+    removed = {}
+    for name, score, part in zip(units, units.values(), low.split([len(s) for s in units.values()]), strict=True):
+        keep = ~part
+        keep[score.argmax()] = True  # a layer without units is no network
+        removed[name] = (~keep).nonzero().flatten()
+    masks: dict[str, Tensor] = {}
+    for layer, following in pairwise(layers):
+        if layer.name in removed:
+            _mask_unit(layer, following, removed[layer.name], masks)
+    return Pruned(shrunk(la.module, removed), _masked(la.module, masks), masks, scores, removed)
+
+
+def _unit_scores(layer: Layer, scores: dict[str, Tensor]) -> Tensor:
+    total = scores[f"{layer.name}.weight"].flatten(1).sum(1)
+    bias = scores.get(f"{layer.name}.bias")
+    return total if bias is None else total + bias
+
+
+def _mask_unit(layer: Layer, following: Layer, units: Tensor, masks: dict[str, Tensor]) -> None:
+    """Zero what feeds a unit and what reads it."""
+    for name, p in layer.module.named_parameters():
+        mask = masks.setdefault(f"{layer.name}.{name}", torch.ones(p.shape, dtype=torch.bool))
+        mask[units] = False
+    weight = following.module.weight
+    mask = masks.setdefault(f"{following.name}.weight", torch.ones(weight.shape, dtype=torch.bool))
+    mask[:, following.columns(units, layer)] = False
+
+
+def _lowest(scores: Tensor, share: float) -> Tensor:
+    """True for the lowest share of the scores, exactly so many."""
+    low = torch.zeros_like(scores, dtype=torch.bool)
+    low[scores.argsort(stable=True)[: round(share * len(scores))]] = True
+    return low
+
+
+def _masked(module: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
+    changed = copy.deepcopy(module)
+    live = dict(changed.named_parameters())
+    with torch.no_grad():
+        for name, mask in masks.items():
+            live[name].mul_(mask.to(live[name].device))
+    return changed
+
+
+def relevance(la: Fitted, parameter: str | None = None) -> Tensor:
+    """γ_j = Σ_p (1 − τ_p Σ_pp) over the weights that read input j: how many of them the data determine, (inputs,).
+
+    `parameter` is the weight that reads the inputs, (outputs, inputs, …); by default the first selected one. Under a
+    prior per input chosen by the evidence an input that carries nothing has γ near zero: automatic relevance
+    determination (MacKay 1994).
+
+        trained = lapwing.train(model, data, "regression", epochs=500, prior="input")
+        lapwing.relevance(trained.laplace) > 0.5
+    """
+    params = la.params
+    names = [n for n, shape in zip(params.names, params.shapes, strict=True) if len(shape) > 1]
+    name = names[0] if parameter is None and names else parameter
+    if name not in names:
+        raise BadData(f"parameter is a selected weight with columns, one of {names}; got {parameter!r}")
+    _, prior = la.prior.resolve(params.names, params.sizes, torch.float64, params.device, index=params.index)
+    effective = 1 - prior.diagonal().double() * la.posterior.variance.double()
+    k = params.names.index(name)
+    own = effective.split(params.sizes)[k].reshape(params.shapes[k])
+    return own.transpose(0, 1).flatten(1).sum(1)

@@ -1,0 +1,246 @@
+"""The loop of `lapwing.train`: steps of an optimizer, the evidence in between, best weights, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tqdm.auto import tqdm
+
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.checkpoints import Checkpoint, Moment, State
+from lapwing.evidence.online import Online
+from lapwing.model import Batch, Batches, batch_size, take
+
+FILE = "train.pt"
+
+
+@dataclass(frozen=True, eq=False)
+class Shuffled:
+    """A pair (X, y) of tensors in random batches: another order at every pass, the same for the same seed and pass."""
+
+    data: tuple[Any, Tensor]
+    size: int
+    seed: int
+    epoch: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = self.data
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        for rows in torch.randperm(len(y), generator=generator).split(self.size):
+            part = rows.to(y.device)
+            yield take(x, part, len(y)), y[part]
+
+    def __len__(self) -> int:
+        return -(-len(self.data[1]) // self.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """How long, how often and which weights to keep.
+
+    `every` and `burnin` count optimizer steps; None for once an epoch and a tenth of the training. `patience` counts
+    steps of the evidence without a better score; `keep` is "evidence", "validation" or "last".
+    """
+
+    epochs: int
+    every: int | None = None
+    burnin: int | None = None
+    patience: int | None = None
+    keep: str = "evidence"
+    per_step: bool = False  # whether the learning-rate scheduler moves every step, not every epoch
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "every", "patience"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise BadData(f"{name} is a positive whole number, got {value!r}")
+        if self.burnin is not None and self.burnin < 0:
+            raise BadData(f"burnin counts optimizer steps, at least 0; got {self.burnin}")
+        if self.keep not in ("evidence", "validation", "last"):
+            raise UnsupportedOperation(f"keep is 'evidence', 'validation' or 'last', got {self.keep!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """One training run. `run()` leaves the module at the weights that it keeps."""
+
+    module: nn.Module
+    data: Any
+    online: Online
+    optimizer: Optimizer
+    scheduler: Any
+    schedule: Schedule
+    val: Any = None
+    folder: Path | None = None
+    progress: bool | None = None
+
+    def run(self) -> tuple[Online, tuple[Moment, ...], bool]:
+        """Train; the belief at the weights that are kept, the history, and whether it stopped early."""
+        state = State(self.online)
+        if self._checkpoint is not None and self._checkpoint.path.exists():
+            self._checkpoint.read(state)
+        modes = [(m, m.training) for m in self.module.modules()]
+        try:
+            self._train(state)
+        finally:
+            for m, mode in modes:
+                m.training = mode
+        return self._kept(state), tuple(state.history), state.stopped
+
+    def _train(self, state: State) -> None:
+        hide = None if self.progress is None else not self.progress
+        bar = tqdm(total=self.schedule.epochs, initial=state.epoch, desc="train", disable=hide, leave=False)
+        with bar, torch.inference_mode(False), torch.enable_grad():
+            while state.epoch < self.schedule.epochs and not state.stopped:
+                self._epoch(state)
+                bar.update()
+                bar.set_postfix(self._shown(state))
+                if self._checkpoint is not None:
+                    self._checkpoint.write(state)
+
+    def _epoch(self, state: State) -> None:
+        began = time.perf_counter()
+        source = replace(self.data, epoch=state.epoch) if isinstance(self.data, Shuffled) else self.data
+        batches = Batches(source, self.module, next(self.module.parameters()).device, self.online.split)
+        first, length = state.step, batches.length
+        for batch in batches:
+            self.module.train()
+            loss = self._descend(state, batch)
+            state.step += 1
+            state.loss, state.count = state.loss + loss, state.count + 1
+            if self.scheduler is not None and self.schedule.per_step:
+                self.scheduler.step()
+            if self._due(state, length):
+                self._evidence(state, began)
+                if state.stopped:
+                    break
+        if length is None and self._due(state, state.step - first):
+            self._evidence(state, began)
+        if self.scheduler is not None and not self.schedule.per_step:
+            plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            self.scheduler.step(*([loss] if plateau else []))
+        state.epoch += 1
+
+    def _descend(self, state: State, batch: Batch) -> float:
+        """One step of the optimizer; a closure, so that line searches work too."""
+        losses: list[float] = []
+
+        def closure() -> float:
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = state.online.loss(self.module, batch.inputs, batch.targets, batch.weights)
+            loss.backward()
+            losses.append(loss.item())
+            return losses[-1]
+
+        self.optimizer.step(closure)
+        loss = losses[0]
+        if not math.isfinite(loss):
+            raise BadData(
+                f"the loss is {loss} at step {state.step}, epoch {state.epoch}: lower the learning rate, or check the "
+                "data"
+            )
+        return loss
+
+    def _due(self, state: State, length: int | None) -> bool:
+        plan = self.schedule
+        if not self.online.learning and plan.keep == "last" and self.val is None:
+            return False  # a fixed prior and no score that anybody reads
+        burnin = plan.burnin
+        if burnin is None:
+            burnin = 0 if length is None else plan.epochs * length // 10
+        every = plan.every or length
+        return every is not None and state.step > burnin and state.step % every == 0
+
+    def _evidence(self, state: State, began: float) -> None:
+        data = self.data.data if isinstance(self.data, Shuffled) else self.data
+        if isinstance(self.data, Shuffled) and self.online.structure == "batch":
+            data = replace(self.data, epoch=-1 - state.step)
+        state.online = state.online.step(self.module, data)
+        belief = state.online.belief
+        precision = torch.ones(1) if belief.precision is None else belief.precision
+        low, high = precision.aminmax()
+        noise = float(belief.likelihood.dispersion) ** 0.5
+        found = Moment(
+            state.step,
+            state.epoch,
+            state.loss / max(state.count, 1),
+            belief.evidence,
+            belief.effective,
+            (low.item(), high.item()),
+            noise,
+            self._validation(state.online),
+            time.perf_counter() - began,
+        )
+        state.history.append(found)
+        state.loss, state.count = 0.0, 0
+        score = {"evidence": found.evidence, "validation": -found.nll, "last": math.inf}[self.schedule.keep]
+        if score > state.best or self.schedule.keep == "last":
+            state.best, state.stale, state.belief = score, 0, belief
+            state.weights = copy.deepcopy(self.module.state_dict())
+        else:
+            state.stale += 1
+            state.stopped = self.schedule.patience is not None and state.stale >= self.schedule.patience
+
+    def _validation(self, online: Online) -> float:
+        """Mean −log p of the validation data, the network in eval mode."""
+        if self.val is None:
+            return math.nan
+        total, count = 0.0, 0.0
+        self.module.eval()
+        with torch.no_grad():
+            for batch in Batches(self.val, self.module, next(self.module.parameters()).device, online.split):
+                share = batch_size(batch.inputs)
+                total += online.misfit(self.module, batch.inputs, batch.targets, batch.weights).item() * share
+                count += share
+        return total / count
+
+    def _kept(self, state: State) -> Online:
+        if self.schedule.keep != "last" and state.weights:
+            self.module.load_state_dict(state.weights)
+            assert state.belief is not None
+            return replace(state.online, belief=state.belief, _terms={})
+        return state.online
+
+    def _shown(self, state: State) -> dict[str, str]:
+        if not state.history:
+            return {}
+        last = state.history[-1]
+        return {"loss": f"{last.loss:.4g}", "log evidence": f"{last.evidence:.6g}"}
+
+    @property
+    def _checkpoint(self) -> Checkpoint | None:
+        if self.folder is None:
+            return None
+        online = self.online
+        identity = {
+            "parameters": [[name, list(p.shape)] for name, p in self.module.named_parameters()],
+            "n_data": float(online.n_data),
+            "prior": online.prior if isinstance(online.prior, str) else "fixed",
+            "structure": str(getattr(online.structure, "name", online.structure)),
+        }
+        loader = getattr(self.data, "generator", None)
+        sampler = getattr(getattr(self.data, "sampler", None), "generator", None)
+        found = {id(g): g for g in (loader, sampler, online.generator) if isinstance(g, torch.Generator)}
+        generators = tuple(found.values())
+        return Checkpoint(self.folder / FILE, self.module, self.optimizer, self.scheduler, generators, identity)
+
+
+def count_data(data: Any, module: nn.Module, split: Callable[[Any], tuple] | None) -> float:
+    """N, counted from the batches of one pass."""
+    if isinstance(data, Shuffled):
+        return float(len(data.data[1]))
+    batches = Batches(data, module, torch.device("cpu"), split)
+    batches.require_reiterable("training")
+    total = 0.0
+    for batch in batches:
+        total += batch_size(batch.inputs) if batch.weights is None else float(batch.weights.double().sum())
+    return total
