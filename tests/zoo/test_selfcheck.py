@@ -122,6 +122,8 @@ class Spoiled:
         # scaling the left factor reaches weight and bias; rolling or flipping one factor alone is enough
         for name in names[:1] if isinstance(rule, MatrixRule) else names:
             setattr(self.rule, name, self.wrap(getattr(rule, name), spoil))
+        if not isinstance(rule, MatrixRule):
+            self.rule.rows = self.wrap(rule.rows, lambda pair: tuple(spoil(rows) for rows in pair))
 
     def wrap(self, method, spoil):
         def spoiled(*args, **kwargs):
