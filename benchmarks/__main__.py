@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     began, load = time.time(), os.getloadavg()[0]
-    peers = None if options.ours_only else environment.peers()
+    peers = None if options.ours_only else options.peers or environment.peers()
     place = Place(options.python, peers, limit=options.limit or (60.0 if options.quick else 600.0))
     processes = options.processes or (1 if options.quick else 2)
     cells = [replace(cell, threads=t, repeats=processes) for t in options.threads for cell in chosen(options)]
@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--resume", action="store_true", help="keep cells that OUT/cells.jsonl already has")
     top.add_argument("--limit", type=float, help="CPU seconds a process may take (60 quick, 600 otherwise)")
     top.add_argument("--python", default=sys.executable, help="interpreter for Lapwing")
+    top.add_argument("--peers", help="interpreter that has the peers (default: .venv-peers, made if need be)")
     return top
 
 
@@ -140,7 +141,7 @@ def conditions(began: float, load: float, peers: str | None) -> dict[str, Any]:
 
 def command(arguments: Sequence[str]) -> str:
     """How to do it again, without the paths of this machine."""
-    paths = {k for k, word in enumerate(arguments) if word in ("--out", "--python")}
+    paths = {k for k, word in enumerate(arguments) if word in ("--out", "--python", "--peers")}
     kept = [word for k, word in enumerate(arguments) if k not in paths and k - 1 not in paths]
     return shlex.join(["python", "-m", "benchmarks", *kept])
 
