@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+import lapwing
 from benchmarks import environment, picture, plan, report
-from benchmarks.cell import ROOT, Cell, Outcome, Place, run
+from benchmarks.cell import Cell, Outcome, Place, run
 from benchmarks.imports import import_times
 from benchmarks.workloads import WORKLOADS
 from lapwing.errors import LapwingError
@@ -120,9 +121,8 @@ def conditions(began: float, load: float, peers: str | None) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     names = ["laplace-torch", "curvlinops-for-pytorch"]
     versions = environment.installed(Path(peers), names) if peers else []
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
-    )
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=Path(lapwing.__file__).parent, capture_output=True, text=True)
     return {
         "date": time.strftime("%Y-%m-%d", time.localtime(began)),
         "processor": processor(),
