@@ -44,8 +44,8 @@ def conjugate_gradients(
     far fewer steps than its columns alone. Every `check` steps, and before it ends, the residual is computed from A x:
     where the recurrence has drifted from it (lost orthogonality) the search starts anew from there. It is that
     residual, relative to ‖b‖ and for every column, that must reach `tolerance`. A x is added up from the very products
-    that x is made of, which costs none; for tolerances below 1e-5 and for vectors in float32, where the rounding of that
-    sum could show, it is a product of its own.
+    that x is made of, which costs none; for tolerances below 1e-5 and for vectors in float32, where the rounding of
+    that sum could show, it is a product of its own.
     `precondition` applies M⁻¹ ≈ A⁻¹, symmetric positive definite.
     """
     norms = rhs.double().norm(dim=-1)
