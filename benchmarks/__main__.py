@@ -33,8 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     processes = options.processes or (1 if options.quick else 2)
     cells = [replace(cell, threads=t, repeats=processes) for t in options.threads for cell in chosen(options)]
     points = [] if options.no_growth or options.workload else list(plan.growth(options.quick))
+    kept = Kept(options.out / "cells.jsonl", options.resume or options.known)
+    if options.known:
+        cells = [cell for cell in cells if cell in kept.known]
+        points = [point for point in points if point[-1] in kept.known]
     prepare([*cells, *(cell for _, _, cell in points)])
-    kept = Kept(options.out / "cells.jsonl", options.resume)
     measured = [kept.get(cell, place) for cell in progress(cells, "cells")]
     grown = [(axis, size, kept.get(cell, place)) for axis, size, cell in progress(points, "growth")]
     record = {
@@ -43,14 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cells": [report.stored(outcome) for outcome in measured],
         "growth": [{"axis": a, "size": s, "outcome": report.stored(outcome)} for a, s, outcome in grown],
     }
-    (options.out / "bench.json").write_text(json.dumps(record, indent=1))
-    text = report.document(record)
-    (options.out / "bench.md").write_text(text)
-    if grown:
-        picture.draw(grown, options.out / "growth.png", "Growth of time and memory, one thread")
-    print(text)
-    print(f"Written: {options.out}/bench.md, bench.json" + (", growth.png" if grown else ""))
+    write(record, options.out)
     return 0
+
+
+def write(record: dict[str, Any], out: Path) -> None:
+    """Table, JSON and picture."""
+    (out / "bench.json").write_text(json.dumps(record, indent=1))
+    text = report.document(record)
+    (out / "bench.md").write_text(text)
+    grown = report.growth_of(record)
+    if grown:
+        picture.draw(grown, out / "growth.png", "Growth of time and memory, one thread")
+    print(text)
+    print(f"Written: {out}/bench.md, bench.json" + (", growth.png" if grown else ""))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--no-growth", action="store_true")
     top.add_argument("--ours-only", action="store_true", help="without the peers")
     top.add_argument("--resume", action="store_true", help="keep cells that OUT/cells.jsonl already has")
+    top.add_argument("--known", action="store_true", help="measure nothing: report the cells that an earlier run left")
     top.add_argument("--limit", type=float, help="CPU seconds a process may take (60 quick, 600 otherwise)")
     top.add_argument("--python", default=sys.executable, help="interpreter for Lapwing")
     top.add_argument("--peers", help="interpreter that has the peers (default: .venv-peers, made if need be)")
