@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+import lapwing
 from benchmarks import environment, picture, plan, report
-from benchmarks.cell import ROOT, Cell, Outcome, Place, run
+from benchmarks.cell import Cell, Outcome, Place, run
 from benchmarks.imports import import_times
 from benchmarks.workloads import WORKLOADS
 from lapwing.errors import LapwingError
@@ -27,13 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     began, load = time.time(), os.getloadavg()[0]
-    peers = None if options.ours_only else environment.peers()
+    peers = None if options.ours_only else options.peers or environment.peers()
     place = Place(options.python, peers, limit=options.limit or (60.0 if options.quick else 600.0))
     processes = options.processes or (1 if options.quick else 2)
     cells = [replace(cell, threads=t, repeats=processes) for t in options.threads for cell in chosen(options)]
     points = [] if options.no_growth or options.workload else list(plan.growth(options.quick))
+    kept = Kept(options.out / "cells.jsonl", options.resume or options.known)
+    if options.known:
+        cells = [cell for cell in cells if cell in kept.known]
+        points = [point for point in points if point[-1] in kept.known]
     prepare([*cells, *(cell for _, _, cell in points)])
-    kept = Kept(options.out / "cells.jsonl", options.resume)
     measured = [kept.get(cell, place) for cell in progress(cells, "cells")]
     grown = [(axis, size, kept.get(cell, place)) for axis, size, cell in progress(points, "growth")]
     record = {
@@ -42,14 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cells": [report.stored(outcome) for outcome in measured],
         "growth": [{"axis": a, "size": s, "outcome": report.stored(outcome)} for a, s, outcome in grown],
     }
-    (options.out / "bench.json").write_text(json.dumps(record, indent=1))
-    text = report.document(record)
-    (options.out / "bench.md").write_text(text)
-    if grown:
-        picture.draw(grown, options.out / "growth.png", "Growth of time and memory, one thread")
-    print(text)
-    print(f"Written: {options.out}/bench.md, bench.json" + (", growth.png" if grown else ""))
+    write(record, options.out)
     return 0
+
+
+def write(record: dict[str, Any], out: Path) -> None:
+    """Table, JSON and picture."""
+    (out / "bench.json").write_text(json.dumps(record, indent=1))
+    text = report.document(record)
+    (out / "bench.md").write_text(text)
+    grown = report.growth_of(record)
+    if grown:
+        picture.draw(grown, out / "growth.png", "Growth of time and memory, one thread")
+    print(text)
+    print(f"Written: {out}/bench.md, bench.json" + (", growth.png" if grown else ""))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,8 +73,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--no-growth", action="store_true")
     top.add_argument("--ours-only", action="store_true", help="without the peers")
     top.add_argument("--resume", action="store_true", help="keep cells that OUT/cells.jsonl already has")
+    top.add_argument("--known", action="store_true", help="measure nothing: report the cells that an earlier run left")
     top.add_argument("--limit", type=float, help="CPU seconds a process may take (60 quick, 600 otherwise)")
     top.add_argument("--python", default=sys.executable, help="interpreter for Lapwing")
+    top.add_argument("--peers", help="interpreter that has the peers (default: .venv-peers, made if need be)")
     return top
 
 
@@ -119,9 +131,8 @@ def conditions(began: float, load: float, peers: str | None) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     names = ["laplace-torch", "curvlinops-for-pytorch"]
     versions = environment.installed(Path(peers), names) if peers else []
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
-    )
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=Path(lapwing.__file__).parent, capture_output=True, text=True)
     return {
         "date": time.strftime("%Y-%m-%d", time.localtime(began)),
         "processor": processor(),
@@ -140,7 +151,7 @@ def conditions(began: float, load: float, peers: str | None) -> dict[str, Any]:
 
 def command(arguments: Sequence[str]) -> str:
     """How to do it again, without the paths of this machine."""
-    paths = {k for k, word in enumerate(arguments) if word in ("--out", "--python")}
+    paths = {k for k, word in enumerate(arguments) if word in ("--out", "--python", "--peers")}
     kept = [word for k, word in enumerate(arguments) if k not in paths and k - 1 not in paths]
     return shlex.join(["python", "-m", "benchmarks", *kept])
 

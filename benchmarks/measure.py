@@ -27,7 +27,7 @@ SOURCES = {
 }
 CPU = torch.device("cpu")
 BRIEF = 0.1  # seconds; what takes less is repeated within one timing
-LONG = 15.0  # seconds; of what takes longer, the first run is the only one
+LONG = 5.0  # seconds; of what takes longer, the first run is the only one
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from lapwing.model import Batches, Network, Params
 from lapwing.predictive.linearized import Linearized
 
 warnings.filterwarnings("ignore")
-PRIORS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
+PRIORS = (1.0, 10.0, 100.0, 1000.0)
 NEGLIGIBLE = 1e-6
 
 

@@ -47,6 +47,8 @@ def test_the_suite_writes_table_json_and_goes_on_where_it_stopped(cache, tmp_pat
     assert "1.10 × `import torch`" in (tmp_path / "bench.md").read_text()
     monkeypatch.setattr(suite, "run", lambda *_: pytest.fail("the cell was measured already"))
     assert suite.main([*arguments, "--resume"]) == 0
+    monkeypatch.setattr(suite.plan, "quick", lambda: iter([cell, suite.replace(cell, n=17)]))
+    assert suite.main([*arguments, "--known"]) == 0
     assert "LeNet-5, last layer" in capsys.readouterr().out
 
 

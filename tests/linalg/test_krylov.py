@@ -80,6 +80,14 @@ class TestConjugateGradients:
         torch.testing.assert_close(found.residuals, true, rtol=1e-6, atol=1e-14)
         torch.testing.assert_close(found.x, torch.linalg.solve(shifted(), b.T).T, rtol=1e-6, atol=1e-8)
 
+    def test_a_loose_tolerance_is_checked_without_a_product(self) -> None:
+        a, b = Counted(shifted()), rows(3)
+        found = conjugate_gradients(a, b, tolerance=1e-4, check=4)
+        true = (b - found.x @ shifted()).norm(dim=-1) / b.norm(dim=-1)
+        assert found.converged
+        assert found.products == a.count == 3 * found.iterations
+        torch.testing.assert_close(found.residuals, true, rtol=1e-6, atol=1e-12)
+
     def test_a_block_needs_fewer_steps_than_its_columns(self) -> None:
         single = max(conjugate_gradients(Counted(shifted()), b[None], tolerance=1e-8).iterations for b in rows(8))
         block = conjugate_gradients(Counted(shifted()), rows(8), tolerance=1e-8).iterations

@@ -23,7 +23,7 @@ Policy = Literal["raise", "warn", "accept"]
 class Solution:
     """Approximate solutions x (k, P) of A x = b, with the relative residual ‖b − A x‖/‖b‖ that each row reached.
 
-    `residuals` are computed from A x itself, not from the recurrence. `products` counts matrix–vector products.
+    `residuals` are computed from A x, not from a recurrence. `products` counts matrix–vector products.
     """
 
     x: Tensor

@@ -1,0 +1,74 @@
+"""`la.tune(val_data)` at the front door: the default rule, the others, and what the result predicts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing
+from lapwing.errors import UnsupportedOperation
+from lapwing.evidence import Trials
+
+GRID = {"prior": [1e-3, 0.1, 10.0, 1e3], "temperature": [1.0, 100.0]}
+
+
+def overconfident(n: int, seed: int = 0) -> tuple[lapwing.Laplace, tuple[Tensor, Tensor]]:
+    """A network whose logits are four times too large for the targets, and n held-out data."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        net[2].weight.mul_(4)
+    draw = lambda x: torch.distributions.Categorical(logits=net(x).detach() / 4).sample()  # noqa: E731
+    x, held = (torch.randn(k, 4, dtype=torch.float64, generator=generator) for k in (200, n))
+    return lapwing.fit(net, (x, draw(x)), "classification", structure="ekfac"), (held, draw(held))
+
+
+@pytest.mark.parametrize("rule", ["widest", "lowest"])
+def test_the_score_is_what_the_tuned_posterior_predicts(rule: str) -> None:
+    la, (x, y) = overconfident(300)
+    tuned = la.tune((x, y), rule=rule, grid=GRID)
+    assert tuned.tuning is not None
+    assert tuned.tuning.score == pytest.approx(-tuned.predict(x).log_prob(y).mean().item(), abs=2e-3)
+    assert tuned.logit_temperature > 1.5
+    assert tuned.tuning.score <= tuned.tuning.baselines["temperature scaling"] + 0.002
+    assert "logits divided by" in tuned.summary()
+
+
+def test_the_widest_setting_is_not_narrower_and_hardly_worse() -> None:
+    la, held = overconfident(300)
+    wide, low = (la.tune(held, rule=rule, grid=GRID) for rule in ("widest", "lowest"))
+    assert wide.tuning.setting.narrow <= low.tuning.setting.narrow
+    assert low.tuning.score <= wide.tuning.score <= low.tuning.score + 0.002
+    x, y = overconfident(1000, seed=1)[1]
+    assert -wide.predict(x).log_prob(y).mean() < -low.predict(x).log_prob(y).mean() + 0.01
+
+
+def test_few_data_keep_the_network() -> None:
+    la, held = overconfident(300)
+    calm = la.replace(logit_temperature=4.0)  # calibrated: nothing left to gain
+    few = (held[0][:20], held[1][:20])
+    tuned = calm.tune(few, grid=GRID)
+    assert tuned.logit_temperature == 4.0
+    far = torch.randn(50, 4, dtype=torch.float64)
+    plain = (la.module(far) / 4).softmax(-1).detach()
+    torch.testing.assert_close(tuned.predict(far).probs, plain, rtol=0, atol=0.02)
+    assert any("nothing is measurably better" in message for message in tuned.tuning.messages)
+
+
+def test_a_rule_of_ones_own(tmp_path: Path) -> None:
+    la, held = overconfident(40)
+
+    def first(trials: Trials) -> int:
+        assert trials.losses.shape == (len(trials.settings), 40)
+        return 0
+
+    grid = {"prior": [0.5, 5.0], "temperature": [2.0], "logit_temperature": [1.5]}
+    tuned = la.tune(held, grid=grid, learn=("prior", "temperature", "logit_temperature"), rule=first)
+    assert (tuned.tuning.setting.precision.item(), tuned.temperature.T) == (0.5, 2.0)
+    tuned.save(tmp_path / "a.lapwing")
+    back = lapwing.load(tmp_path / "a.lapwing", la.module)
+    assert back.logit_temperature == tuned.logit_temperature
+    with pytest.raises(UnsupportedOperation, match="'lowest', 'widest' or a function"):
+        la.tune(held, rule="best")
