@@ -132,20 +132,20 @@ class Problem:
                     if inputs is not None:
                         inputs(at.jacobian(f.new_zeros(0, *f.shape)), fresh)
                     del at
-                    self._run(waiting.full(), update, sums, row_bytes)
+                    self._run(waiting.full(), update, sums, row_bytes, together)
                 else:
                     self._add_gradient(sums, at, score)
-                    self._feed(checked, at, directions, fresh, row_bytes)
+                    self._feed(checked, at, directions, fresh, row_bytes, together)
                     del at
-            self._run(waiting.rest(), update, sums, row_bytes)
+            self._run(waiting.rest(), update, sums, row_bytes, together)
         return sums.totals()
 
-    def _run(self, groups: Iterable[Group], update: Update, sums: _Sums, row_bytes: int) -> None:
+    def _run(self, groups: Iterable[Group], update: Update, sums: _Sums, row_bytes: int, together: bool) -> None:
         """Rows of samples that were brought together."""
         for group in groups:
             at = self.network.linearize(self.plan, group.inputs)
             self._add_gradient(sums, at, group.score)
-            self._feed(self._finite(update, ""), at, group.directions, None, row_bytes)
+            self._feed(self._finite(update, ""), at, group.directions, None, row_bytes, together)
 
     def _score(self, f: Tensor, y: Tensor, batch: Batch) -> Tensor:
         """φ·∇_f log p(y | f), times the weights."""
@@ -215,8 +215,9 @@ class Problem:
 
         def checked(jacobian: Jacobian, fresh: Tensor | None) -> None:
             rows = jacobian.rows
-            # what is not finite spreads to the earliest layers, so one look tells
-            if isinstance(rows, LazyRows) and rows.gradients and not bool(rows.gradients[0].isfinite().all()):
+            # what is not finite spreads to the earliest layers and to their sum, so one number tells
+            suspect = isinstance(rows, LazyRows) and rows.gradients and not bool(rows.gradients[0].sum().isfinite())
+            if suspect and not all(bool(g.isfinite().all()) for g in rows.gradients):
                 steps = rows.at.plan.steps
                 k = max(j for j, g in enumerate(rows.gradients) if not bool(g.isfinite().all()))
                 layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(steps[k].names))})"
@@ -240,11 +241,19 @@ class Problem:
             yield from parts_of(batch, max(1, self._cap // max(1, row)))
 
     def _feed(
-        self, update: Update, at: Linearization, directions: Directions, fresh: Tensor | None, row_bytes: int
+        self,
+        update: Update,
+        at: Linearization,
+        directions: Directions,
+        fresh: Tensor | None,
+        row_bytes: int,
+        together: bool,
     ) -> None:
-        """Rows of a piece, as many directions at a time as fit."""
+        """Rows of a piece, as many directions at a time as fit, or as share a backward pass where that is enough."""
         row, count = at.n * (4 * self.plan.width + row_bytes), directions.count
         length = max(1, self._cap // max(row, 1))
+        if not together:
+            length = max(1, min(length, at.shared(count)))
         with torch.no_grad():
             for start in range(0, max(count, 1), length):
                 chosen = directions.between(start, min(start + length, count))

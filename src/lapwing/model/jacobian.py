@@ -49,6 +49,13 @@ class Linearization:
         found = {k: bind(self.finished.records[k]) for k in read}
         return {k: pair for k, pair in found.items() if pair is not None}
 
+    def shared(self, directions: int) -> int:
+        """How many of so many directions go into one backward pass."""
+        if not self.plan.batched or self.create_graph:  # torch's batched double backward has gaps
+            return 1
+        elements = sum(record.out.numel() for record in self.finished.records)
+        return directions if directions * elements <= BATCHED_ELEMENTS else 1
+
     def jacobian(self, directions: Tensor) -> Jacobian:
         """Rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row a sample and direction."""
         gradients = self._backward(directions)
@@ -76,8 +83,7 @@ class Linearization:
         if not edges or not r or not self.f.requires_grad:
             return [torch.zeros(()).expand(r, *record.out.shape) for record in self.finished.records]
         directions = directions.to(self.f.dtype)
-        small = r * sum(record.out.numel() for record in self.finished.records) <= BATCHED_ELEMENTS
-        if r > 1 and self.plan.batched and small and not self.create_graph:  # torch's batched double backward has gaps
+        if 1 < r <= self.shared(r):
             found: Sequence[Tensor | None] = self._grad(edges, directions, batched=True)
         else:
             each = [self._grad(edges, v, batched=False) for v in directions]

@@ -18,7 +18,7 @@ from lapwing.predictive.function import GaussianFunction
 CLOSED_FORM = 64
 """Outputs a sample up to which covariances are computed in closed form; beyond, f is sampled by one JVP a draw."""
 
-CHUNK = 2**27
+CHUNK = 2**28
 """Bytes of back-propagated gradients under way at a time."""
 
 Draws = Callable[[int, torch.Generator | None], Tensor]
