@@ -95,8 +95,22 @@ def times(value: float | None) -> str:
 
 
 def short(outcomes: Sequence[Outcome]) -> str:
-    """The rows that have a target: how the project stands against its own aims."""
-    return table([outcome for outcome in outcomes if target(outcome.cell.workload, outcome.cell.operation)])
+    """The rows that have a target, beside the first peer: how the project stands against its own aims."""
+    rows = []
+    for outcome in outcomes:
+        asked = target(outcome.cell.workload, outcome.cell.operation)
+        if asked:
+            network, title, n, *own_cells = rows_of(outcome)[0]
+            peer = " ".join([own_cells[2], *phrase(own_cells[3:5])]).strip()
+            ours = " ".join(phrase(own_cells[:2]))
+            rows.append([network, title, n, ours, peer, asked.text, MARK[asked.reached(outcome)]])
+    return markdown(("network", "operation", "N", "Lapwing", "peer", "target", "reached"), rows)
+
+
+def phrase(cells: Sequence[str]) -> list[str]:
+    """Epochs and megabytes with their units; an error as it is."""
+    time, memory = cells
+    return [f"{time} epochs, {memory} MB" if memory else time]
 
 
 def growth_table(points: Sequence[tuple[str, float, Outcome]]) -> str:

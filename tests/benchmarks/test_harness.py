@@ -168,6 +168,8 @@ def test_rows_of_the_table():
         "peer": "laplace-torch", "epochs": "16", "ratio: time": "4 ×", "memory": "2 ×", "difference": "1e-06",
         "target": "≤ 4 epochs", "reached": "yes",
     }  # fmt: skip
+    brief = report.short([outcome(peer, peak=2_000_000)]).splitlines()[-1]
+    assert brief == "| LeNet-5 | fit, kron | 128 | 4 epochs, 2 MB | laplace-torch 16 epochs, 4 MB | ≤ 4 epochs | yes |"
     (alone,) = report.rows_of(outcome(seconds=2.2))
     assert alone[-1] == "**no**"
     failed = replace(peer, error="ValueError: a|b", seconds=None, peak=None, n=64)
