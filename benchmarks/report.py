@@ -57,11 +57,10 @@ def rows_of(outcome: Outcome) -> list[list[str]]:
         return [[*first, "", "", "", "", "", "", *last]]
     rows = []
     for k, peer in enumerate(outcome.peers):
-        name = peer.by + ("" if peer.n == ours.n else f" (N {count(peer.n)})")
         apart = outcome.differences[k]
-        beside = [times(outcome.speed(k)), times(outcome.thrift(k)), "" if apart is None else f"{apart:.0e}"]
+        ratios = [times(outcome.speed(k)), times(outcome.thrift(k)), "" if apart is None else f"{apart:.0e}"]
         head, tail = (first, last) if k == 0 else ([*first[:3], "", ""], ["", ""])
-        rows.append([*head, name, *own(peer), *beside, *tail])
+        rows.append([*head, named(peer, ours), *own(peer), *ratios, *tail])
     return rows
 
 
@@ -98,19 +97,33 @@ def short(outcomes: Sequence[Outcome]) -> str:
     """The rows that have a target, beside the first peer: how the project stands against its own aims."""
     rows = []
     for outcome in outcomes:
-        asked = target(outcome.cell.workload, outcome.cell.operation)
+        cell, asked = outcome.cell, target(outcome.cell.workload, outcome.cell.operation)
         if asked:
-            network, title, n, *own_cells = rows_of(outcome)[0]
-            peer = " ".join([own_cells[2], *phrase(own_cells[3:5])]).strip()
-            ours = " ".join(phrase(own_cells[:2]))
-            rows.append([network, title, n, ours, peer, asked.text, MARK[asked.reached(outcome)]])
+            what = [NAMES.get(cell.workload, cell.workload), cell.op.title, count(outcome.ours.n)]
+            rows.append([*what, phrase(outcome.ours), beside(outcome), asked.text, MARK[asked.reached(outcome)]])
     return markdown(("network", "operation", "N", "Lapwing", "peer", "target", "reached"), rows)
 
 
-def phrase(cells: Sequence[str]) -> list[str]:
-    """Epochs and megabytes with their units; an error as it is."""
-    time, memory = cells
-    return [f"{time} epochs, {memory} MB" if memory else time]
+def beside(outcome: Outcome) -> str:
+    """What the first peer needs, in its own figures and in ours."""
+    if not outcome.peers:
+        return ""
+    peer = outcome.peers[0]
+    said = f"{named(peer, outcome.ours)}: {phrase(peer)}"
+    if outcome.speed(0) is None:
+        return said
+    return f"{said}; {times(outcome.speed(0))} the time, {times(outcome.thrift(0))} the memory"
+
+
+def named(peer: Measurement, ours: Measurement) -> str:
+    """The peer, with its number of data where it is another."""
+    return peer.by + ("" if peer.n == ours.n else f" (N {count(peer.n)})")
+
+
+def phrase(m: Measurement) -> str:
+    """Epochs, forward passes and megabytes with their units; an error as it is."""
+    time, memory = own(m)
+    return f"{time.replace(' (', ' epochs (') if '(' in time else f'{time} epochs'}, {memory} MB" if memory else time
 
 
 def growth_table(points: Sequence[tuple[str, float, Outcome]]) -> str:
