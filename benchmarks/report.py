@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from benchmarks.cell import Cell, Outcome
@@ -205,6 +206,11 @@ def insert(text: str, kind: str, content: str) -> str:
     return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
 
 
+def nested(text: str) -> str:
+    """The report without its title, its headings one level lower, as a part of a page."""
+    return re.sub(r"^##", "###", text.split("\n", 2)[2], flags=re.MULTILINE)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     top = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     top.add_argument("record", type=Path)
@@ -220,8 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.into:
         print(document(record))
     for path in options.into:
-        text = insert(path.read_text(), "short", f"\n{head}\n\n{few}\n")
-        path.write_text(insert(text, "long", "\n" + document(record).split("\n", 2)[2]))
+        before = path.read_text()
+        text = insert(before, "short", f"\n{head}\n\n{few}\n")
+        path.write_text(insert(text, "long", "\n" + nested(document(record))))
+        drawn = options.record.with_name("growth.png")
+        if "<!-- bench: long -->" in before and drawn.exists():
+            copyfile(drawn, path.with_name("growth.png"))
 
 
 if __name__ == "__main__":

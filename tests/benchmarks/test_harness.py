@@ -194,6 +194,10 @@ def test_outcomes_survive_json_and_marks_are_filled_in():
     assert filled == text.replace("old", "new \\1")
 
 
+def test_a_part_of_a_page_has_lower_headings():
+    assert report.nested("# Benchmark\n\nhere\n\n## 1 thread\n") == "here\n\n### 1 thread\n"
+
+
 def test_a_busy_machine_is_told():
     place = {
         "date": "today", "processor": "a chip", "cores": 2, "load": [0.5, 1.0], "python": "3.11", "torch": "2.13",
