@@ -13,13 +13,19 @@ def prepare(task: Task, op: Operation) -> tuple[Callable[[], Any], Callable[[Any
     """What to time; its factors are laid out by module and are not compared."""
     if op.action != "fit" or op.structure not in ("kron", "ekfac") or op.variant == "1e-3":
         raise NotImplementedError(f"curvlinops has no {op.name}")
+    imported()  # not part of what it does
     return lambda: fit(task, op), lambda _: None
 
 
-def fit(task: Task, op: Operation) -> Any:
+def imported() -> tuple[Any, Any]:
+    """The operators of KFAC and EKFAC."""
     from curvlinops import EKFACLinearOperator, KFACLinearOperator
 
-    kind = KFACLinearOperator if op.structure == "kron" else EKFACLinearOperator
+    return KFACLinearOperator, EKFACLinearOperator
+
+
+def fit(task: Task, op: Operation) -> Any:
+    kind = imported()[op.structure == "ekfac"]
     operator = kind(
         task.flat or task.model,
         nn.CrossEntropyLoss(reduction="sum"),

@@ -26,6 +26,7 @@ class Loader:
 
 def prepare(task: Task, op: Operation) -> tuple[Callable[[], Any], Callable[[Any], Tensor | None]]:
     """What to time, and how to read a comparable tensor from its result."""
+    imported()  # its import, seconds and a hundred megabytes, is not part of what it does
     if op.action == "fit":
         return lambda: fit(task, op), lambda la: None if op.variant == "mc" else curvature(la, op)
     la = fit(task, op)
@@ -43,12 +44,17 @@ def prepare(task: Task, op: Operation) -> tuple[Callable[[], Any], Callable[[Any
     return lambda: torch.stack([evidence(p) for p in PRIORS]), lambda values: values
 
 
-def fit(task: Task, op: Operation) -> Any:
+def imported() -> tuple[Any, Any]:
+    """Laplace and CurvlinopsGGN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from laplace import Laplace
         from laplace.curvature import CurvlinopsGGN
+    return Laplace, CurvlinopsGGN
 
+
+def fit(task: Task, op: Operation) -> Any:
+    Laplace, CurvlinopsGGN = imported()
     if op.variant == "1e-3" or op.structure == "ekfac":
         raise NotImplementedError(f"laplace-torch has no {op.name}")
     options: dict[str, Any] = {"backend": CurvlinopsGGN, "backend_kwargs": {"stochastic": op.variant == "mc"}}

@@ -27,7 +27,8 @@ SOURCES = {
 }
 CPU = torch.device("cpu")
 BRIEF = 0.1  # seconds; what takes less is repeated within one timing
-LONG = 5.0  # seconds; of what takes longer, the first run is the only one
+LONG = 5.0  # seconds; what takes longer is timed once
+ENDLESS = 60.0  # seconds; of what takes longer, the first run is the only one
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -94,16 +95,24 @@ Times = dict[str, list[float]]  # "cpu" and "wall" seconds
 
 
 def alternate(works: dict[str, Callable[[], Any]], repeats: int, first: dict[str, Times]) -> dict[str, Times]:
-    """Seconds of each piece of work, in turns. Brief work is repeated within a turn; work whose first run was long is
-    not run again."""
+    """Seconds of each piece of work, in turns. The first run warms up and is not counted. Brief work is repeated within
+    a turn, long work has one turn, and endless work none: there the first run counts."""
     first = first | {name: timed(work)[1] for name, work in works.items() if name not in first}
-    times = {name: first[name] if first[name]["cpu"][0] > LONG else {"cpu": [], "wall": []} for name in works}
-    for _ in range(repeats):
+    turns = {name: how_often(first[name]["cpu"][0], repeats) for name in works}
+    times: dict[str, Times] = {name: {"cpu": [], "wall": []} if turns[name] else first[name] for name in works}
+    for turn in range(repeats):
         for name, work in works.items():
-            if first[name]["cpu"][0] <= LONG:
-                _, turn = timed(work, repetitions(first[name]["cpu"][0]))
-                times[name] = {clock: times[name][clock] + turn[clock] for clock in turn}
+            if turn < turns[name]:
+                _, taken = timed(work, repetitions(first[name]["cpu"][0]))
+                times[name] = {clock: times[name][clock] + taken[clock] for clock in taken}
     return times
+
+
+def how_often(seconds: float, repeats: int) -> int:
+    """The turns of work whose first run took so long."""
+    if seconds > ENDLESS:
+        return 0
+    return 1 if seconds > LONG else repeats
 
 
 def timed(work: Callable[[], Any], count: int = 1) -> tuple[Any, Times]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from benchmarks.cell import Cell, Outcome
@@ -57,11 +58,10 @@ def rows_of(outcome: Outcome) -> list[list[str]]:
         return [[*first, "", "", "", "", "", "", *last]]
     rows = []
     for k, peer in enumerate(outcome.peers):
-        name = peer.by + ("" if peer.n == ours.n else f" (N {count(peer.n)})")
         apart = outcome.differences[k]
-        beside = [times(outcome.speed(k)), times(outcome.thrift(k)), "" if apart is None else f"{apart:.0e}"]
+        ratios = [times(outcome.speed(k)), times(outcome.thrift(k)), "" if apart is None else f"{apart:.0e}"]
         head, tail = (first, last) if k == 0 else ([*first[:3], "", ""], ["", ""])
-        rows.append([*head, name, *own(peer), *beside, *tail])
+        rows.append([*head, named(peer, ours), *own(peer), *ratios, *tail])
     return rows
 
 
@@ -95,8 +95,36 @@ def times(value: float | None) -> str:
 
 
 def short(outcomes: Sequence[Outcome]) -> str:
-    """The rows that have a target: how the project stands against its own aims."""
-    return table([outcome for outcome in outcomes if target(outcome.cell.workload, outcome.cell.operation)])
+    """The rows that have a target, beside the first peer: how the project stands against its own aims."""
+    rows = []
+    for outcome in outcomes:
+        cell, asked = outcome.cell, target(outcome.cell.workload, outcome.cell.operation)
+        if asked:
+            what = [NAMES.get(cell.workload, cell.workload), cell.op.title, count(outcome.ours.n)]
+            rows.append([*what, phrase(outcome.ours), beside(outcome), asked.text, MARK[asked.reached(outcome)]])
+    return markdown(("network", "operation", "N", "Lapwing", "peer", "target", "reached"), rows)
+
+
+def beside(outcome: Outcome) -> str:
+    """What the first peer needs, in its own figures and in ours."""
+    if not outcome.peers:
+        return ""
+    peer = outcome.peers[0]
+    said = f"{named(peer, outcome.ours)}: {phrase(peer)}"
+    if outcome.speed(0) is None:
+        return said
+    return f"{said}; {times(outcome.speed(0))} the time, {times(outcome.thrift(0))} the memory"
+
+
+def named(peer: Measurement, ours: Measurement) -> str:
+    """The peer, with its number of data where it is another."""
+    return peer.by + ("" if peer.n == ours.n else f" (N {count(peer.n)})")
+
+
+def phrase(m: Measurement) -> str:
+    """Epochs, forward passes and megabytes with their units; an error as it is."""
+    time, memory = own(m)
+    return f"{time.replace(' (', ' epochs (') if '(' in time else f'{time} epochs'}, {memory} MB" if memory else time
 
 
 def growth_table(points: Sequence[tuple[str, float, Outcome]]) -> str:
@@ -178,6 +206,11 @@ def insert(text: str, kind: str, content: str) -> str:
     return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
 
 
+def nested(text: str) -> str:
+    """The report without its title, its headings one level lower, as a part of a page."""
+    return re.sub(r"^##", "###", text.split("\n", 2)[2], flags=re.MULTILINE)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     top = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     top.add_argument("record", type=Path)
@@ -193,8 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.into:
         print(document(record))
     for path in options.into:
-        text = insert(path.read_text(), "short", f"\n{head}\n\n{few}\n")
-        path.write_text(insert(text, "long", "\n" + document(record).split("\n", 2)[2]))
+        before = path.read_text()
+        text = insert(before, "short", f"\n{head}\n\n{few}\n")
+        path.write_text(insert(text, "long", "\n" + nested(document(record))))
+        drawn = options.record.with_name("growth.png")
+        if "<!-- bench: long -->" in before and drawn.exists():
+            copyfile(drawn, path.with_name("growth.png"))
 
 
 if __name__ == "__main__":

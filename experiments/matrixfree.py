@@ -1,7 +1,7 @@
 """Matrix-free posteriors on pretrained networks: solves, samples and evidence, with residuals and times.
 
 LAPWING_DATA=... python experiments/matrixfree.py resnet20 --data 1000 --rank 256 --probes 4 --steps 4
-LAPWING_DATA=... python experiments/matrixfree.py llama --data 256 --prior 1000
+LAPWING_DATA=... python experiments/matrixfree.py llama --data 256 --length 16 --prior 10000
 LAPWING_DATA=... python experiments/matrixfree.py resnet18 --data 256 --tolerance 1e-2 --samples 2
 LAPWING_DATA=... python experiments/matrixfree.py cost
 LAPWING_DATA=... python experiments/matrixfree.py memory
@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--solves", type=int, default=2)
     parser.add_argument("--network", default="resnet20")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
     arguments = parser.parse_args()
     if arguments.what == "cost":
         return cost()
@@ -202,7 +203,9 @@ def main() -> None:
     if arguments.what == "peak":
         return peak(arguments.network, arguments.data)
     print(arguments)
-    make = {"resnet20": lambda n: resnet(20, n), "resnet18": resnet18, "llama": llama}[arguments.what]
+    make = {"resnet20": lambda n: resnet(20, n), "resnet18": resnet18, "llama": lambda n: llama(n, arguments.length)}[
+        arguments.what
+    ]
     model, data, likelihood = make(arguments.data)
     report(model, data, likelihood, arguments)
 

@@ -39,9 +39,10 @@ def run(name: str, split: int, kind: str, steps: int, width: int, structure: str
     torch.manual_seed(split)
     outputs = 2 if kind == "heteroscedastic" else 1
     model = nn.Sequential(nn.Linear(x.shape[1], width), nn.GELU(), nn.Linear(width, outputs)).double()
+    batches = -(-len(y) // 1000)  # full batches up to 1,000 data
     trained = lapwing.train(
-        model, (x, y), kind, epochs=steps, batch_size=len(y), every=50, burnin=200, samples=None,
-        structure=structure, keep="last", progress=False,
+        model, (x, y), kind, epochs=-(-steps // batches), batch_size=-(-len(y) // batches), every=50, burnin=200,
+        samples=2000, structure=structure, keep="last", progress=False, schedule_by="step",
         optimizer=lambda p: torch.optim.Adam(p, 1e-2),
         scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps, 1e-5),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from benchmarks.cell import Cell, Outcome, difference, needs
 from benchmarks.growth import findings, mlp_flops, slope
 from benchmarks.laplace_torch import bytes_asked
-from benchmarks.measure import LONG, alternate, reason, repetitions
+from benchmarks.measure import ENDLESS, LONG, alternate, reason, repetitions
 from benchmarks.operations import ACTIONS, STRUCTURES, VARIANTS, Operation, operation
 from benchmarks.results import Measurement, dump, merged, parse, ratio
 from benchmarks.targets import TARGETS, at_least, both, target
@@ -66,14 +66,15 @@ def test_repeats_give_the_middle_run_and_the_highest_peak():
     assert merged([failed, runs[0]]).seconds == 3.0
 
 
-def test_work_takes_turns_and_long_work_is_not_repeated():
+def test_work_takes_turns_and_long_work_fewer():
     calls = []
-    works = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b"), "c": lambda: calls.append("c")}
-    slow, known = {"cpu": [LONG + 1], "wall": [LONG + 2]}, {"cpu": [1.0], "wall": [1.0]}
-    times = alternate(works, 2, {"a": known, "b": slow, "c": known})
-    assert calls == ["a", "c", "a", "c"]
-    assert times["b"] == slow
-    assert len(times["a"]["cpu"]) == len(times["a"]["wall"]) == 2
+    works = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    known, slow, endless = ({"cpu": [s], "wall": [s + 1]} for s in (1.0, LONG + 1, ENDLESS + 1))
+    times = alternate(works, 2, {"a": known, "b": endless, "c": slow})
+    assert calls == ["a", "c", "a"]
+    assert times["b"] == endless
+    assert [len(times[name]["wall"]) for name in "ac"] == [2, 1]
+    assert times["c"] != slow
 
 
 def test_brief_work_is_repeated_within_a_timing():
@@ -168,6 +169,8 @@ def test_rows_of_the_table():
         "peer": "laplace-torch", "epochs": "16", "ratio: time": "4 ×", "memory": "2 ×", "difference": "1e-06",
         "target": "≤ 4 epochs", "reached": "yes",
     }  # fmt: skip
+    brief = report.short([outcome(peer, peak=2_000_000)]).splitlines()[-1]
+    assert "| 4 epochs, 2 MB | laplace-torch: 16 epochs, 4 MB; 4 × the time, 2 × the memory | ≤ 4 epochs |" in brief
     (alone,) = report.rows_of(outcome(seconds=2.2))
     assert alone[-1] == "**no**"
     failed = replace(peer, error="ValueError: a|b", seconds=None, peak=None, n=64)
@@ -190,6 +193,10 @@ def test_outcomes_survive_json_and_marks_are_filled_in():
     text = "before\n<!-- bench: short -->\nold\n<!-- end -->\nafter\n<!-- bench: long -->\n<!-- end -->\n"
     filled = report.insert(text, "short", "new \\1")
     assert filled == text.replace("old", "new \\1")
+
+
+def test_a_part_of_a_page_has_lower_headings():
+    assert report.nested("# Benchmark\n\nhere\n\n## 1 thread\n") == "here\n\n### 1 thread\n"
 
 
 def test_a_busy_machine_is_told():

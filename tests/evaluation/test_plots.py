@@ -10,6 +10,9 @@ from matplotlib.figure import Figure
 
 from lapwing.errors import BadData
 from lapwing.evaluation import metrics, plots
+from lapwing.evidence import Setting, Tuning
+from lapwing.likelihoods import Categorical
+from lapwing.posterior import Prior, Tempered
 
 
 def scores(shift: float = 0.0, n: int = 200) -> torch.Tensor:
@@ -76,3 +79,22 @@ def test_a_missing_extra_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'lapwing\[report\]'"):
         plots.ecdf({"A": scores()})
+
+
+def test_the_surface_holds_every_setting_with_a_posterior() -> None:
+    precisions, temperatures = (0.1, 10.0), (1.0, 100.0)
+    settings = [Setting(torch.tensor([tau]), T) for tau in precisions for T in temperatures]
+    settings.append(Setting(torch.empty(0), deterministic=True))
+    scores = torch.tensor([0.5, 0.3, 0.4, 0.2, 0.35], dtype=torch.float64)
+    tuning = Tuning("validation", tuple(settings), scores, 3, Prior(10.0), Tempered(100.0), Categorical(),
+                    baselines={"MAP": 0.35})  # fmt: skip
+    figure = plots.surface(tuning)
+    dots = figure.axes[0].collections[0]
+    drawn = {(round(float(x), 3), float(y)): float(c) for (x, y), c in zip(dots.get_offsets(), dots.get_array())}
+    assert drawn == pytest.approx({(0.1, 1.0): 0.5, (0.1, 100.0): 0.3, (10.0, 1.0): 0.4, (10.0, 100.0): 0.2})
+    assert dots.get_clim() == pytest.approx((0.2, 0.5))
+    (mark,) = figure.axes[0].get_lines()
+    assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (pytest.approx(10.0), 100.0)
+    alone = Tuning("validation", tuple(settings[-1:]), scores[-1:], 0, Prior(1.0), Tempered(1.0), Categorical())
+    with pytest.raises(BadData, match="nothing to draw"):
+        plots.surface(alone)

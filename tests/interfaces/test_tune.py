@@ -72,3 +72,20 @@ def test_a_rule_of_ones_own(tmp_path: Path) -> None:
     assert back.logit_temperature == tuned.logit_temperature
     with pytest.raises(UnsupportedOperation, match="'lowest', 'widest' or a function"):
         la.tune(held, rule="best")
+
+
+def test_the_evidence_of_an_interpolating_network_comes_with_a_caution() -> None:
+    la, _ = overconfident(10)
+    x, y = torch.randn(20, 4, dtype=torch.float64), torch.randint(3, (20,))
+    few = lapwing.fit(la.module, (x, y), "classification", structure="diag")
+    with pytest.warns(UserWarning, match="interpolates"):
+        tuned = few.tune()
+    assert "note: with more weights than data" in tuned.summary()
+    assert not any("interpolates" in message for message in la.tune(method="evidence").tuning.messages)
+    start, end = tuned.tuning.settings
+    assert start.precision.item() == 1.0
+    assert tuned.tuning.scores[1] <= tuned.tuning.scores[0]
+    assert tuned.tuning.iterations > 0
+    assert end.precision.item() == pytest.approx(
+        tuned.prior.resolve(few.params.names, few.params.sizes)[1].diagonal()[0].item()
+    )

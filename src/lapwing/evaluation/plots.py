@@ -20,12 +20,13 @@ from torch import Tensor
 from lapwing.errors import BadData
 from lapwing.evaluation import metrics
 from lapwing.evaluation.curves import TemperatureCurve
+from lapwing.evidence import Tuning
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["coverage", "ecdf", "entropies", "reliability", "temperature", "uncertain_images"]
+__all__ = ["coverage", "ecdf", "entropies", "reliability", "surface", "temperature", "uncertain_images"]
 
 INK, MUTED, GRID = "#1f2328", "#6b7280", "#e5e7eb"
 INSIDE = "#2b6cb0"
@@ -143,6 +144,41 @@ def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -
             axes.plot(levels, shares, "o-", color=color, markersize=3.5, linewidth=1.4, label=name)
         axes.set(xlabel="nominal coverage", ylabel="observed coverage", xlim=(0, 1), ylim=(0, 1), aspect="equal")
         axes.legend(loc="upper left")
+        return figure
+
+
+def surface(tuning: Tuning) -> Figure:
+    """What each setting that was tried scored, over prior precision and temperature; the chosen one is marked.
+
+    Colors end at twice the distance from the lowest score to the worst baseline, so that hopeless settings do not
+    hide the rest. Example: `plots.surface(la.tuning)`.
+    """
+    kept = [k for k, setting in enumerate(tuning.settings) if not setting.deterministic]
+    if not kept:
+        raise BadData("there is nothing to draw: only the network without a posterior was tried")
+    x = torch.tensor([tuning.settings[k].narrow for k in kept])
+    y = torch.tensor([tuning.settings[k].temperature for k in kept])
+    scores = tuning.scores[kept]
+    low = float(scores.min())
+    span = 2 * (max(tuning.baselines.values(), default=float(scores.max())) - low) or 1.0
+    order = scores.argsort(descending=True)  # the best of several settings at one place on top
+    with _style():
+        figure, ((axes,),) = _grid(1, width=5.2)
+        dots = axes.scatter(
+            _array(x[order]),
+            _array(y[order]),
+            c=_array(scores[order]),
+            cmap="viridis_r",
+            vmin=low,
+            vmax=low + span,
+            s=42,
+        )
+        figure.colorbar(dots, ax=axes, label="NLL" if tuning.method != "evidence" else "−log evidence", extend="max")
+        axes.set(xscale="log", yscale="log", xlabel="prior precision τ", ylabel="temperature T")
+        if not tuning.deterministic:
+            at = tuning.setting
+            axes.plot([at.narrow], [at.temperature], "o", mfc="none", mec=OUTSIDE[0], mew=2, markersize=11)
+        axes.set_title(f"chosen: {tuning.setting}", fontsize=8)
         return figure
 
 

@@ -67,6 +67,10 @@ BOUNDS = {  # how a structure's evidence stands to that of the full GGN
     **dict.fromkeys(("diag", "blockdiag", "ekfac"), "; a lower bound of the full GGN's"),
     **dict.fromkeys(("lowrank", "nystrom", "valla"), "; an upper bound of the full GGN's"),
 }
+INTERPOLATES = (
+    "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
+    "precision; check on held-out data"
+)
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
 
 
@@ -528,16 +532,14 @@ class Laplace:
         learn = tuple(learn) if learn else ("prior",)
         if "temperature" in learn:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
-        if data is None and self.params.size > self.n_data:
-            warnings.warn(
-                "tuning by the evidence: with more weights than data a network interpolates, and the evidence then "
-                "tends to pick too small a prior precision; check on held-out data, or pass some: tune(val_loader)",
-                stacklevel=3,
-            )
         tune = tune_bound if "excess" in self.curvature.state else tune_evidence
-        return tune(
-            self.curvature, self.likelihood, self._groups(prior), mean=self.params.flat.double(), learn=learn, **common
-        )
+        groups, mean = self._groups(prior), self.params.flat.double()
+        tuning = tune(self.curvature, self.likelihood, groups, mean=mean, learn=learn, **common)
+        if self.params.size <= self.n_data:
+            return tuning
+        if data is None:
+            warnings.warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)", stacklevel=3)
+        return replace(tuning, messages=(INTERPOLATES, *tuning.messages))
 
     def _groups(self, prior: str) -> Groups:
         params = self.params
