@@ -216,15 +216,10 @@ class Problem:
         def checked(jacobian: Jacobian, fresh: Tensor | None) -> None:
             rows = jacobian.rows
             # what is not finite spreads to the earliest layers and to their sum, so one number tells
-            suspect = isinstance(rows, LazyRows) and rows.gradients and not bool(rows.gradients[0].sum().isfinite())
-            if suspect and not all(bool(g.isfinite().all()) for g in rows.gradients):
-                steps = rows.at.plan.steps
-                k = max(j for j, g in enumerate(rows.gradients) if not bool(g.isfinite().all()))
-                layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(steps[k].names))})"
-                raise BadData(
-                    f"{where}the gradient of the outputs at layer {layer} is not finite, although the "
-                    "outputs are: an operation after it has no derivative there (a square root or a norm at zero)"
-                )
+            if isinstance(rows, LazyRows) and rows.gradients and not bool(rows.gradients[0].sum().isfinite()):
+                bad = [j for j, g in enumerate(rows.gradients) if not bool(g.isfinite().all())]
+                if bad:
+                    raise BadData(where + _no_derivative(rows, bad[-1]))
             update(jacobian, fresh)
 
         return checked
@@ -259,6 +254,14 @@ class Problem:
                 chosen = directions.between(start, min(start + length, count))
                 update(at.jacobian(chosen), fresh)
                 fresh = None
+
+
+def _no_derivative(rows: LazyRows, k: int) -> str:
+    layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
+    return (
+        f"the gradient of the outputs at layer {layer} is not finite, although the outputs are: an operation after it "
+        "has no derivative there (a square root or a norm at zero)"
+    )
 
 
 def _weighted(s: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,0 +1,87 @@
+"""Nested dicts, lists and tensors (state of optimizers, say) in one file: safetensors with JSON. No pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lapwing.errors import BadData, CorruptFile
+
+PLAIN = (str, int, float, bool, type(None))
+
+
+def save_tree(path: Path, tree: Any) -> None:
+    """Write dicts, lists, tuples, numbers, strings, None and tensors, atomically."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_lean(tree, tensors))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    save_file(tensors, part, metadata={"tree": text, "digest": _digest(tensors, text)})
+    os.replace(part, path)
+
+
+def load_tree(path: Path) -> Any:
+    """What `save_tree` wrote; `CorruptFile` where a byte has changed."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, ValueError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{path} is damaged or no safetensors file ({error})") from error
+    if header.get("digest") != _digest(tensors, header.get("tree", "")):
+        raise CorruptFile(f"{path} is damaged: its contents do not match their checksum")
+    return _full(json.loads(header["tree"]), tensors)
+
+
+def _lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """JSON with tensors and whatever JSON does not tell apart replaced by {kind: ...}."""
+    if isinstance(tree, Tensor):
+        name = str(len(tensors))
+        tensors[name] = tree.detach().cpu().clone().contiguous()
+        return {"tensor": name}
+    if isinstance(tree, dict):
+        return {"dict": [[_lean(key, tensors), _lean(value, tensors)] for key, value in tree.items()]}
+    if isinstance(tree, tuple):
+        return {"tuple": [_lean(value, tensors) for value in tree]}
+    if isinstance(tree, list):
+        return [_lean(value, tensors) for value in tree]
+    if isinstance(tree, torch.dtype):
+        return {"dtype": str(tree).removeprefix("torch.")}
+    if isinstance(tree, PLAIN):
+        return tree
+    raise BadData(
+        f"a {type(tree).__name__} cannot be stored: only dicts, lists, tuples, numbers, strings, None and tensors can"
+    )
+
+
+def _full(lean: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(lean, list):
+        return [_full(value, tensors) for value in lean]
+    if not isinstance(lean, dict):
+        return lean
+    ((kind, content),) = lean.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dtype":
+        return getattr(torch, content)
+    if kind == "tuple":
+        return tuple(_full(value, tensors) for value in content)
+    return {_full(key, tensors): _full(value, tensors) for key, value in content}
+
+
+def _digest(tensors: dict[str, Tensor], text: str) -> str:
+    """SHA-256: safetensors itself does not notice a flipped byte."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors, key=int):
+        own = tensors[name]
+        digest.update(f"{name} {own.dtype} {tuple(own.shape)}".encode())
+        digest.update(own.reshape(-1).view(torch.uint8).numpy().tobytes() if own.numel() else b"")
+    return digest.hexdigest()
