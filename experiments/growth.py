@@ -23,9 +23,9 @@ from lapwing.interfaces import datasets, networks
 
 warnings.filterwarnings("ignore")
 AXES = {
-    "weights": [(w, 1000, 32) for w in (32, 64, 128, 256, 512)],
-    "data": [(128, n, 32) for n in (250, 500, 1000, 2000, 4000)],
-    "rank": [(128, 1000, r) for r in (8, 16, 32, 64, 128)],
+    "weights": [(w, 1000, 32) for w in (32, 64, 128, 256)],
+    "data": [(128, n, 32) for n in (250, 500, 1000, 2000)],
+    "rank": [(128, 1000, r) for r in (8, 16, 32, 64)],
 }
 
 
