@@ -3,7 +3,7 @@
 python experiments/growth.py --figure docs/figures/growth.png
 
 An MLP 64-w-w-10 on digits (repeated with noise where more are asked for), not trained; CPU seconds and peak memory
-above the resting process, each point in a process of its own. One axis varies at a time around width 128, 1,000 data
+above the resting process, each point in a process of its own. One axis varies at a time around width 64, 500 data
 and rank 32.
 """
 
@@ -23,9 +23,9 @@ from lapwing.interfaces import datasets, networks
 
 warnings.filterwarnings("ignore")
 AXES = {
-    "weights": [(w, 1000, 32) for w in (32, 64, 128, 256, 512)],
-    "data": [(128, n, 32) for n in (250, 500, 1000, 2000, 4000)],
-    "rank": [(128, 1000, r) for r in (8, 16, 32, 64, 128)],
+    "weights": [(w, 500, 32) for w in (16, 32, 64, 128)],
+    "data": [(64, n, 32) for n in (125, 250, 500, 1000)],
+    "rank": [(64, 500, r) for r in (8, 16, 32, 64)],
 }
 
 
