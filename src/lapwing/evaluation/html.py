@@ -72,9 +72,7 @@ def render(
         raise ImportError("the HTML report needs jinja2: pip install 'lapwing[report]'") from error
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE)
     embedded = [_embed(name, text, figure) for name, text, figure in pictures]
-    return template.render(
-        title=title, notes=notes, header=header, rows=rows, legend=legend, pictures=embedded
-    )
+    return template.render(title=title, notes=notes, header=header, rows=rows, legend=legend, pictures=embedded)
 
 
 def _embed(title: str, text: str, figure: "Figure") -> Mapping[str, str | int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lapwing.errors import BadData, CorruptFile
 from lapwing.evidence.online import Belief, Online
 from lapwing.evidence.tuning import with_dispersion
 from lapwing.likelihoods import Gaussian
+from lapwing.model.trees import load_tree, save_tree
 from lapwing.posterior import Prior
 
 
@@ -78,10 +78,7 @@ class Checkpoint:
             "counts": [state.epoch, state.step, state.stale, int(state.stopped), state.loss, state.count],
             "random": [torch.get_rng_state(), *(g.get_state() for g in self.generators)],
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(f"{self.path.name}.part")
-        torch.save(content, part)
-        os.replace(part, self.path)
+        save_tree(self.path, content)
 
     def read(self, state: State) -> None:
         """Set module, optimizer, scheduler, generators and state to what was written."""
@@ -103,8 +100,8 @@ class Checkpoint:
 
     def _content(self) -> dict[str, Any]:
         try:
-            content: dict[str, Any] = torch.load(self.path, weights_only=True)
-        except Exception as error:  # torch raises half a dozen kinds
+            content: dict[str, Any] = load_tree(self.path)
+        except CorruptFile as error:
             raise CorruptFile(f"{self.path} is not a complete checkpoint ({error}): delete it to start over") from error
         changed = [key for key, value in self.identity.items() if content["identity"].get(key) != value]
         if changed:
