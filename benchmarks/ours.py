@@ -54,7 +54,7 @@ def curvature(la: lapwing.Laplace, op: Operation) -> Tensor:
 
 
 def structure(op: Operation) -> Any:
-    sharing = "reduce" if op.variant == "reduce" else "expand"
+    sharing = "expand" if op.variant == "" else "reduce" if op.variant == "reduce" else "auto"
     kinds = {
         "diag": lapwing.Diag,
         "full": lapwing.Full,

@@ -56,12 +56,14 @@ def whole() -> Iterator[Cell]:
 
 def quick() -> Iterator[Cell]:
     """The targets on small data, in ten minutes on two cores; peers where they tell something new."""
-    short = ("diag", "diag-1e-3", "kron", "kron-1e-3", "kron-mc", "ekfac", "ekfac-1e-3")
-    yield from fits("lenet", 512, short, peer_n=64)
+    short = ("diag", "diag-default", "diag-1e-3", "kron", "kron-reduce", "kron-default", "kron-1e-3", "kron-mc", "ekfac",
+             "ekfac-1e-3")  # fmt: skip
+    for cell in fits("lenet", 2048, short, peer_n=64):
+        yield replace(cell, peer_n=512) if cell.peers and cell.peer_n is None else cell
     yield from after("lenet", 256, 50, ("predict-kron",))
     yield from after("lenet", 512, 16, ("samples-kron", "evidence-kron", "sweep-kron"))
     yield from fits("mlp", 512, ("diag", "kron"))
-    for cell in fits("resnet20", 128, short):
+    for cell in fits("resnet20", 384, short):
         yield cell if cell.operation in ("fit-diag", "fit-kron") else replace(cell, peers=())
     yield from fits("resnet20-frozen", 128, ("kron",))
     yield from after("resnet20-frozen", 64, 8, ("predict-kron",))

@@ -78,6 +78,8 @@ TARGETS: dict[tuple[str, str], Target] = {
     ("resnet20", "fit-diag-1e-3"): epochs(2),
     ("lenet", "fit-kron"): epochs(4),
     ("resnet20", "fit-kron"): epochs(5),
+    ("lenet", "fit-kron-reduce"): epochs(4),
+    ("resnet20", "fit-kron-reduce"): epochs(5),
     ("lenet", "fit-kron-1e-3"): epochs(3),
     ("resnet20", "fit-kron-1e-3"): epochs(2),
     ("lenet", "fit-kron-mc"): epochs(1.5),
