@@ -83,13 +83,15 @@ class KronAccumulator(Accumulator):
         """The input side: once a sample, it does not depend on the directions."""
         assert isinstance(jacobian.rows, LazyRows)
         assert fresh is not None
+        plain = bool((fresh == 1).all())
         for k, block in enumerate(self.blocks):
             if block.kind == "unused" or kept_as(block) != "kron":
                 continue
             for swapped in orientations(block):
                 a, positions = jacobian.rows.input_side(block, swapped, self.sharing == "reduce")
                 if positions:
-                    flat = (a * fresh.sqrt()[:, None, None, None]).flatten(0, 1).transpose(0, 1)  # (q, rows, d)
+                    a = a if plain else a * fresh.sqrt()[:, None, None, None]
+                    flat = a.flatten(0, 1).transpose(0, 1)  # (q, rows, d)
                     self.tensors[f"{_key(k, swapped)}.{'left' if swapped else 'right'}"] += flat.mT @ flat
                     self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
 

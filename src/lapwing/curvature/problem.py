@@ -25,7 +25,8 @@ Update = Callable[[Jacobian, Tensor | None], None]
 """Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
 
 
-CHUNK = 2**28  # bytes of back-propagated gradients under way at a time
+CHUNK = 2**27  # bytes of back-propagated gradients under way at a time
+TOGETHER = 2**28  # where all directions of a sample are wanted at once: backward passes of few samples are slow
 
 
 def available_memory() -> int:
@@ -116,8 +117,8 @@ class Problem:
         sums = _Sums()
         waiting = Regrouped()
         with self.network.borrow():
-            share = factor.width(self.outputs) if together else 1
-            for batch in self._pieces(label, row_bytes, share):
+            row = (4 * self.plan.width + row_bytes) * (factor.width(self.outputs) if together else 1)
+            for batch in self._pieces(label, self._cap(together) // max(row, 1)):
                 at = self.network.linearize(self.plan, batch.inputs)
                 y = self.prepare(batch, at.f)
                 f, checked = at.f.detach(), self._finite(update, f"batch {batch.number}: ")
@@ -224,16 +225,14 @@ class Problem:
 
         return checked
 
-    @property
-    def _cap(self) -> int:
+    def _cap(self, together: bool) -> int:
         """Bytes that the rows under way may take."""
-        return min(self.memory // 8, CHUNK)
+        return min(self.memory // 8, TOGETHER if together else CHUNK)
 
-    def _pieces(self, label: str, row_bytes: int, directions: int) -> Iterator[Batch]:
-        """Batches cut so that so many directions of a piece fit."""
-        row = directions * (4 * self.plan.width + row_bytes)
+    def _pieces(self, label: str, size: int) -> Iterator[Batch]:
+        """Batches in pieces of so many samples."""
         for batch in self._batches(label):
-            yield from parts_of(batch, max(1, self._cap // max(1, row)))
+            yield from parts_of(batch, max(1, size))
 
     def _feed(
         self,
@@ -246,7 +245,7 @@ class Problem:
     ) -> None:
         """Rows of a piece, as many directions at a time as fit, or as share a backward pass where that is enough."""
         row, count = at.n * (4 * self.plan.width + row_bytes), directions.count
-        length = max(1, self._cap // max(row, 1))
+        length = max(1, self._cap(together) // max(row, 1))
         if not together:
             length = max(1, min(length, at.shared(count)))
         with torch.no_grad():
