@@ -10,9 +10,11 @@ FITS = ("diag", "diag-1e-3", "kron", "kron-1e-3", "kron-reduce", "kron-mc", "ekf
 
 
 def peers_of(name: str) -> tuple[str, ...]:
-    """Who else can do an operation: nobody keeps to a tolerance, only curvlinops has EKFAC."""
-    if name.endswith("1e-3"):
+    """Who else can do an operation: nobody keeps to a tolerance, only curvlinops has EKFAC and reduces."""
+    if name.endswith(("1e-3", "default")):
         return ()
+    if name.endswith("reduce"):
+        return CURVLINOPS
     if "ekfac" in name:
         return CURVLINOPS if name.startswith("fit") else ()
     return (*LAPLACE, *CURVLINOPS) if name == "fit-kron-mc" else LAPLACE

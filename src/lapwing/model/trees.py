@@ -33,7 +33,7 @@ def load_tree(path: Path) -> Any:
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, ValueError, UnicodeDecodeError) as error:
         raise CorruptFile(f"{path} is damaged or no safetensors file ({error})") from error
     if header.get("digest") != _digest(tensors, header.get("tree", "")):
