@@ -188,8 +188,10 @@ def test_senseless_tolerances(tolerance: float) -> None:
         GGN(tolerance=tolerance)
 
 
-def test_groups_keep_samples_and_directions_together() -> None:
+@pytest.mark.parametrize("waiting", [2**27, 20_000, 0])
+def test_groups_keep_samples_and_directions_together(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every (sample, direction) comes out exactly once, whatever the order."""
+    monkeypatch.setattr(regroup, "WAITING", waiting)
     groups = regroup.Regrouped()
     generator = torch.Generator().manual_seed(0)
     came, out = [], []
@@ -203,8 +205,8 @@ def test_groups_keep_samples_and_directions_together() -> None:
         chosen = Directions(columns, needed, (), order)
         assert groups.admit({"x": x, "y": (x,)}, chosen, None, GGN(tolerance=0.0))
         came += [(float(x[k, 0]), float(columns[k, 0, :, c].sum())) for k in range(n) for c in range(needed[k])]
-        found = list(groups.full())
-        out += found
+        out += list(groups.full())
+        assert sum(part.bytes for parts in groups.waiting.values() for part in parts) <= waiting
     out += list(groups.rest())
     seen = []
     for group in out:
@@ -212,6 +214,18 @@ def test_groups_keep_samples_and_directions_together() -> None:
         for s in group.directions.between(0, group.directions.count):
             seen += [(float(a), float(b)) for a, b in zip(group.inputs["x"][:, 0], s.sum(-1), strict=True) if b != 0]
     assert sorted(seen) == sorted(came)
+
+
+def test_batches_without_any_curvature() -> None:
+    """Saturated in float64: all of Λ underflows to zero, and the scores of wrong labels do not."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double()
+    net[1].weight.data.zero_()
+    net[1].bias.data = torch.tensor([0.0, -2e3, -2e3], dtype=torch.float64)
+    x, y = torch.ones(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 0, 1])
+    for structure in ("diag", "kron", "ekfac", "full"):
+        la = lapwing.fit(net, [(x[:3], y[:3]), (x[3:], y[3:])], "classification", structure=structure)
+        assert float(la.curvature.dense().abs().max()) == 0
+        assert torch.equal(la.curvature.gradient[-3:], torch.tensor([-3.0, 2.0, 1.0], dtype=torch.float64))
 
 
 def test_concatenate_keeps_the_build() -> None:

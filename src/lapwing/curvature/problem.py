@@ -244,12 +244,12 @@ class Problem:
         together: bool,
     ) -> None:
         """Rows of a piece, as many directions at a time as fit, or as share a backward pass where that is enough."""
-        row, count = at.n * (4 * self.plan.width + row_bytes), directions.count
+        row, count = at.n * (4 * self.plan.width + row_bytes), max(directions.count, 1)  # if of zeros
         length = max(1, self._cap(together) // max(row, 1))
         if not together:
             length = max(1, min(length, at.shared(count)))
         with torch.no_grad():
-            for start in range(0, max(count, 1), length):
+            for start in range(0, count, length):
                 chosen = directions.between(start, min(start + length, count))
                 update(at.jacobian(chosen), fresh)
                 fresh = None

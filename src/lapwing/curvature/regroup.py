@@ -18,6 +18,7 @@ from lapwing.model import batch_size, take, tensors_in
 from lapwing.model.batches import Inputs, concatenate
 
 WORTH = 0.6  # share of the directions of a batch that must be needed for running them all at once
+WAITING = 2**27  # bytes of samples that wait
 OVERHEAD = 8  # samples that a backward pass of its own costs
 
 
@@ -28,6 +29,10 @@ class Group:
     inputs: Inputs
     directions: Directions
     score: Tensor | None
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*tensors_in(self.inputs), self.directions.columns))
 
 
 @dataclass(eq=False)
@@ -66,11 +71,13 @@ class Regrouped:
         return torch.maximum(directions.needed, matters.to(directions.needed))
 
     def full(self) -> Iterator[Group]:
-        """Groups that have reached their size."""
-        for key, parts in self.waiting.items():
-            if _samples(parts) >= self.size:
-                self.waiting[key] = []
-                yield _joined(parts)
+        """Groups that have reached their size, and the largest of the others while they take too much memory."""
+        for key in list(self.waiting):
+            if _samples(self.waiting[key]) >= self.size:
+                yield _joined(self.waiting.pop(key))
+        while sum(part.bytes for parts in self.waiting.values() for part in parts) > WAITING:
+            largest = max(self.waiting, key=lambda key: _samples(self.waiting[key]))
+            yield _joined(self.waiting.pop(largest))
 
     def rest(self) -> Iterator[Group]:
         """Everything that still waits. A few samples join those that need more rather than run alone."""
