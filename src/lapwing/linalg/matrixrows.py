@@ -202,8 +202,8 @@ class MatrixRows(Rows):
 
     def square_sum(self) -> Tensor:
         if self._outer:
-            left, right = self._sides
-            return torch.einsum("nrqo,nrqi->qoi", left.square(), right.square()).reshape(-1)
+            left, right = (side.square().sum(1) for side in self._sides)  # one of them has a single direction
+            return torch.einsum("nqo,nqi->qoi", left, right).reshape(-1)
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         for start, length in self._block_chunks:
             blocks = self.narrow(start, length).dense().flatten(0, 1)
