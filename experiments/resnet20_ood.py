@@ -113,6 +113,9 @@ def choices(validation: Sweep, groups: Groups) -> dict[str, Setting]:
     ranked = [trials.settings[k] for k in trials.scores.argsort().tolist()]
     scaled, plain = (trials.settings[k] for k in (trials.home - 1, trials.home))
     found = {"MAP": plain, "temperature scaling": scaled, "widest (the default)": tuning.setting, "lowest": ranked[0]}
+    one = torch.ones(1, dtype=torch.float64)
+    untempered = Candidates.of(("prior", "logit_temperature"), {}, one, 1.0, validation.likelihood)
+    found["widest at T = 1"] = tune_sweep(validation, groups, untempered, steps=10).setting
     bayes = [s for s in ranked if s.temperature == 1.0 and not s.deterministic]
     for tau in (1e3, 10**3.5, 1e4):
         found[f"T = 1, prior {tau:.0f}"] = next(s for s in bayes if abs(s.narrow / tau - 1) < 1e-6)
