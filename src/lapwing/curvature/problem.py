@@ -158,6 +158,9 @@ class Problem:
         inputs = (t for t in tensors_in(batch.inputs) if t.is_floating_point())
         if not (bool(f.isfinite().all()) and all(bool(t.isfinite().all()) for t in inputs)):
             raise BadData(self._not_finite(batch))
+        if batch.weights is not None and batch.weights.shape != f.shape[:1]:
+            came = tuple(batch.weights.shape)
+            raise BadData(f"batch {batch.number}: weights of shape {came} for {len(f)} samples; one a sample is needed")
         if batch.weights is not None and not bool(((batch.weights >= 0) & batch.weights.isfinite()).all()):
             bad = batch.weights[~((batch.weights >= 0) & batch.weights.isfinite())][0].item()
             raise BadData(f"batch {batch.number}: a sample weight is {bad}; weights are finite and at least 0")
