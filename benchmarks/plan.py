@@ -60,7 +60,7 @@ def quick() -> Iterator[Cell]:
     """The targets on small data, in ten minutes on two cores; peers where they tell something new."""
     krons = ("kron", "kron-reduce", "kron-default", "kron-1e-3", "kron-mc")
     short = ("diag", "diag-default", "diag-1e-3", *krons, "ekfac", "ekfac-1e-3")
-    for cell in fits("lenet", 8192, short, peer_n=64):
+    for cell in fits("lenet", 5888, short, peer_n=64):
         yield replace(cell, peer_n=512) if cell.peers and cell.peer_n is None else cell
     yield from after("lenet", 256, 50, ("predict-kron",))
     yield from after("lenet", 512, 16, ("samples-kron", "evidence-kron", "sweep-kron"))
