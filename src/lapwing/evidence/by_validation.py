@@ -275,7 +275,7 @@ def _messages(sweep: Sweep, trials: Trials, best: int, learned: Sequence[str]) -
     messages = []
     if setting.deterministic:
         messages.append(
-            f"no posterior beat the network without one (NLL {scores[best]:.5g}, best posterior "
+            f"the network without a posterior was chosen (NLL {scores[best]:.5g}, best posterior "
             f"{scores[posteriors].min():.5g}): the prior is now so narrow that predictions are the network's own"
         )
     gain, error = trials.gain(top)

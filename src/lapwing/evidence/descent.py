@@ -11,6 +11,7 @@ from lapwing.evidence.sweep import Sweep
 from lapwing.evidence.tuning import Setting
 
 SUBSET = 1000  # data that a first guess of the logit temperature looks at
+EDGE = 1e-3  # of its range that a start outside or at the end is moved inside: the sigmoid never reaches an end
 STEP = 0.2  # of log s, between the points of a parabola
 
 
@@ -26,7 +27,8 @@ def descend(
         "logit_temperature": torch.tensor(setting.logit_temperature, dtype=torch.float64),
     }
     wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
-    moving = {name: torch.logit((start[name].log() - low) / (high - low)) for name, (low, high) in wide.items()}
+    places = {name: (start[name].log() - low) / (high - low) for name, (low, high) in wide.items()}
+    moving = {name: torch.logit(place, eps=EDGE) for name, place in places.items()}
     moving = {name: z.requires_grad_() for name, z in moving.items()}
     optimizer = torch.optim.LBFGS(  # tolerances in nats of the whole data set
         list(moving.values()),

@@ -63,9 +63,14 @@ class Trials:
         return self.losses.double().mean(1).nan_to_num(float("inf"), float("inf"))
 
     def excess(self, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """By how much each setting exceeds other losses (N,), item by item: the mean and its standard error, (S,)."""
+        """By how much each setting exceeds other losses (N,), item by item: the mean and its standard error, (S,).
+
+        One item says nothing about the spread: its error is infinite.
+        """
         difference = self.losses.double() - losses.double()
-        return difference.mean(1), difference.std(1, correction=0) / max(1, difference.shape[1]) ** 0.5
+        n = difference.shape[1]
+        error = difference.std(1) / n**0.5 if n > 1 else torch.full_like(difference[:, 0], torch.inf)
+        return difference.mean(1), error
 
     def gain(self, setting: int) -> tuple[float, float]:
         """By how much a setting improves on the network as it is, with its standard error."""
