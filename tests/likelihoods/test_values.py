@@ -9,6 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, gaussian_nll_l
 
 from lapwing.errors import BadData
 from lapwing.likelihoods import Bernoulli, Gaussian, HeteroscedasticGaussian, Poisson
+from lapwing.predictive import GaussianFunction
 
 
 def data(*shape, seed=0):
@@ -160,3 +161,17 @@ def test_heteroscedastic_shapes():
         likelihood.targets(data(5, 2), data(5, 2))
     with pytest.raises(BadData, match='"natural"'):
         HeteroscedasticGaussian("variance")
+
+
+def test_heteroscedastic_natural_where_the_posterior_reaches_infinite_noise() -> None:
+    """p(y) = ∫ N(ρ) N(y; m'/s, r/s² + 1/s) dρ with s = softplus ρ, which underflows at many of these ρ."""
+    mean, covariance = torch.tensor([-300.0, 500.0]).double(), torch.tensor([[2e4, -1e4], [-1e4, 1.6e6]]).double()
+    y = torch.tensor([-0.4]).double()
+    x = torch.linspace(-12, 12, 400_001).double()
+    log_weights = torch.distributions.Normal(0.0, 1.0).log_prob(x) + math.log(24 / 400_000)
+    step, slope = covariance[1, 1].sqrt() * x, covariance[0, 1] / covariance[1, 1]
+    s, center, rest = softplus(mean[1] + step), mean[0] + slope * step, covariance[0, 0] - slope * covariance[0, 1]
+    each = s.log() - ((rest + s).log() + (y * s - center).square() / (rest + s) + math.log(2 * math.pi)) / 2
+    found = HeteroscedasticGaussian().marginal(GaussianFunction(mean[None], covariance[None]))
+    assert found.log_prob(y[None]).item() == pytest.approx((log_weights + each).logsumexp(0).item(), abs=0.02)
+    assert all(torch.isfinite(part).all() for part in (found.mean, found.aleatoric, found.epistemic))
