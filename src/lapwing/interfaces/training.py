@@ -21,7 +21,7 @@ from lapwing.interfaces.laplace import Laplace
 from lapwing.likelihoods import Likelihood
 from lapwing.model import unwrap
 
-FIT = 4  # the fit at the end reads so many times the data of a step of the evidence
+FIT = 2  # the fit at the end reads so many times the data of a step of the evidence
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def train(
     (Adam, 1e-3), without weight decay; `scheduler` likewise, moved once an epoch or with schedule_by="step" every step.
     `keep` the weights with the best "evidence", "validation" NLL (of `val`) or the "last"; stop after `patience` steps
     of the evidence without a better one. `checkpoint` is a folder in which an interrupted training resumes, exactly.
-    A pair (X, y) is shuffled in batches of `batch_size`. The posterior at the end reads up to 4·`samples` data and
+    A pair (X, y) is shuffled in batches of `batch_size`. The posterior at the end reads up to 2·`samples` data and
     stands for all; samples=None reads all data at every step and at the end.
 
         trained = lapwing.train(model, (X, y), "classification", epochs=20)
