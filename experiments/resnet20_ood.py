@@ -24,6 +24,7 @@ from torch import Tensor
 import lapwing
 from lapwing import metrics
 from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linked, nodes_for, tune_sweep, widest
+from lapwing.evidence.descent import fit_logits
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.sweep import Sweep
 from lapwing.interfaces import datasets, networks
@@ -50,7 +51,7 @@ def fitted(structure: str, path: Path) -> lapwing.Laplace:
 def kept(la: lapwing.Laplace, data: datasets.Dataset, path: Path) -> Sweep:
     """What one pass over these images keeps, from the cache where it is there."""
     nodes = nodes_for(la.curvature, torch.tensor(REACH[0]).double(), REACH[1], la.likelihood, False)
-    options = {"likelihood": la.likelihood, "power": 1, "tempers_prior": False, "score": linked()}
+    options = {"likelihood": la.likelihood, "power": 1, "tempers_prior": False, "score": linked(samples=128)}
     if path.exists():
         found = load_file(path)
         nodes = Nodes(found["shifts"], found["spectrum"])
@@ -100,25 +101,27 @@ def novelty(la: lapwing.Laplace, sweep: Sweep) -> Tensor:
 
 
 def choices(validation: Sweep, groups: Groups) -> dict[str, Setting]:
-    """What each rule chooses, all from one set of trials."""
+    """What each rule chooses: the default as `la.tune(val)` does, others with T free."""
+    one = torch.ones(1, dtype=torch.float64)
     seen: list[Trials] = []
 
     def rule(trials: Trials) -> int:
         seen.append(trials)
         return widest()(trials)
 
-    candidates = Candidates.of(LEARN, {}, torch.ones(1, dtype=torch.float64), 1.0, validation.likelihood)
-    tuning = tune_sweep(validation, groups, candidates, rule=rule, steps=10)
-    trials = seen[0]
-    ranked = [trials.settings[k] for k in trials.scores.argsort().tolist()]
-    scaled, plain = (trials.settings[k] for k in (trials.home - 1, trials.home))
-    found = {"MAP": plain, "temperature scaling": scaled, "widest (the default)": tuning.setting, "lowest": ranked[0]}
-    one = torch.ones(1, dtype=torch.float64)
-    untempered = Candidates.of(("prior", "logit_temperature"), {}, one, 1.0, validation.likelihood)
-    found["widest at T = 1"] = tune_sweep(validation, groups, untempered, steps=10).setting
-    bayes = [s for s in ranked if s.temperature == 1.0 and not s.deterministic]
-    for tau in (1e3, 10**3.5, 1e4):
-        found[f"T = 1, prior {tau:.0f}"] = next(s for s in bayes if abs(s.narrow / tau - 1) < 1e-6)
+    def of(learn: tuple[str, ...], optional: tuple[str, ...] = (), **grid: list[float]) -> Candidates:
+        return Candidates.of(learn, grid, one, 1.0, validation.likelihood, optional=optional)
+
+    default = tune_sweep(validation, groups, of(LEARN, LEARN[1:]), rule=widest())
+    free = tune_sweep(validation, groups, of(LEARN), rule=rule)
+    first = seen[0]
+    ranked = [first.settings[k] for k in first.scores.argsort().tolist()]
+    scaled, plain = (first.settings[k] for k in (first.home - 1, first.home))
+    found = {"MAP": plain, "temperature scaling": scaled, "the default": default.setting}
+    found |= {"widest, T free": free.setting, "lowest, T free": ranked[0]}
+    fixed = {tau: of(("prior", "logit_temperature"), prior=[tau]) for tau in (1e3, 10**3.5, 1e4)}
+    for tau, candidates in fixed.items():
+        found[f"T = 1, prior {tau:.0f}"] = fit_logits(validation, candidates.settings(validation, first.baselines)[0])
     return found
 
 

@@ -443,7 +443,7 @@ def test_data_are_read_once() -> None:
     tuning = tune_validation(
         problem.curvature(), problem.likelihood, groups_of(problem, "scalar"), once(), learn=("prior", "noise")
     )
-    assert len(tuning.settings) == 19 * 15 + 3
+    assert len(tuning.settings) == 10 * 15 + 3
 
 
 def test_dense_rows_serve_every_structure() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.evidence.candidates import Candidates, box_of, check_learned, default_learn, noise_grid
-from lapwing.evidence.descent import descend, fit_logits
+from lapwing.evidence.descent import descend, fit_logits, wider
 from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
@@ -29,6 +29,11 @@ from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Tempered, resolve_temperature
 
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
+BISECTIONS = 3  # of the decade between two priors of the grid
+KEPT = {  # what is learned by default only where it is of use, and why it was not
+    "temperature": "the temperature is kept: the prior alone tells the held-out inputs apart as well as the data do",
+    "logit_temperature": "the logits are kept: temperature scaling gains nothing that shows",
+}
 MEMORY = 2 * 1024**3
 
 
@@ -103,7 +108,7 @@ def search(
     prepare: Callable[[Sweep, Setting], Sweep] | None = None,
 ) -> Tuning:
     """The pass, the grid, the descent and the choice. `prepare` sees the pass and the setting that is now in force."""
-    optional = learn is None and "logit_temperature" not in (grid or {})
+    optional = tuple(KEPT.keys() - (grid or {}).keys()) if learn is None else ()
     learned = check_learned(default_learn(likelihood) if learn is None else learn, grid, likelihood)
     tempered = resolve_temperature(temperature)
     first = torch.as_tensor(start, dtype=torch.float64).detach().cpu().expand(groups.count)
@@ -146,7 +151,7 @@ def tune_sweep(
 ) -> Tuning:
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
-    candidates = candidates.settled(rivals)
+    given, candidates = candidates.learned, candidates.settled(sweep, rivals)
     learned = candidates.learned
     settings = candidates.settings(sweep, rivals)
     losses = [sweep.losses(setting) for setting in settings]
@@ -162,7 +167,12 @@ def tune_sweep(
         settings.append(limit)
         losses.append(loss)
     trials = Trials(tuple(settings), torch.stack(losses), rivals, len(settings) - 1)
-    return _choose(sweep, groups, trials, learned, rule, resolve_temperature(temperature), center, iterations, method)
+    if steps and "prior" in learned and rule is not lowest:
+        trials = _between(sweep, trials, rule, "logit_temperature" in learned)
+    tempered = resolve_temperature(temperature)
+    tuning = _choose(sweep, groups, trials, learned, rule, tempered, center, iterations, method)
+    kept = tuple(KEPT[name] for name in given if name not in learned)
+    return replace(tuning, messages=(*kept, *tuning.messages))
 
 
 def _limit(sweep: Sweep, learned: Sequence[str], logit_temperature: float) -> tuple[Setting, Tensor]:
@@ -258,13 +268,25 @@ def _choose(
     )
 
 
+def _between(sweep: Sweep, trials: Trials, rule: Rule, logits: bool) -> Trials:
+    """The trials and, by bisection, priors between the chosen one and the next wider."""
+    for _ in range(BISECTIONS):
+        setting = trials.settings[rule(trials)]
+        found = None if setting.deterministic else wider(setting, trials.settings)
+        if found is None:
+            break
+        found = fit_logits(sweep, found) if logits else found
+        trials = trials.joined(found, sweep.losses(found))
+    return trials
+
+
 def _polished(sweep: Sweep, trials: Trials, best: int) -> Trials:
     """The chosen setting once more, its logit temperature fitted to all data instead of a few."""
     fitted = fit_logits(sweep, trials.settings[best])
     losses = sweep.losses(fitted)
     if losses.mean() > trials.losses[best].mean():
         fitted, losses = trials.settings[best], trials.losses[best]
-    return replace(trials, settings=(*trials.settings, fitted), losses=torch.cat([trials.losses, losses[None]]))
+    return trials.joined(fitted, losses)
 
 
 def _messages(sweep: Sweep, trials: Trials, best: int, learned: Sequence[str]) -> tuple[str, ...]:

@@ -23,10 +23,11 @@ from lapwing.likelihoods import Gaussian, Likelihood
 
 LEARNABLE = ("prior", "temperature", "logit_temperature", "noise")
 GRID: Mapping[str, tuple[float, ...]] = {
-    "prior": tuple(10 ** (k / 2) for k in range(-8, 11)),
+    "prior": tuple(10.0**k for k in range(-4, 6)),
     "temperature": tuple(10.0**k for k in range(-1, 5)),
 }
 SURE = 2.0  # standard errors that a gain must exceed to show
+APART = 1.25  # times the spread of log-variances under the prior alone
 HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
 LOGIT_RANGE = (0.05, 20.0)
 
@@ -66,7 +67,8 @@ class Candidates:
     logit_temperatures: tuple[float, ...]
     dispersion: float  # where it is not learned
     logit_temperature: float  # likewise
-    optional: bool = False  # whether the logit temperature is learned only where that shows
+    temperature: float = 1.0  # likewise
+    optional: tuple[str, ...] = ()  # of what is learned: only where it is of use
 
     @classmethod
     def of(
@@ -77,7 +79,7 @@ class Candidates:
         temperature: float,
         likelihood: Likelihood,
         logit_temperature: float = 1.0,
-        optional: bool = False,
+        optional: tuple[str, ...] = (),
     ) -> "Candidates":
         """Those of `grid`, the usual ones where it has none, and the values in force for what is not learned."""
         chosen = {**GRID, **grid}
@@ -90,18 +92,19 @@ class Candidates:
             tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (logit_temperature,),
             likelihood.dispersion.item(),
             logit_temperature,
+            temperature,
             optional,
         )
 
-    def settled(self, rivals: Mapping[str, Tensor]) -> "Candidates":
-        """Without the logit temperature where it is optional and temperature scaling gains nothing that shows."""
-        if not self.optional or SCALING not in rivals:
-            return self
-        gain = (rivals["MAP"] - rivals[SCALING]).double()
-        if gain.mean() > SURE * gain.std(correction=0) / len(gain) ** 0.5:
-            return self
-        learned = tuple(name for name in self.learned if name != "logit_temperature")
-        return replace(self, learned=learned, logit_temperatures=(self.logit_temperature,))
+    def settled(self, sweep: Sweep, rivals: Mapping[str, Tensor]) -> "Candidates":
+        """Without what is optional and of no use: see `tells_apart` and `scaling_shows`."""
+        found = self
+        if "temperature" in self.optional and not tells_apart(sweep):
+            found = replace(found, learned=_without("temperature", found.learned), temperatures=(self.temperature,))
+        if "logit_temperature" in self.optional and SCALING in rivals and not scaling_shows(rivals):
+            fixed = (self.logit_temperature,)
+            found = replace(found, learned=_without("logit_temperature", found.learned), logit_temperatures=fixed)
+        return found
 
     def including(self, precision: Tensor, temperature: float, likelihood: Likelihood) -> "Candidates":
         """With one more value of each."""
@@ -138,10 +141,31 @@ def _with_logits(sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str,
     for setting in reversed(settings):  # temperatures fall: from narrow to wide, each from where its neighbor ended
         begins = not found or found[-1].precision is not setting.precision
         guess = replace(setting, logit_temperature=part if begins else found[-1].logit_temperature * part / whole)
-        if few.nll(guess) < bar:
-            guess = fit_logits(few, guess)
+        guess = fit_logits(few, guess, bar)
         found.append(replace(guess, logit_temperature=guess.logit_temperature * whole / part))
     return found[::-1]
+
+
+def _without(name: str, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(each for each in names if each != name)
+
+
+def scaling_shows(rivals: Mapping[str, Tensor]) -> bool:
+    """Whether temperature scaling alone gains more than two standard errors."""
+    gain = (rivals["MAP"] - rivals[SCALING]).double()
+    return bool(gain.mean() > SURE * gain.std(correction=0) / len(gain) ** 0.5)
+
+
+def tells_apart(sweep: Sweep) -> bool:
+    """Whether what the data left undetermined is more in some inputs than in others.
+
+    A temperature keeps tight what the data determined while the prior widens the rest. That finds strange inputs only
+    if the rest differs from input to input by more than their gradients do: the spread of log-variances at some ρ must
+    exceed that under the prior alone, the largest ρ, by a quarter.
+    """
+    spreads = sweep.spreads()
+    known = spreads[spreads.isfinite()]
+    return len(known) > 0 and bool(known.max() > APART * known[-1])
 
 
 def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:

@@ -1,7 +1,7 @@
 """From the best of a grid on to a minimum of the held-out loss between its points."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from lapwing.evidence.tuning import Setting
 
 SUBSET = 1000  # data that a first guess of the logit temperature looks at
 EDGE = 1e-3  # of its range that a start outside or at the end is moved inside: the sigmoid never reaches an end
+TOLERANCE = 1e-5  # nats an item that are not worth a step
 STEP = 0.2  # of log s, between the points of a parabola
 
 
@@ -30,12 +31,13 @@ def descend(
     places = {name: (start[name].log() - low) / (high - low) for name, (low, high) in wide.items()}
     moving = {name: torch.logit(place, eps=EDGE) for name, place in places.items()}
     moving = {name: z.requires_grad_() for name, z in moving.items()}
-    optimizer = torch.optim.LBFGS(  # tolerances in nats of the whole data set
+    tolerance = max(1e-3, TOLERANCE * len(sweep.f))  # of the total, as the gradient is
+    optimizer = torch.optim.LBFGS(
         list(moving.values()),
         max_iter=steps,
         max_eval=2 * steps,
-        tolerance_grad=1e-3,
-        tolerance_change=1e-3,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance,
         line_search_fn="strong_wolfe",
     )
 
@@ -68,14 +70,28 @@ def descend(
     return Setting(tau, T.item(), found, logit_temperature=logits.item()), count
 
 
-def fit_logits(sweep: Sweep, setting: Setting, rounds: int = 1) -> Setting:
-    """The setting with a better logit temperature: the lowest points of `rounds` parabolas through three losses."""
-    for _ in range(rounds):
-        u = math.log(setting.logit_temperature)
-        points = [u - STEP, u, u + STEP]
-        below, here, above = (sweep.nll(replace(setting, logit_temperature=math.exp(point))) for point in points)
-        bend = below - 2 * here + above
-        move = STEP / 2 * (below - above) / bend if bend > 0 else math.copysign(2 * STEP, below - above)
-        u += min(max(move, -3 * STEP), 3 * STEP)
-        setting = replace(setting, logit_temperature=math.exp(u))
-    return setting
+def fit_logits(sweep: Sweep, setting: Setting, bar: float = math.inf) -> Setting:
+    """The setting with a better logit temperature, the lowest point of a parabola through three losses.
+
+    As it is where its loss reaches `bar`: no logit temperature mends that.
+    """
+    here = sweep.nll(setting)
+    if not here < bar:
+        return setting
+    u = math.log(setting.logit_temperature)
+    below, above = (sweep.nll(replace(setting, logit_temperature=math.exp(point))) for point in (u - STEP, u + STEP))
+    bend = below - 2 * here + above
+    move = STEP / 2 * (below - above) / bend if bend > 0 else math.copysign(2 * STEP, below - above)
+    return replace(setting, logit_temperature=math.exp(u + min(max(move, -3 * STEP), 3 * STEP)))
+
+
+def wider(setting: Setting, settings: Iterable[Setting]) -> Setting | None:
+    """Half-way, in log τ and log s, to the next wider of the settings with the same temperature and noise, if any."""
+    key = (setting.temperature, setting.dispersion, False)
+    alike = [each for each in settings if (each.temperature, each.dispersion, each.deterministic) == key]
+    beyond = [each for each in alike if each.narrow < (1 - EDGE) * setting.narrow]
+    if not beyond:
+        return None
+    next_one = max(beyond, key=lambda each: each.narrow)
+    divisor = math.sqrt(setting.logit_temperature * next_one.logit_temperature)
+    return replace(setting, precision=(setting.precision * next_one.precision).sqrt(), logit_temperature=divisor)

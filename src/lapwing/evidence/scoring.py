@@ -17,6 +17,7 @@ Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 
 LOGITS = (Categorical, Bernoulli, BradleyTerry)
 SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
+OVERFLOW = 80.0  # of an exponent, in float32 with room for a sum
 JITTER = 1e-6  # of the mean variance: the covariance of f may be singular
 
 
@@ -34,15 +35,22 @@ def linked(link: str = "auto", samples: int = 256) -> Score:
 
 
 def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Categorical, samples: int) -> Tensor:
-    """log (1/S) Σ_s softmax(f_s)_y over fixed base points, classes first so that the sums run over whole vectors."""
+    """log (1/S) Σ_s softmax(f_s)_y over fixed base points, classes first so that the sums run over whole vectors.
+
+    softmax(f)_y = 1/Σ_c exp(f_c − f_y), through logarithms only where a difference would overflow.
+    """
     base = base_points(samples, mean.shape[-1], mean)  # (S, C)
-    root = contrast_root(covariance)
-    spread = (root.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
-    f = mean.T[:, :, None] + spread  # (C, N, S)
     mask = likelihood.mask(mean, y)
-    index = (y if mask is None else y.masked_fill(~mask, 0)).long()
-    chosen = f.gather(0, index[None, :, None].expand(1, -1, samples))[0]
-    value = (chosen - f.logsumexp(0)).logsumexp(-1) - math.log(samples)
+    own = (y if mask is None else y.masked_fill(~mask, 0)).long()[:, None]
+    root = contrast_root(covariance)
+    root = root - root.gather(1, own[:, :, None].expand(-1, -1, root.shape[-1]))
+    center = (mean - mean.gather(1, own)).T[:, :, None]
+    spread = (root.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
+    ahead = spread.add_(center)  # (C, N, S): f_c − f_y
+    if ahead.detach().amax() > OVERFLOW:
+        value = (-ahead.logsumexp(0)).logsumexp(-1) - math.log(samples)
+    else:
+        value = ahead.exp_().sum(0).reciprocal_().mean(-1).log()
     return value if mask is None else torch.where(mask, value, 0.0)
 
 

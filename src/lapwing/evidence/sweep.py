@@ -11,7 +11,7 @@ from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import Score, counted
 from lapwing.evidence.tuning import Setting, with_dispersion
-from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker, Rows
 from lapwing.linalg.shifts import block_rows, blocks_of, shifted_products
 
@@ -98,6 +98,21 @@ class Sweep:
             if logits.requires_grad or logits.item() != 1.0:
                 mean, covariance = mean / logits.to(mean), covariance / logits.to(mean).square()
             yield -self.score(mean, covariance, y[part], likelihood).double()
+
+    def spreads(self) -> Tensor:
+        """How unequal the items are at each shift ρ_j: the standard deviation of their log-variances, (m,).
+
+        Variances of f, or for classes of f less its average over them; NaN where rounding drowns one.
+        """
+        size = self.f.shape[-1]
+        low, high = torch.tril_indices(size, size, device=self.f.device)
+        shared = 1 / size if isinstance(self.likelihood, Categorical) and size > 1 else 0.0
+        weights = torch.where(low == high, 1 - shared, -2 * shared)
+        total = self.grams.sum(0)  # (m, items, C(C+1)/2)
+        variances = total @ weights.to(total)
+        rounding = 10 * size * torch.finfo(total.dtype).eps * total[..., low == high].amax(-1)
+        logs = torch.where(variances > rounding, variances, torch.nan).double().log()
+        return torch.stack([counted(self.f, self.y, self.likelihood, each).std() for each in logs])
 
     @property
     def flat(self) -> tuple[Tensor, Tensor]:

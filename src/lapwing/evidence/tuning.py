@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -76,6 +76,10 @@ class Trials:
         """By how much a setting improves on the network as it is, with its standard error."""
         mean, error = self.excess(self.losses[self.home])
         return -mean[setting].item(), error[setting].item()
+
+    def joined(self, setting: Setting, losses: Tensor) -> "Trials":
+        """With one more setting, the last."""
+        return replace(self, settings=(*self.settings, setting), losses=torch.cat([self.losses, losses[None]]))
 
 
 Rule = Callable[[Trials], int]

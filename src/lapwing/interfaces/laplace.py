@@ -493,7 +493,7 @@ class Laplace:
                 self._held_out(data, link),
                 learn=tuple(learn) if learn else None,
                 grid=grid,
-                score=linked(link),
+                score=linked(link, samples=128),
                 rule=resolve_rule(rule),
                 logit_temperature=self.logit_temperature,
                 memory=self.options.memory,
