@@ -49,10 +49,11 @@ def llama(n: int, length: int = 64, batch: int = 16) -> tuple[nn.Module, list, s
 
 
 def timed(what: str, run: Callable[[], object]) -> object:
-    begin = time.perf_counter()
+    begin, wall = time.process_time(), time.perf_counter()
     result = run()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"  {what:<34}{time.perf_counter() - begin:8.1f} s   peak {peak:.2f} GB", flush=True)
+    spent = f"{time.process_time() - begin:8.1f} s CPU {time.perf_counter() - wall:8.1f} s wall"
+    print(f"  {what:<24}{spent}   peak {peak:.2f} GB", flush=True)
     return result
 
 

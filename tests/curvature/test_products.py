@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lapwing.model import Batches, Network, Params
-from lapwing.model.forward import attention, level
+from lapwing.model.forward import attention
 from lapwing.model.products import Products
+from lapwing.model.tangents import Recording, Tangents, Values
 
 
 class Causal(nn.Module):
@@ -62,7 +63,6 @@ def test_products_in_blocks_and_alone(make: type[nn.Module], s: int) -> None:
     middle = lambda batch, f, u: 2 * u  # noqa: E731
     for _ in range(2):  # the first product learns which kernels the network needs
         torch.testing.assert_close(products.ggn(v, middle), 2 * v @ truth.T @ truth)
-    assert (level(model) > 0) == isinstance(model, Causal)
     out = torch.cat([inside for _, _, inside in products.jacobian(v)], 1)
     torch.testing.assert_close(out.flatten(1), v @ truth.T)
     torch.testing.assert_close(network.jvp(x, v)[1].flatten(1), v @ truth.T)
@@ -100,3 +100,69 @@ def test_elementary_attention_is_attention(mask: str) -> None:
     torch.testing.assert_close(
         attention(q, k, v, **MASKS[mask]), F.scaled_dot_product_attention(q, k, v, **MASKS[mask])
     )
+
+
+class Attending(nn.Module):
+    """Attention whose mask, scale and groups vary."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.mask, self.grouped = mask, mask == "grouped"
+        self.q, self.kv, self.head = nn.Linear(6, 24), nn.Linear(6, 24 if self.grouped else 48), nn.Linear(24, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x[:, :3]).unflatten(-1, (4, 6)).transpose(1, 2)
+        k, v = (part.unflatten(-1, (-1, 6)).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
+        return self.head(F.scaled_dot_product_attention(q, k, v, **MASKS[self.mask]).transpose(1, 2).flatten(2).mean(1))
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(2))
+
+
+HEAVY = {
+    **{f"attention {mask}": (lambda mask=mask: Attending(mask), (2, 4, 6)) for mask in MASKS},
+    "conv1d": (lambda: net(nn.Conv1d(2, 3, 3, padding="same"), nn.SiLU(), nn.Conv1d(3, 2, 2, bias=False)), (2, 2, 5)),
+    "conv2d": (lambda: net(nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(True), nn.Conv2d(4, 4, 1, groups=2)), (2, 2, 5, 5)),
+    "conv3d": (lambda: net(nn.Conv3d(1, 2, 2), nn.Tanh()), (2, 1, 3, 3, 3)),
+    "norm": (lambda: net(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 1)), (2, 2, 4, 4)),
+    "norm of inputs": (lambda: net(nn.BatchNorm1d(2), nn.Linear(4, 3), nn.SiLU(inplace=True)), (3, 2, 4)),
+    "norm without weights": (lambda: net(nn.Linear(4, 3), nn.BatchNorm1d(2, affine=False), nn.Tanh()), (3, 2, 4)),
+    "norm of a batch": (lambda: net(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2, track_running_stats=False)), (3, 2, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("select", ["all", "weight", "bias"])
+@pytest.mark.parametrize("name", HEAVY)
+def test_forward_mode_by_hand(name: str, select: str) -> None:
+    torch.manual_seed(0)
+    make, shape = HEAVY[name]
+    x = torch.randn(shape, dtype=torch.float64)
+    model = make().double()
+    model.train()(x)
+    model.eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5)
+    names = tuple(n for n, _ in model.named_parameters() if select == "all" or n.endswith(select))
+    network = Network(model, Params.of(model, names), lambda raw: raw)
+    chosen = torch.cat([torch.full((p.numel(),), n in names) for n, p in model.named_parameters()])
+    truth = dense(model, x)[:, chosen]
+    products = Products(network, Batches([(x, x.flatten(1)[:, 0])], model, torch.device("cpu")), _slow={"vmap": True})
+    v = torch.randn(2, truth.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(products.ggn(v, lambda batch, f, u: u), v @ truth.T @ truth)
+    torch.testing.assert_close(network.jvp(x, v)[1].flatten(1), v @ truth.T)
+
+
+def test_values_of_other_calls_and_overwritten_ones_are_not_taken() -> None:
+    torch.manual_seed(0)
+    layer, x, v = nn.Linear(3, 3), torch.randn(2, 3), torch.randn(3, 3)
+    values = Values()
+    with Recording(values), torch.no_grad():
+        layer(x).relu_()
+        layer(x)
+    with torch.autograd.forward_ad.dual_level(), Tangents(values), torch.no_grad():
+        weight = torch.autograd.forward_ad.make_dual(layer.weight.detach(), v)
+        for inputs in (x, x, x[:1]):
+            found = torch.autograd.forward_ad.unpack_dual(F.linear(inputs, weight, layer.bias))
+            torch.testing.assert_close(found.primal, inputs @ layer.weight.T + layer.bias)
+            torch.testing.assert_close(found.tangent, inputs @ v.T)

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.lowrank import LowRankAccumulator
 from lapwing.curvature.problem import Problem, Totals
-from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
+from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor
 from lapwing.curvature.structure import Estimate, Structure
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.linalg import Jacobian
@@ -25,24 +25,23 @@ from lapwing.linalg.rows import chunks
 from lapwing.model import Network, Plan
 from lapwing.model.products import Products
 
-NEGLIGIBLE = 1e-4  # the smallest rows that together hold less than this share of the trace do not enter the sketch
+NEGLIGIBLE = 1e-4  # of the curvature in output space, then of the trace of rows: what may stay out of the sketch
 SKETCH_DRAWS = 4  # sampled targets a datum where the sketch is sampled
-DIRECTIONS = 64  # output directions a sample up to which the sketch is made of exact rows; beyond, of sampled ones
 
 
 class SketchAccumulator(LowRankAccumulator):
-    """The leading subspace of rows, a few samples at a time and without negligible rows; and Σ J² beside it."""
+    """The leading subspace of rows, a few samples at a time and without negligible rows; and their trace."""
 
     def __init__(self, problem: Problem, rank: int) -> None:
         super().__init__(problem, rank)
-        self.tensors["diagonal"] = torch.zeros(problem.network.params.size, dtype=torch.float64)
+        self.trace = 0.0
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         for start, length in chunks(jacobian.n, jacobian.r * jacobian.size * jacobian.dtype.itemsize // 4):
             rows = jacobian.narrow(start, length).dense().flatten(0, 1)
-            squares = rows.square()
-            self.tensors["diagonal"] += squares.sum(0).double().cpu()
-            self._absorb(rows[_weighty(squares.sum(-1).double())])
+            squares = torch.linalg.vector_norm(rows, dim=-1).double().square()
+            self.trace += float(squares.sum())
+            self._absorb(rows[_weighty(squares)])
 
 
 def _weighty(squares: Tensor) -> Tensor:
@@ -117,16 +116,16 @@ class MatrixFree(Structure):
     def estimate(self, problem: Problem) -> Estimate:
         if problem.progress or (problem.progress is None and sys.stderr.isatty()):
             tqdm.write(self.cost(problem), file=sys.stderr)
-        totals, sketch, exact = self._sketch(problem)
+        totals, (sketch, trace) = totals_of(problem), self._sketch(problem)
         kept = replace(problem, first=None, rest=None)
-        product = CurvatureProduct(kept, Products(problem.network, problem.batches, problem.progress), exact, self.seed)
+        product = CurvatureProduct(kept, Products(problem.network, problem.batches, problem.progress), None, self.seed)
         if self.sketch == "nystrom":
             like = torch.empty(0, product.size, dtype=product.dtype, device=product.device)
             # not the seed of the probes: probes inside the sketch's own range would see no remainder
             generator = torch.Generator(product.device).manual_seed(self.seed + 7919)
             sketch = nystrom(lambda v: product.matvec(v).to(v.dtype), like, self.rank, generator)
         matrix = Operator(product, sketch, solver=self.solver(product.dtype))
-        return Estimate(matrix, totals, notes=self._notes(problem, matrix, totals))
+        return Estimate(matrix, totals, notes=self._notes(matrix, totals, trace))
 
     def cost(self, problem: Problem) -> str:
         """What lies ahead, in bytes, products and seconds; runs one gradient of the first batch to know the last."""
@@ -145,36 +144,27 @@ class MatrixFree(Structure):
             f"column, log_evidence() {self.probes * self.steps} products."
         )
 
-    def _sketch(self, problem: Problem) -> tuple[Totals, Sketch, Tensor | None]:
-        """One pass: statistics and gradient, the sketch, and diag G where rows are exact."""
+    def _sketch(self, problem: Problem) -> tuple[Sketch, float]:
+        """One pass over rows, and their trace; a preconditioner may leave out what confident samples hardly say."""
         params = problem.network.params
-        like = torch.empty(0, params.size, dtype=params.dtype, device=params.device)
-        few = not isinstance(problem.factor, GGN) or self._directions(problem) <= DIRECTIONS
         if self.sketch != "rows":
-            return totals_of(problem), Sketch.empty(like), None
+            return Sketch.empty(torch.empty(0, params.size, dtype=params.dtype, device=params.device)), 0.0
         accumulator = SketchAccumulator(problem, self.rank)
-        factor = None if few else MCFisher(SKETCH_DRAWS)
-        totals = problem.sweep(accumulator.update, factor, label="sketch")
-        if not few:
-            totals = replace(totals, gradient=totals_of(problem).gradient)
+        factor = problem.factor
+        if isinstance(factor, GGN):
+            few = problem.outputs <= ROWS
+            factor = GGN(tolerance=NEGLIGIBLE) if few else MCFisher(SKETCH_DRAWS)
+        problem.sweep(accumulator.update, factor, label="sketch", gradient=False)
         sketch = Sketch.of_rows(accumulator.tensors["rows"])
-        sketch = Sketch(sketch.basis[: self.rank], sketch.values[: self.rank])
-        exact = isinstance(problem.factor, GGN) and few
-        return totals, sketch, accumulator.tensors["diagonal"].to(params.device) if exact else None
+        return Sketch(sketch.basis[: self.rank], sketch.values[: self.rank]), accumulator.trace
 
-    def _directions(self, problem: Problem) -> int:
-        first = next(iter(problem.batches))
-        return problem.network.forward(first.inputs)[0].numel()
-
-    def _notes(self, problem: Problem, matrix: Operator, totals: Totals) -> tuple[str, ...]:
+    def _notes(self, matrix: Operator, totals: Totals, trace: float) -> tuple[str, ...]:
         note = (
             f"matrix-free: every product reads {totals.seen:g} data (about two gradients of them) and solves take "
             f"{self.columns} vectors at a time; sketch of rank {matrix.sketch.rank}"
         )
-        if matrix.product.exact is not None:  # type: ignore[attr-defined]
-            whole = float(matrix.product.diagonal().sum())
-            share = float(matrix.sketch.values.sum()) / whole if whole > 0 else 1.0
-            note += f", which holds {share:.2%} of the trace"
+        if trace > 0:
+            note += f", which holds {float(matrix.sketch.values.sum()) / trace:.2%} of the trace of its rows"
         return (note,)
 
 

@@ -13,17 +13,20 @@ from lapwing.curvature.minibatch import solve_by_batches
 from lapwing.curvature.problem import Problem, Totals
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Categorical, Likelihood
+from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Solution, xdiag
 from lapwing.linalg.operator import Product, Solver
 from lapwing.model import Batch
 from lapwing.model.products import Products
+
+ROWS = 64  # output directions a sample up to which all rows are gone through; beyond, they are sampled
 
 
 @dataclass(frozen=True, eq=False)
 class CurvatureProduct(Product):
     """G = Σ_n J_nᵀ φΛ_n J_n of a problem, re-reading its data for every block of vectors.
 
-    `exact` holds diag G where a pass has computed it.
+    `exact` holds diag G where a file did; else a pass over rows computes it, or an estimate where they are many.
     """
 
     problem: Problem
@@ -79,6 +82,15 @@ class CurvatureProduct(Product):
     def diagonal(self) -> Tensor:
         if self.exact is not None:
             return self.exact
+        problem = self.problem
+        if not isinstance(problem.factor, MCFisher) and problem.outputs <= ROWS:
+            total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
+
+            def update(jacobian: Jacobian, fresh: Tensor | None) -> None:
+                total.add_(jacobian.square_sum())
+
+            problem.sweep(update, label="diagonal", gradient=False)
+            return total
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
         return xdiag(self.matvec, like, 32, torch.Generator(self.device).manual_seed(self.seed)).value
 

@@ -10,10 +10,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lapwing.model.module import differentiable_kernels
+from lapwing.model.tangents import Tangents, Values
 
 _LEVEL: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # into KERNELS: what a module was seen to need
 
@@ -83,13 +85,20 @@ def lacks_derivative(error: Exception) -> bool:
 
 
 def push_forward(
-    module: nn.Module, run: Callable[[dict[str, Tensor]], Tensor], values: dict, tangents: list[dict[str, Tensor]]
+    module: nn.Module,
+    run: Callable[[dict[str, Tensor]], Tensor],
+    values: dict[str, Tensor],
+    tangents: list[dict[str, Tensor]],
+    known: Values | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """f and J v of every tangent, or None where an operation has no forward-mode derivative with any kernels."""
+    """f and J v of every tangent, or None where an operation has no forward-mode derivative with any kernels.
+
+    Values that are `known` from a pass over the same inputs, are not computed again.
+    """
     for number in range(level(module), len(KERNELS)):
         try:
             with KERNELS[number](), torch.no_grad(), quiet():
-                pairs: list[Any] = [torch.func.jvp(run, (values,), (tangent,)) for tangent in tangents]
+                pairs = [_dual_pass(run, values, tangent, known) for tangent in tangents]
                 f = pairs[0][0] if pairs else run(values)
             return f, torch.stack([out for _, out in pairs]) if pairs else f.new_zeros(0, *f.shape)
         except (NotImplementedError, RuntimeError) as error:
@@ -97,6 +106,18 @@ def push_forward(
                 raise
             _LEVEL[module] = number + 1
     return None
+
+
+def _dual_pass(
+    run: Callable[[dict[str, Tensor]], Tensor],
+    values: dict[str, Tensor],
+    tangent: dict[str, Tensor],
+    known: Values | None,
+) -> tuple[Tensor, Tensor]:
+    with forward_ad.dual_level(), Tangents(known):
+        out = run({name: forward_ad.make_dual(value, tangent[name]) for name, value in values.items()})
+        f, moved = forward_ad.unpack_dual(out)
+        return f.clone(), torch.zeros_like(f) if moved is None else moved.clone()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,11 +12,13 @@ from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
 from lapwing.model.batches import Batch, Batches, Inputs, call
-from lapwing.model.forward import elementary_attention, lacks_derivative, level, quiet
+from lapwing.model.forward import elementary_attention, lacks_derivative, push_forward, quiet
 from lapwing.model.module import differentiable_kernels, output_tensor
 from lapwing.model.network import Network
+from lapwing.model.tangents import Recording, Values
 
 SMALL = 20_000  # weights up to which several vectors share one vectorized pass
+BLOCK = 3  # vectors from which, in networks with attention, one graph of the gradient pays for both directions
 
 Middle = Callable[[Batch, Tensor, Tensor], Tensor]
 """(batch, f (n, *event, c), u (s, n, *event, c)) → Λ u, like u."""
@@ -27,10 +28,10 @@ Middle = Callable[[Batch, Tensor, Tensor], Tensor]
 class Products:
     """Products with the Jacobian J of all data at once; several vectors (s, P) share what they can.
 
-    A product Jᵀ Λ J v of one vector costs a forward-mode and a reverse-mode pass: about 1.7 gradients in operations.
-    Several vectors share the recorded forward pass of the reverse mode. Passes run in the network's own dtype; sums
-    over batches are kept in float64. Operations without a forward-mode derivative (fused attention, recurrent layers)
-    are replaced by ones that have it, step by step, after one failure each; networks with attention take both
+    A product Jᵀ Λ J v of one vector costs a forward pass, a forward-mode and a reverse-mode pass around its values:
+    about 1.7 gradients in operations, 1.3 for each further vector. Passes run in the network's own dtype; sums over
+    batches are kept in float64. Operations without a forward-mode derivative (recurrent layers) are replaced by ones
+    that have it, step by step, after one failure each; blocks of vectors in networks with attention take both
     directions from one graph of the gradient.
     """
 
@@ -53,8 +54,7 @@ class Products:
         values = dict(zip(params.names, params.values, strict=True))
         run = lambda p: self.network._functional(p, inputs)  # noqa: E731
         push = lambda row: torch.func.jvp(run, (values,), (params.tangent(row),))[1]  # noqa: E731
-        kernels = elementary_attention if level(self.network.module) else nullcontext
-        with self.network.borrow(), kernels(), torch.no_grad(), quiet():
+        with self.network.borrow(), elementary_attention(), torch.no_grad(), quiet():
             return run(values), torch.func.vmap(push)(v.to(params.dtype))
 
     def vjp(self, inputs: Inputs, pull: Callable[[Tensor], Tensor]) -> Tensor:
@@ -110,18 +110,37 @@ class Products:
         return total
 
     def _of_batch(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
-        # fused attention has no forward mode: one graph of the gradient then serves both directions of all vectors
-        if level(self.network.module) and "double" not in self._slow and not self._vectorizes("vmap", len(v)):
+        if self._vectorizes("vmap", len(v)):
+            f, inside = self.jvp(batch.inputs, v)
+            with torch.no_grad():
+                u = middle(batch, f, inside)
+            return self.vjp(batch.inputs, lambda _: u)
+        if len(v) >= BLOCK and self._slow.get("attention") and "double" not in self._slow:
             try:
                 return self._by_one_graph(batch, v, middle)
             except (NotImplementedError, RuntimeError) as error:
                 if not lacks_derivative(error):
                     raise
                 self._slow["double"] = True
-        f, inside = self.jvp(batch.inputs, v)
-        with torch.no_grad():
-            u = middle(batch, f, inside)
-        return self.vjp(batch.inputs, lambda _: u)
+        return self._by_one_pass(batch, v, middle)
+
+    def _by_one_pass(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
+        """J v by forward mode around the values of the recorded pass, which then takes Jᵀ."""
+        params, values = self.network.params, Values()
+        base = dict(zip(params.names, params.values, strict=True))
+        moved = [params.tangent(row) for row in v]
+        with self.network.borrow():
+            with Recording(values):
+                f = self.network.outputs(output_tensor(call(self.network.module, batch.inputs)))
+            self._slow["attention"] = values.attends
+            run = lambda p: self.network._functional(p, batch.inputs)  # noqa: E731
+            found = push_forward(self.network.module, run, base, moved, values)
+            if found is None:
+                with differentiable_kernels():
+                    found = self.network._jvp_by_double_backward(batch.inputs, v)
+            with torch.no_grad():
+                u = middle(batch, f.detach(), found[1])
+            return self._pull_back(f, u)
 
     def _by_one_graph(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
         """J v as the derivative of u ↦ (Jᵀu)ᵀv, then Jᵀ through the same recorded pass."""

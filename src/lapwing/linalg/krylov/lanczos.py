@@ -53,9 +53,11 @@ def lanczos(matvec: Matvec, start: Tensor, steps: int, *, keep: bool = True) -> 
         alpha = (w.double() * basis[-1].double()).sum(-1)
         alphas.append(torch.where(alive, alpha, 0.0))
         size = torch.maximum(size, w.double().norm(dim=-1))
-        w = _orthogonal(w, basis)
+        w, last = _orthogonal(w, basis), coupling
         coupling = w.double().norm(dim=-1)
-        floor = 100 * torch.finfo(w.dtype).eps * size
+        # dividing the last vector by a small coupling has magnified its rounding by as much
+        magnified = torch.where(last > 0, size / torch.where(last > 0, last, 1.0), 1.0).clamp(min=1.0)
+        floor = 100 * torch.finfo(w.dtype).eps * size * magnified
         alive = alive & (coupling > floor)
         coupling = torch.where(alive, coupling, 0.0)
         if j + 1 == steps or not bool(alive.any()):
