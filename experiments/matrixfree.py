@@ -1,10 +1,10 @@
 """Matrix-free posteriors on pretrained networks: solves, samples and evidence, with residuals and times.
 
-LAPWING_DATA=... python experiments/matrixfree.py resnet20 --data 1000 --rank 256 --probes 4 --steps 4
-LAPWING_DATA=... python experiments/matrixfree.py llama --data 256 --length 16 --prior 10000
-LAPWING_DATA=... python experiments/matrixfree.py resnet18 --data 256 --tolerance 1e-2 --samples 2
-LAPWING_DATA=... python experiments/matrixfree.py cost
-LAPWING_DATA=... python experiments/matrixfree.py memory
+LAPWING_DATA=... python -m experiments.matrixfree resnet20 --data 1000 --rank 256 --probes 4 --steps 4
+LAPWING_DATA=... python -m experiments.matrixfree llama --data 256 --length 16 --prior 10000
+LAPWING_DATA=... python -m experiments.matrixfree resnet18 --data 256 --tolerance 1e-2 --samples 2
+LAPWING_DATA=... python -m experiments.matrixfree cost
+LAPWING_DATA=... python -m experiments.matrixfree memory
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def resnet(depth: int, n: int, batch: int = 64) -> tuple[nn.Module, list, str]:
     return networks.pretrained_resnet(depth), list(zip(x.split(batch), y.split(batch))), "classification"
 
 
-def llama(n: int, length: int = 64, batch: int = 16) -> tuple[nn.Module, list, str]:
+def llama(n: int, length: int = 64, batch: int = 64) -> tuple[nn.Module, list, str]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(datasets.tinystories()).eval()
@@ -57,38 +57,12 @@ def timed(what: str, run: Callable[[], object]) -> object:
     return result
 
 
-class Residual(nn.Module):
-    def __init__(self, width: int, channels: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(width, channels, 3, stride, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels),
-        )  # fmt: skip
-        self.short: nn.Module = nn.Identity()
-        if stride != 1 or width != channels:
-            self.short = nn.Sequential(nn.Conv2d(width, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+def resnet18(n: int) -> tuple[nn.Module, list, str]:
+    """The benchmark's: 11,181,642 weights, one epoch of 4,096 CIFAR-10 images enlarged to 64 × 64."""
+    from benchmarks import workloads
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.body(x) + self.short(x)).relu()
-
-
-def resnet18(n: int, steps: int = 40) -> tuple[nn.Module, list, str]:
-    """ResNet-18 for small images (11,173,962 weights), trained for a few steps on CIFAR-10 at 16 × 16."""
-    torch.manual_seed(0)
-    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2)]
-    model = nn.Sequential(
-        nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
-        *(Residual(*w) for w in [*widths, (512, 512, 1)]), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10),
-    )  # fmt: skip
-    data = datasets.images("cifar10", "train")[: max(n, 2000)]
-    x, y = nn.functional.avg_pool2d(networks.standardize(data.inputs), 2), data.targets
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for step in range(steps):
-        rows = torch.arange(50) + 50 * (step % (len(x) // 50))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-    return model.eval(), list(zip(x[:n].split(32), y[:n].split(32))), "classification"
+    task = workloads.resnet18(n, 1)
+    return task.model, [pair for x, y in task.batches for pair in zip(x.split(32), y.split(32))], "classification"
 
 
 def report(model: nn.Module, data: list, likelihood: str, arguments: argparse.Namespace) -> None:
@@ -142,7 +116,7 @@ def clock(products: Products, s: int) -> float:
 
 def cost() -> None:
     """A GGN product in gradients, by time: one vector and eight."""
-    for name, (model, data, _) in {"resnet20": resnet(20, 64), "llama": llama(16)}.items():
+    for name, (model, data, _) in {"resnet20": resnet(20, 64), "llama": llama(64, 32)}.items():
         names = tuple(n for n, _ in model.named_parameters())
         outputs = lambda raw: raw  # noqa: E731
         network = Network(model, Params.of(model, names), outputs)
@@ -157,7 +131,7 @@ def memory() -> None:
     for name in ("resnet20", "llama"):
         peaks = []
         for s in ("0", "1", "8"):
-            command = [sys.executable, __file__, "peak", "--network", name, "--data", s]
+            command = [sys.executable, "-m", "experiments.matrixfree", "peak", "--network", name, "--data", s]
             peaks.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]))
         print(f"{name}: gradient {peaks[0]:.2f} GB; product of 1 vector {peaks[1] / peaks[0]:.2f} ×, "
               f"of 8 vectors {peaks[2] / peaks[0]:.2f} ×", flush=True)  # fmt: skip

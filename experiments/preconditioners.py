@@ -1,7 +1,8 @@
 """Iterations of block CG to 1e-4 for each preconditioner, on trained networks, and how structures' evidence compares.
 
-python experiments/preconditioners.py            # digits: an MLP and a small conv net (or one: mlp, cnn)
-LAPWING_DATA=... python experiments/preconditioners.py resnet20   # pretrained, 16 images, and llama: 8 sequences
+python -m experiments.preconditioners            # digits: an MLP and a small conv net (or one: mlp, cnn)
+python -m experiments.preconditioners spectrum   # why Kronecker factors do not help: a small MLP, by dense algebra
+LAPWING_DATA=... python -m experiments.preconditioners resnet20   # pretrained, 64 images; llama: 64 × 16 tokens
 """
 
 from __future__ import annotations
@@ -38,51 +39,98 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 40) -> nn.Module
 
 def preconditioners(
     la: lapwing.Laplace, fit: Callable[..., lapwing.Laplace], tau: float, ranks: tuple[int, ...] = (50, 200)
-) -> dict[str, Callable]:
-    op = la.posterior.precision
-    diagonal = op.diagonal()
-    size = la.params.size
-    like = torch.empty(0, size)
-    found: dict[str, Callable] = {"none": None, "jacobi": lambda v: v / diagonal}  # type: ignore[dict-item]
-    for name in ("kron", "ekfac"):
-        found[name] = (fit(name).curvature.matrix + Diagonal(torch.full((size,), tau))).solve
+) -> dict[str, Callable[[], Callable | None]]:
+    """Name → a function that makes M⁻¹."""
+    op, size = la.posterior.precision, la.params.size
+
+    def jacobi() -> Callable:
+        diagonal = op.diagonal()
+        return lambda v: v / diagonal
+
+    def kronecker(name: str) -> Callable:
+        return (fit(name).curvature.matrix + Diagonal(torch.full((size,), tau))).solve
+
+    def by_products(rank: int) -> Callable:
+        like, generator = torch.empty(0, size), torch.Generator().manual_seed(5)
+        sketch = nystrom(lambda v: op.product.matvec(v).to(v.dtype), like, rank, generator)
+        return Preconditioner(sketch, torch.tensor(tau, dtype=torch.float64)).solve
+
+    def by_rows(rank: int) -> Callable:
+        return fit(MatrixFree(rank=rank, probes=1, steps=1), tau).posterior.precision.preconditioner.solve
+
+    made: dict[str, Callable] = {"none": lambda: None, "jacobi": jacobi}
+    made |= {name: lambda name=name: kronecker(name) for name in ("kron", "ekfac")}
     for rank in ranks:
-        sketch = nystrom(lambda v: op.product.matvec(v).to(v.dtype), like, rank, torch.Generator().manual_seed(5))
-        found[f"nystrom {rank}"] = Preconditioner(sketch, torch.tensor(tau, dtype=torch.float64)).solve
-        rows = fit(MatrixFree(rank=rank, probes=1, steps=1), tau)
-        found[f"rows {rank}"] = rows.posterior.precision.preconditioner.solve
-    return found
+        made[f"nystrom {rank}"] = lambda rank=rank: by_products(rank)
+        made[f"rows {rank}"] = lambda rank=rank: by_rows(rank)
+    return made
 
 
-def pretrained(name: str, iterations: int = 80) -> None:
+def pretrained(name: str, tau: float, iterations: int) -> None:
     """ResNet-20 or the Llama: two columns, up to `iterations`; what is not reached is printed as the residual."""
-    model, data, likelihood = matrixfree.resnet(20, 16) if name == "resnet20" else matrixfree.llama(8)
+    model, data, likelihood = matrixfree.resnet(20, 64) if name == "resnet20" else matrixfree.llama(64, 16)
     factors = {} if name == "resnet20" else {"kron": "mc", "ekfac": "mc"}
-    fit = lambda structure, tau: lapwing.fit(  # noqa: E731
+    fit = lambda structure, tau=tau: lapwing.fit(  # noqa: E731
         model, data, likelihood, structure=structure, prior=tau, factor=factors.get(structure, "ggn")
     )
-    for tau in (100.0,):
-        la = fit(MatrixFree(rank=1, probes=1, steps=1), tau)
-        b = torch.randn(2, la.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        print(f"{name}, {la.params.size:,} weights, {la.n_data:g} data, prior {tau:g}", flush=True)
-        ways = preconditioners(la, lambda s, tau=tau: fit(s, tau), tau, (32, 128))
-        compare(la.posterior.precision, b, ways, iterations)
+    la = fit(MatrixFree(sketch="none", probes=1, steps=1))
+    b = torch.randn(2, la.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    print(f"{name}, {la.params.size:,} weights, {la.n_data:g} data, prior {tau:g}", flush=True)
+    compare(la.posterior.precision, b, preconditioners(la, fit, tau, (32, 128)), iterations)
 
 
 def compare(op: Operator, b: Tensor, ways: dict[str, Callable], iterations: int) -> None:
-    for label, solve in ways.items():
+    for label, make in ways.items():
         begin = time.process_time()
+        solve = make()
+        made = time.process_time() - begin
         wide = None if solve is None else (lambda v, solve=solve: solve(v).double())
         found = conjugate_gradients(
             op._apply, b, precondition=wide, tolerance=1e-4, iterations=iterations, unconverged="accept"
         )
-        print(f"  {label:<12} {found.iterations:4d} iterations {time.process_time() - begin:7.1f} s CPU "
+        spent = time.process_time() - begin - made
+        print(f"  {label:<12} {found.iterations:4d} iterations {spent:7.1f} s CPU, made in {made:6.1f} s, "
               f"residual {float(found.residuals.max()):.1e}", flush=True)  # fmt: skip
 
 
+def spectrum(tau: float = 1.0) -> None:
+    """Eigenvalues of M⁻¹A with Kronecker factors as they are, and with the prior put back in the null space of G."""
+    data = datasets.digits()
+    x, y = data.inputs[:100], data.targets[:100]
+    model = train(networks.mlp([64, 16, 16, 10]), x, y).double()
+    fit = lambda structure: lapwing.fit(  # noqa: E731
+        model, (x.double(), y), "classification", structure=structure, prior=tau
+    )
+    eye = torch.eye(fit("full").params.size, dtype=torch.float64)
+    g = fit("full").curvature.matrix.matvec(eye)
+    values, vectors = torch.linalg.eigh((g + g.T) / 2)
+    inside, null = vectors[:, values > 1e-10 * values.max()], vectors[:, values <= 1e-10 * values.max()]
+    print(f"{len(eye):,} weights, 100 data, prior {tau:g}: G has rank {inside.shape[1]}")
+    b = torch.randn(4, len(eye), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrices = {"none": tau * eye, "jacobi": torch.diag(g.diagonal()) + tau * eye}
+    matrices |= {name: fit(name).curvature.matrix.matvec(eye) + tau * eye for name in ("kron", "ekfac")}
+    for name, m in matrices.items():
+        mended = inside @ (inside.T @ m @ inside) @ inside.T + tau * null @ null.T
+        for label, each in ((name, m), (f"{name}, prior in null space", mended)):
+            root = torch.linalg.cholesky((each + each.T) / 2)
+            half = torch.linalg.solve_triangular(root, g + tau * eye, upper=False)
+            found = torch.linalg.eigvalsh(torch.linalg.solve_triangular(root, half.T, upper=False))
+            apart = int(((found / found.median()).log().abs() > 0.1).sum())
+            outer = torch.linalg.eigvalsh(null.T @ each @ null) / tau
+            inverse = torch.linalg.inv(each)
+            steps = conjugate_gradients(
+                lambda v: v @ (g + tau * eye), b, precondition=lambda v, m=inverse: v @ m, tolerance=1e-4
+            ).iterations
+            print(f"  {label:<28} M⁻¹A {float(found[0]):6.2g} … {float(found[-1]):6.2g}, {apart:4d} eigenvalues 10 % "
+                  f"from the median; M/τ in the null space to {float(outer[-1]):.2g}; {steps} iterations")  # fmt: skip
+
+
 def main() -> None:
-    if sys.argv[1:] in (["resnet20"], ["llama"]):
-        return pretrained(sys.argv[1])
+    if sys.argv[1:2] in (["resnet20"], ["llama"]):
+        prior = float(sys.argv[2]) if len(sys.argv) > 2 else {"resnet20": 1.0, "llama": 1000.0}[sys.argv[1]]
+        return pretrained(sys.argv[1], prior, 100)
+    if sys.argv[1:] == ["spectrum"]:
+        return spectrum()
     data = datasets.digits()
     x, y = data.inputs[:500], data.targets[:500]
     chosen = {"mlp 64-64-64-10": networks.mlp([64, 64, 64, 10]), "small cnn": networks.small_cnn()}
