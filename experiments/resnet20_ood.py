@@ -1,6 +1,6 @@
 """The pretrained ResNet-20 on CIFAR-10: tuned on one half of test images, judged on the other half and on SVHN.
 
-    python experiments/resnet20_ood.py --images 2000 --outside 1000 --splits 5
+    python experiments/resnet20_ood.py --images 10000 --outside 2000 --splits 5
 
 The posterior (EKFAC over all weights) is fitted to the first 2,000 training images with n_data=50000. One pass over the
 first --images test images, in a fixed random order, and over --outside images of SVHN keeps what every setting needs,
@@ -112,7 +112,9 @@ def choices(validation: Sweep, groups: Groups) -> dict[str, Setting]:
     def of(learn: tuple[str, ...], optional: tuple[str, ...] = (), **grid: list[float]) -> Candidates:
         return Candidates.of(learn, grid, one, 1.0, validation.likelihood, optional=optional)
 
+    begin = time.perf_counter()
     default = tune_sweep(validation, groups, of(LEARN, LEARN[1:]), rule=widest())
+    print(f"the default took {time.perf_counter() - begin:.0f} s; {default.messages[0]}", flush=True)
     free = tune_sweep(validation, groups, of(LEARN), rule=rule)
     first = seen[0]
     ranked = [first.settings[k] for k in first.scores.argsort().tolist()]

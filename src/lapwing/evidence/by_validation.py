@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lapwing.evidence.candidates import Candidates, box_of, check_learned, default_learn, noise_grid
+from lapwing.evidence.candidates import Candidates, box_of, check_learned, default_learn, log_spreads, noise_grid
 from lapwing.evidence.descent import descend, fit_logits, wider
 from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
@@ -30,10 +30,7 @@ from lapwing.posterior import Tempered, resolve_temperature
 
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 BISECTIONS = 3  # of the decade between two priors of the grid
-KEPT = {  # what is learned by default only where it is of use, and why it was not
-    "temperature": "the temperature is kept: the prior alone tells the held-out inputs apart as well as the data do",
-    "logit_temperature": "the logits are kept: temperature scaling gains nothing that shows",
-}
+OPTIONAL = ("temperature", "logit_temperature")  # what is learned by default only where it is of use
 MEMORY = 2 * 1024**3
 
 
@@ -108,7 +105,7 @@ def search(
     prepare: Callable[[Sweep, Setting], Sweep] | None = None,
 ) -> Tuning:
     """The pass, the grid, the descent and the choice. `prepare` sees the pass and the setting that is now in force."""
-    optional = tuple(KEPT.keys() - (grid or {}).keys()) if learn is None else ()
+    optional = tuple({*OPTIONAL} - {*(grid or {})}) if learn is None else ()
     learned = check_learned(default_learn(likelihood) if learn is None else learn, grid, likelihood)
     tempered = resolve_temperature(temperature)
     first = torch.as_tensor(start, dtype=torch.float64).detach().cpu().expand(groups.count)
@@ -151,7 +148,7 @@ def tune_sweep(
 ) -> Tuning:
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
-    given, candidates = candidates.learned, candidates.settled(sweep, rivals)
+    given, candidates = candidates, candidates.settled(sweep, rivals)
     learned = candidates.learned
     settings = candidates.settings(sweep, rivals)
     losses = [sweep.losses(setting) for setting in settings]
@@ -171,8 +168,7 @@ def tune_sweep(
         trials = _between(sweep, trials, rule, "logit_temperature" in learned)
     tempered = resolve_temperature(temperature)
     tuning = _choose(sweep, groups, trials, learned, rule, tempered, center, iterations, method)
-    kept = tuple(KEPT[name] for name in given if name not in learned)
-    return replace(tuning, messages=(*kept, *tuning.messages))
+    return replace(tuning, messages=(*_settled(sweep, given, learned), *tuning.messages))
 
 
 def _limit(sweep: Sweep, learned: Sequence[str], logit_temperature: float) -> tuple[Setting, Tensor]:
@@ -287,6 +283,21 @@ def _polished(sweep: Sweep, trials: Trials, best: int) -> Trials:
     if losses.mean() > trials.losses[best].mean():
         fitted, losses = trials.settings[best], trials.losses[best]
     return trials.joined(fitted, losses)
+
+
+def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[str]:
+    """What became of that which is learned only where it is of use."""
+    said = []
+    if "temperature" in {*given.optional} & {*given.learned}:
+        most, alone = log_spreads(sweep)
+        fate = "tuned" if "temperature" in learned else "kept"
+        said.append(
+            f"the temperature is {fate}: log-variances of the held-out inputs spread by {most:.2g} at most, "
+            f"{alone:.2g} under the prior alone"
+        )
+    if "logit_temperature" in given.learned and "logit_temperature" not in learned:
+        said.append("the logits are kept: temperature scaling gains nothing that shows")
+    return said
 
 
 def _messages(sweep: Sweep, trials: Trials, best: int, learned: Sequence[str]) -> tuple[str, ...]:

@@ -156,6 +156,13 @@ def scaling_shows(rivals: Mapping[str, Tensor]) -> bool:
     return bool(gain.mean() > SURE * gain.std(correction=0) / len(gain) ** 0.5)
 
 
+def log_spreads(sweep: Sweep) -> tuple[float, float]:
+    """The largest spread of log-variances over the held-out inputs at any ρ, and that under the prior alone."""
+    spreads = sweep.spreads()
+    known = spreads[spreads.isfinite()]
+    return (known.max().item(), known[-1].item()) if len(known) else (0.0, 0.0)
+
+
 def tells_apart(sweep: Sweep) -> bool:
     """Whether what the data left undetermined is more in some inputs than in others.
 
@@ -163,9 +170,8 @@ def tells_apart(sweep: Sweep) -> bool:
     if the rest differs from input to input by more than their gradients do: the spread of log-variances at some ρ must
     exceed that under the prior alone, the largest ρ, by a quarter.
     """
-    spreads = sweep.spreads()
-    known = spreads[spreads.isfinite()]
-    return len(known) > 0 and bool(known.max() > APART * known[-1])
+    most, alone = log_spreads(sweep)
+    return most > APART * alone
 
 
 def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
