@@ -1,6 +1,6 @@
 """Three ways to a low-rank curvature: one pass over rows, randomized Nyström, block Lanczos. Trace kept and CPU time.
 
-python experiments/lowrank.py
+python -m experiments.lowrank
 """
 
 from __future__ import annotations

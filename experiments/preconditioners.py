@@ -97,6 +97,7 @@ def spectrum(tau: float = 1.0) -> None:
     """Eigenvalues of M⁻¹A with Kronecker factors as they are, and with the prior put back in the null space of G."""
     data = datasets.digits()
     x, y = data.inputs[:100], data.targets[:100]
+    torch.manual_seed(0)
     model = train(networks.mlp([64, 16, 16, 10]), x, y).double()
     fit = lambda structure: lapwing.fit(  # noqa: E731
         model, (x.double(), y), "classification", structure=structure, prior=tau
@@ -133,6 +134,7 @@ def main() -> None:
         return spectrum()
     data = datasets.digits()
     x, y = data.inputs[:500], data.targets[:500]
+    torch.manual_seed(0)
     chosen = {"mlp 64-64-64-10": networks.mlp([64, 64, 64, 10]), "small cnn": networks.small_cnn()}
     for name, model in chosen.items():
         if sys.argv[1:] and sys.argv[1] not in name:
