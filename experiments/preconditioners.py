@@ -109,7 +109,7 @@ def spectrum(tau: float = 1.0) -> None:
     print(f"{len(eye):,} weights, 100 data, prior {tau:g}: G has rank {inside.shape[1]}")
     b = torch.randn(4, len(eye), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     matrices = {"none": tau * eye, "jacobi": torch.diag(g.diagonal()) + tau * eye}
-    matrices |= {name: fit(name).curvature.matrix.matvec(eye) + tau * eye for name in ("kron", "ekfac")}
+    matrices |= {name: fit(name).curvature.matrix.matvec(eye) + tau * eye for name in ("kron", "ekfac", "blockdiag")}
     for name, m in matrices.items():
         mended = inside @ (inside.T @ m @ inside) @ inside.T + tau * null @ null.T
         for label, each in ((name, m), (f"{name}, prior in null space", mended)):
