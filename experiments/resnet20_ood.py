@@ -58,12 +58,16 @@ def kept(la: lapwing.Laplace, data: datasets.Dataset, path: Path) -> Sweep:
         return Sweep(found["f"], found["y"], found["g"], nodes, **options)  # type: ignore[arg-type]
     begin = time.perf_counter()
     groups = Groups.scalar(la.params.size)
-    batches = la._held_out(list(zip(networks.standardize(data.inputs).split(100), data.targets.split(100))))
+    batches = la._held_out(list(zip(data.inputs.split(100), data.targets.split(100))))
     sweep = collect(la.curvature.matrix, groups, batches, nodes, memory=8 * 1024**3, **options)  # type: ignore[arg-type]
     kept = {"f": sweep.f, "y": sweep.y, "g": sweep.grams, "shifts": nodes.shifts, "spectrum": nodes.spectrum}
     save_file({name: value.contiguous() for name, value in kept.items()}, path)
     print(f"{path.stem}: {len(sweep.f)} images in {time.perf_counter() - begin:.0f} s", flush=True)
     return sweep
+
+
+def standardized(data: datasets.Dataset) -> datasets.Dataset:
+    return replace(data, inputs=networks.standardize(data.inputs))
 
 
 def joined(parts: list[Sweep]) -> Sweep:
@@ -153,7 +157,7 @@ def main() -> None:
     passes = {}
     for name, data, count in (("cifar", cifar, options.images), ("svhn", svhn, options.outside)):
         path = lambda k, name=name: options.cache / f"{stem}-{name}{k}.safetensors"  # noqa: E731
-        passes[name] = joined([kept(la, data[k : k + CHUNK], path(k)) for k in range(0, count, CHUNK)])
+        passes[name] = joined([kept(la, standardized(data[k : k + CHUNK]), path(k)) for k in range(0, count, CHUNK)])
     everything, outside = passes["cifar"], passes["svhn"]
     groups = Groups.scalar(la.params.size)
     results: dict[str, list[dict[str, float]]] = {}
