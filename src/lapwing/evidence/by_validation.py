@@ -58,8 +58,8 @@ def tune_validation(
     (a common precision × temperatures × noise levels, as standard deviations) is scored afresh under the link that
     prediction will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network
     without a posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps
-    the value given by `start` (() or (G,)), `temperature` and `likelihood`. Without `learn`: prior, temperature and,
-    for logits whose temperature scaling gains more than two standard errors, the logit temperature.
+    the value given by `start` (() or (G,)), `temperature` and `likelihood`. Without `learn`: the prior; the temperature
+    where the data tell inputs apart (`tells_apart`); the logit temperature where scaling gains two standard errors.
 
     `split` = √n tunes Ritter's factored damping of Kronecker blocks instead of the exact sum (`factored_precision`).
     The covariances come from a rational approximation in τ/T whose relative error is bounded and reported.

@@ -466,7 +466,7 @@ class Laplace:
         With held-out `data`, by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
         interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature",
-        "logit_temperature", "noise" (held-out data: the first two, the third where that shows); `prior` is "scalar",
+        "logit_temperature", "noise" (held-out data: the first, the next two where that helps); `prior` is "scalar",
         "layerwise" or "parameterwise"; `grid` maps those names to candidates. `rule` picks from what was tried:
         "lowest" the lowest NLL, "widest" the smallest precision that is shown not to be worse (`evidence.widest`): as
         good on data like these, and more cautious elsewhere.
