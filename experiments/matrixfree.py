@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import lapwing
+from lapwing.curvature import GGN
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.interfaces import datasets, networks
 from lapwing.linalg.krylov import Solution
@@ -70,7 +71,8 @@ def report(model: nn.Module, data: list, likelihood: str, arguments: argparse.Na
         rank=arguments.rank, probes=arguments.probes, steps=arguments.steps, tolerance=arguments.tolerance,
         unconverged="warn", sketch=arguments.sketch, columns=arguments.columns,
     )  # fmt: skip
-    la = timed("fit (sketch)", lambda: lapwing.fit(model, data, likelihood, structure=structure, prior=arguments.prior))
+    options = {"structure": structure, "prior": arguments.prior, "factor": GGN(tolerance=arguments.leave)}
+    la = timed("fit (sketch)", lambda: lapwing.fit(model, data, likelihood, **options))
     print(f"  {la.params.size:,} weights, {la.n_data:g} data, prior {arguments.prior:g}; {la.curvature.notes[-1]}")
     precision = la.posterior.precision
     generator = torch.Generator().manual_seed(0)
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prior", type=float, default=100.0)
     parser.add_argument("--tolerance", type=float, default=1e-4)
+    parser.add_argument("--leave", type=float, help="share of the curvature in output space that samples may leave out")
     parser.add_argument("--sketch", default="rows")
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--solves", type=int, default=2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.curvature import pose
+from lapwing.curvature import GGN, pose
 from lapwing.curvature.matrixfree import MatrixFree, restored, stored
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Diagonal
@@ -431,3 +431,35 @@ class TestLowRank:
         assert "rank 4 by lanczos" in low.summary()
         with pytest.raises(lapwing.BadData, match="lanczos"):
             lapwing.LowRank(4, "power")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_products_leave_out_samples_below_the_tolerance(weighted: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(12, 3, dtype=torch.float64), torch.arange(12) % 3
+    with torch.no_grad():
+        model[2].weight *= 20  # most samples are confident
+        p = model(x).softmax(-1)
+    w = torch.rand(12, dtype=torch.float64) if weighted else torch.ones(12, dtype=torch.float64)
+    sizes = (p * (1 - p)).sum(-1) * w
+    order = sizes.argsort()
+    rows = order[sizes[order].cumsum(0) > 0.1 * sizes.sum()]
+    assert 0 < len(rows) < 11
+
+    def fit(structure: object, rows: Tensor | slice, tolerance: float) -> lapwing.Laplace:
+        data = [(x[rows], y[rows], w[rows])]
+        return lapwing.fit(
+            model, data, "classification", structure=structure, factor=GGN(tolerance=tolerance), split=lambda b: b
+        )
+
+    everything = slice(0, 12)
+    loose, tight = (fit(MatrixFree(rank=2), everything, t).curvature.matrix.product for t in (0.1, 0.0))
+    v = torch.randn(5, loose.size, dtype=torch.float64)
+    exact = fit("full", everything, 0.0).curvature.matrix
+    part = fit("full", rows, 0.0).curvature.matrix
+    torch.testing.assert_close(tight.matvec(v), exact.matvec(v))
+    for block in (v, v[:1]):
+        torch.testing.assert_close(loose.matvec(block), part.matvec(block))
+    drawn = loose.draw(4000, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(drawn.T @ drawn / 4000, part.dense(), rtol=0.2, atol=0.05 * float(part.dense().max()))

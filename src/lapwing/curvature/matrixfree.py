@@ -159,8 +159,10 @@ class MatrixFree(Structure):
         return Sketch(sketch.basis[: self.rank], sketch.values[: self.rank]), accumulator.trace
 
     def _notes(self, matrix: Operator, totals: Totals, trace: float) -> tuple[str, ...]:
+        tolerance = getattr(matrix.product.problem.factor, "tolerance", None)  # type: ignore[attr-defined]
+        left = f", but for samples with {tolerance:g} of the curvature in output space" if tolerance else ""
         note = (
-            f"matrix-free: every product reads {totals.seen:g} data (about two gradients of them) and solves take "
+            f"matrix-free: every product reads {totals.seen:g} data (two gradients of them{left}) and solves take "
             f"{self.columns} vectors at a time; sketch of rank {matrix.sketch.rank}"
         )
         if trace > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,14 +17,18 @@ from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Solution, xdiag
 from lapwing.linalg.operator import Product, Solver
 from lapwing.model import Batch
-from lapwing.model.products import Products
+from lapwing.model.products import Keep, Products
 
+MANY = 4  # vectors from which a forward pass is spent to learn which samples are above rounding
 ROWS = 64  # output directions a sample up to which all rows are gone through; beyond, they are sampled
 
 
 @dataclass(frozen=True, eq=False)
 class CurvatureProduct(Product):
     """G = Σ_n J_nᵀ φΛ_n J_n of a problem, re-reading its data for every block of vectors.
+
+    Samples whose curvature in output space is below the tolerance of the GGN (by default the rounding of the network's
+    dtype, for blocks of vectors) cost a forward pass.
 
     `exact` holds diag G where a file did; else a pass over rows computes it, or an estimate where they are many.
     """
@@ -47,7 +51,7 @@ class CurvatureProduct(Product):
         return self.problem.network.params.device
 
     def matvec(self, v: Tensor) -> Tensor:
-        return self.products.ggn(v.to(self.dtype).double(), self._middle)
+        return self.products.ggn(v.to(self.dtype).double(), self._middle, keep=self._keep(len(v)))
 
     def _middle(self, batch: Batch, f: Tensor, u: Tensor) -> Tensor:
         y = self.problem.prepare(batch, f)
@@ -59,6 +63,25 @@ class CurvatureProduct(Product):
             for s in factor.directions(likelihood, f, y, self._generator(batch)):
                 image += (u * s).flatten(2).sum(-1).reshape(len(u), -1, *(1,) * (f.ndim - 1)) * s
         return image if batch.weights is None else image * columns_of(batch.weights, f)
+
+    def _keep(self, vectors: int) -> Keep | None:
+        """What leaves out samples below the tolerance; those below rounding only where a forward pass is little."""
+        factor = self.problem.factor
+        if not isinstance(factor, GGN) or factor.tolerance == 0 or self.problem.outputs > ROWS:
+            return None
+        return None if factor.tolerance is None and vectors < MANY else self._counting
+
+    def _counting(self, batch: Batch, f: Tensor) -> Tensor:
+        """Samples with all but the tolerance of the curvature in output space; confident ones are below rounding."""
+        factor = self.problem.factor
+        assert isinstance(factor, GGN)
+        root = self.problem.likelihood.factor(f.double(), self.problem.prepare(batch, f))
+        sizes = root.square().flatten(1).sum(1)
+        if batch.weights is not None:
+            sizes = sizes * batch.weights.to(sizes)
+        tolerance = torch.finfo(f.dtype).eps if factor.tolerance is None else factor.tolerance
+        order = sizes.argsort()
+        return order[sizes[order].cumsum(0) > tolerance * sizes.sum()].sort().values
 
     def _generator(self, batch: Batch) -> torch.Generator:
         """Sampled factors draw the same directions at every pass."""
@@ -77,7 +100,7 @@ class CurvatureProduct(Product):
                     u += noise.reshape(n, -1, *(1,) * (f.ndim - 1)) * s
             return u if batch.weights is None else u * columns_of(batch.weights, f).sqrt()
 
-        return self.products.transposed(pull, n)
+        return self.products.transposed(pull, n, keep=self._keep(n))
 
     def diagonal(self) -> Tensor:
         if self.exact is not None:
@@ -105,7 +128,9 @@ class CurvatureProduct(Product):
 
 def whole_factor(factor: Factor | None) -> Factor | None:
     """The exact GGN without a limit: products with Λ go through no output directions."""
-    return GGN(limit=sys.maxsize) if factor is None or type(factor) is GGN else factor
+    if factor is None:
+        return GGN(limit=sys.maxsize)
+    return replace(factor, limit=sys.maxsize) if type(factor) is GGN else factor
 
 
 def columns_of(weights: Tensor, f: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
-from lapwing.model.batches import Batch, Batches, Inputs, call
+from lapwing.model.batches import Batch, Batches, Inputs, batch_size, call, take, tensors_in
 from lapwing.model.forward import elementary_attention, lacks_derivative, push_forward, quiet
 from lapwing.model.module import differentiable_kernels, output_tensor
 from lapwing.model.network import Network
@@ -22,6 +22,9 @@ BLOCK = 3  # vectors from which, in networks with attention, one graph of the gr
 
 Middle = Callable[[Batch, Tensor, Tensor], Tensor]
 """(batch, f (n, *event, c), u (s, n, *event, c)) → Λ u, like u."""
+
+Keep = Callable[[Batch, Tensor], Tensor | None]
+"""(batch, f) → the samples that count, (k,), or None: all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +105,25 @@ class Products:
         flat = params.flatten(dict(zip(params.names, dense, strict=True)))
         return flat if params.index is None else flat[params.index]
 
-    def ggn(self, v: Tensor, middle: Middle, label: str = "products") -> Tensor:
-        """Σ_n J_nᵀ Λ_n J_n v for v (s, P), in float64."""
+    def ggn(self, v: Tensor, middle: Middle, label: str = "products", keep: Keep | None = None) -> Tensor:
+        """Σ_n J_nᵀ Λ_n J_n v for v (s, P), in float64; of the samples that `keep` names."""
         total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
-        for batch in self._read(label):
+        for batch in self._kept(label, keep):
             total += self._of_batch(batch, v, middle)
         return total
+
+    def _kept(self, label: str, keep: Keep | None) -> Iterator[Batch]:
+        """Batches, without the samples that stay out: a forward pass tells."""
+        for batch in self._read(label):
+            n = batch_size(batch.inputs)
+            mixed = any(t.ndim == 0 or t.shape[0] != n for t in tensors_in(batch.inputs))
+            rows = None if keep is None or mixed else keep(batch, self.network.forward(batch.inputs))
+            if rows is None or len(rows) == n:
+                yield batch
+            elif len(rows):
+                weights = None if batch.weights is None else batch.weights[rows]
+                inputs, targets = take(batch.inputs, rows, n), take(batch.targets, rows, n)
+                yield replace(batch, inputs=inputs, targets=targets, weights=weights)
 
     def _of_batch(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
         if self._vectorizes("vmap", len(v)):
@@ -162,11 +178,13 @@ class Products:
                 image = middle(batch, f.detach(), torch.stack(pushed))
             return self._pull_back(f, image)
 
-    def transposed(self, pull: Callable[[Batch, Tensor], Tensor], s: int, label: str = "products") -> Tensor:
+    def transposed(
+        self, pull: Callable[[Batch, Tensor], Tensor], s: int, label: str = "products", keep: Keep | None = None
+    ) -> Tensor:
         """Σ_n J_nᵀ u_n, (s, P) in float64, for u = pull(batch, f) (s, n, *event, c)."""
         params = self.network.params
         total = torch.zeros(s, params.size, dtype=torch.float64, device=params.device)
-        for batch in self._read(label):
+        for batch in self._kept(label, keep):
             total += self.vjp(batch.inputs, lambda f, batch=batch: pull(batch, f))  # type: ignore[misc]
         return total
 
