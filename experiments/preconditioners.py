@@ -129,7 +129,7 @@ def spectrum(tau: float = 1.0) -> None:
 def main() -> None:
     if sys.argv[1:2] in (["resnet20"], ["llama"]):
         prior = float(sys.argv[2]) if len(sys.argv) > 2 else {"resnet20": 1.0, "llama": 1000.0}[sys.argv[1]]
-        return pretrained(sys.argv[1], prior, 100)
+        return pretrained(sys.argv[1], prior, 60)
     if sys.argv[1:] == ["spectrum"]:
         return spectrum()
     data = datasets.digits()
