@@ -1,7 +1,7 @@
 """Out-of-distribution AUROC of the sketched score, Nyström, inducing points and matrix-free posteriors.
 
-LAPWING_DATA=... python experiments/novel_inputs.py mnist      # MNIST → notMNIST, KMNIST; an MLP 784-200-200-10
-LAPWING_DATA=... python experiments/novel_inputs.py cifar10    # CIFAR-10 → SVHN; the pretrained ResNet-20
+LAPWING_DATA=... python -m experiments.novel_inputs mnist      # MNIST → notMNIST, KMNIST; an MLP 784-200-200-10
+LAPWING_DATA=... python -m experiments.novel_inputs cifar10    # CIFAR-10 → SVHN; the pretrained ResNet-20
 
 Every posterior's prior precision is the one of 1, 10, 100, 1000 with the lowest negative log-likelihood on held-out
 data of the *known* kind; scores are then computed on other data. The matrix-free posterior chooses its prior by its
@@ -101,10 +101,10 @@ def main() -> None:
         if name == "matrix-free":
             begin = time.process_time()
             matrix = la.curvature.matrix
-            options = replace(matrix.solver, predictive="samples", samples=32, columns=32, tolerance=1e-2)
+            options = replace(matrix.solver, predictive="samples", samples=16, columns=16, tolerance=1e-2)
             curvature = replace(la.curvature, matrix=replace(matrix, solver=options))
             found = scores(replace(la, curvature=curvature), tests)
-            show(f"{name + ', 32 samples':<24}τ={tau:<6g}", *found, time.process_time() - begin)
+            show(f"{name + ', 16 samples':<24}τ={tau:<6g}", *found, time.process_time() - begin)
     if arguments.only not in ("", "score"):
         return
     begin = time.process_time()

@@ -116,6 +116,20 @@ class Attending(nn.Module):
         return self.head(F.scaled_dot_product_attention(q, k, v, **MASKS[self.mask]).transpose(1, 2).flatten(2).mean(1))
 
 
+class Named(nn.Module):
+    """Heavy operations called with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 2, 1)), nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.conv1d(input=x, weight=self.weight, bias=self.bias, stride=1)
+        h = F.batch_norm(h, running_mean=torch.ones(3).to(h), running_var=2 * torch.ones(3).to(h), weight=self.scale)
+        return F.linear(input=F.silu(input=h).mean(-1), weight=self.weight[..., 0].T)
+
+
 def net(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(2))
 
@@ -124,6 +138,7 @@ HEAVY = {
     **{f"attention {mask}": (lambda mask=mask: Attending(mask), (2, 4, 6)) for mask in MASKS},
     "conv1d": (lambda: net(nn.Conv1d(2, 3, 3, padding="same"), nn.SiLU(), nn.Conv1d(3, 2, 2, bias=False)), (2, 2, 5)),
     "conv2d": (lambda: net(nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(True), nn.Conv2d(4, 4, 1, groups=2)), (2, 2, 5, 5)),
+    "named": (Named, (2, 2, 5)),
     "conv3d": (lambda: net(nn.Conv3d(1, 2, 2), nn.Tanh()), (2, 1, 3, 3, 3)),
     "norm": (lambda: net(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 1)), (2, 2, 4, 4)),
     "norm of inputs": (lambda: net(nn.BatchNorm1d(2), nn.Linear(4, 3), nn.SiLU(inplace=True)), (3, 2, 4)),

@@ -115,11 +115,12 @@ def _linear(known: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def _batch_norm(
-    known: Tensor | None, input: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None = None,
-    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    known: Tensor | None, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor | None:  # fmt: skip
     """In eval mode an affine map of every channel."""
     (x, w, b), (dx, dw, db) = parts(input, weight, bias)
+    mean, variance = running_mean, running_var
     if training or mean is None or variance is None:
         return None
     column = (1, -1, *(1,) * (x.ndim - 2))
