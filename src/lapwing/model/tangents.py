@@ -116,7 +116,8 @@ def _linear(known: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | 
 
 def _batch_norm(
     known: Tensor | None, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor | None:  # fmt: skip
     """In eval mode an affine map of every channel."""
     (x, w, b), (dx, dw, db) = parts(input, weight, bias)
