@@ -76,8 +76,12 @@ class KronAccumulator(Accumulator):
             else:
                 assert isinstance(jacobian.rows, LazyRows)
                 for swapped in orientations(block):
-                    g = jacobian.rows.gradient_side(block, swapped, self.sharing == "reduce")
-                    self.tensors[f"{_key(k, swapped)}.{'right' if swapped else 'left'}"] += g.mT @ g
+                    key = f"{_key(k, swapped)}.{'right' if swapped else 'left'}"
+                    if self.sharing == "reduce":
+                        g = jacobian.rows.gradient_side(block, swapped, True)
+                        self.tensors[key] += g.mT @ g
+                    else:
+                        self.tensors[key] += jacobian.rows.gradient_gram(block, swapped)
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """The input side: once a sample, it does not depend on the directions."""
@@ -88,12 +92,16 @@ class KronAccumulator(Accumulator):
             if block.kind == "unused" or kept_as(block) != "kron":
                 continue
             for swapped in orientations(block):
-                a, positions = jacobian.rows.input_side(block, swapped, self.sharing == "reduce")
-                if positions:
+                key = f"{_key(k, swapped)}.{'left' if swapped else 'right'}"
+                if self.sharing == "reduce":
+                    a, positions = jacobian.rows.input_side(block, swapped, True)
                     a = a if plain else a * fresh.sqrt()[:, None, None, None]
                     flat = a.flatten(0, 1).transpose(0, 1)  # (q, rows, d)
-                    self.tensors[f"{_key(k, swapped)}.{'left' if swapped else 'right'}"] += flat.mT @ flat
-                    self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
+                    self.tensors[key] += flat.mT @ flat if positions else 0
+                else:
+                    found, positions = jacobian.rows.input_gram(block, swapped, None if plain else fresh)
+                    self.tensors[key] += found
+                self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
 
     def finish(self) -> BlockDiagonal:
         names = tuple(", ".join(block.names) for block in self.blocks)

@@ -25,7 +25,7 @@ Update = Callable[[Jacobian, Tensor | None], None]
 """Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
 
 
-CHUNK = 2**27  # bytes of back-propagated gradients under way at a time
+CHUNK = 2**26  # bytes of back-propagated gradients under way at a time: more goes back to the system when it is freed
 TOGETHER = 2**28  # where all directions of a sample are wanted at once: backward passes of few samples are slow
 
 

@@ -64,8 +64,10 @@ class Layout:
         """Each block's part of flat vectors: (*b, size) → ((*b, p_k), …)."""
         if v.shape[-1:] != (self.size,):
             raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
+        if v.stride(-1) == 0:  # one number, expanded
+            return tuple(v[..., :1].expand(*v.shape[:-1], len(index)) for index in self.index)
         return tuple(
-            v[..., span[0] : span[1]] if span is not None else v.index_select(-1, index.to(v.device))
+            v[..., span[0] : span[1]] if span is not None else _take(v, index)
             for index, span in zip(self.index, self.ranges, strict=True)
         )
 
@@ -77,7 +79,7 @@ class Layout:
         if self._order is not None:
             return torch.cat([parts[k] for k in self._order], -1)
         joined = torch.cat(tuple(parts), -1)
-        return joined.index_select(-1, self._inverse.to(joined.device))
+        return _take(joined, self._inverse)
 
     def same_as(self, other: Layout) -> bool:
         """Whether both place the same blocks at the same entries."""
@@ -97,3 +99,9 @@ def _range(index: Tensor) -> tuple[int, int] | None:
     if stop - start == len(index) and bool((index[1:] - index[:-1] == 1).all()):
         return start, stop
     return None
+
+
+def _take(v: Tensor, index: Tensor) -> Tensor:
+    """v[..., index]; `index_select` along a last dimension takes up to ten times as long."""
+    index = index.to(v.device)
+    return v.gather(-1, index.expand(*v.shape[:-1], len(index)))

@@ -58,7 +58,7 @@ class Linearization:
 
     def jacobian(self, directions: Tensor) -> Jacobian:
         """Rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row a sample and direction."""
-        gradients = self._backward(directions)
+        gradients = self.gradients(directions)
         looped = self._loop(directions) if self.plan.looped else {}
         rows = LazyRows(self, gradients, looped, directions.shape[0])
         return TapeJacobian(rows, self.plan.layout) if self.params.index is None else self._subnetwork(rows)
@@ -76,7 +76,7 @@ class Linearization:
         values = torch.cat(columns, -1)[..., order]
         return Jacobian((DenseRows(values),), Layout.contiguous([index.numel()]))
 
-    def _backward(self, directions: Tensor) -> list[Tensor]:
+    def gradients(self, directions: Tensor) -> list[Tensor]:
         """∂(v·f)/∂out of every record, (r, *out.shape)."""
         edges = [record.edge for record in self.finished.records]
         r = directions.shape[0]
@@ -213,6 +213,36 @@ class LazyRows(Sequence):
             side = sum(sides) if reduce else torch.cat(sides, 2) if len(sides) > 1 else sides[0]
         assert isinstance(side, Tensor)
         return side.flatten(0, 2).transpose(0, 1).to(self.at.params.dtype)
+
+    def gradient_gram(self, block: Block, swapped: bool) -> Tensor:
+        """Σ g gᵀ over samples, directions and positions of a matrix block in one orientation, (q, d, d)."""
+        total: Tensor | None = None
+        with torch.no_grad():
+            for k in (k for k, s in block.uses if s == swapped):
+                rule, call_ = self.at.bound[k]
+                step = self.at.plan.steps[k]
+                assert isinstance(rule, MatrixRule)
+                assert step.out is not None
+                found = rule.left_gram(call_, self.gradients[k].to(self.at.params.dtype), step.out, self.at.n)
+                total = found if total is None else total + found
+        assert total is not None
+        return total
+
+    def input_gram(self, block: Block, swapped: bool, weights: Tensor | None) -> tuple[Tensor, int]:
+        """Σ w a aᵀ over samples and positions in one orientation, (q, d, d), and the number of positions."""
+        total: Tensor | None = None
+        count, dtype = 0, self.at.params.dtype
+        with torch.no_grad():
+            for k in (k for k, s in block.uses if s == swapped):
+                rule, call_ = self.at.bound[k]
+                step = self.at.plan.steps[k]
+                assert isinstance(rule, MatrixRule)
+                assert step.out is not None
+                found, positions = rule.right_gram(call_, step.out, self.at.n, block.bias, weights, dtype)
+                count += positions
+                total = found if total is None else total + found
+        assert total is not None
+        return total, count
 
     def input_side(self, block: Block, swapped: bool, reduce: bool) -> tuple[Tensor, int]:
         """Inputs of a matrix block in one orientation, (n, t, q, d), t = 1 for means over positions; and t."""

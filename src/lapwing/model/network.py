@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel
+from lapwing.linalg import Jacobian
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.forward import push_forward
 from lapwing.model.jacobian import Linearization, Outputs
@@ -197,9 +198,8 @@ class _Check:
         notes = _notes(whole, steps, looped)
         plan = make_plan(whole, steps, network.params, looped, notes, batched=False)
         directions = torch.randn(2, *f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(f)
-        truth = self._autograd(directions)
-        plan = self._settle(plan, whole, f, directions, truth)
-        plan = self._try_batched(plan, whole, f, directions, truth)
+        plan = self._settle(plan, whole, f, directions)
+        plan = self._try_batched(plan, whole, f, directions)
         width = sum(record.out.numel() for record in whole.records) // self.n
         return replace(plan, distinct=self.distinct, width=width, reaching=_reaching(whole, f))
 
@@ -228,13 +228,13 @@ class _Check:
             "dimension for the batch."
         )
 
-    def _autograd(self, directions: Tensor) -> dict[str, Tensor]:
-        """Gradients of every sample by plain autograd on the batch, without the tape: {name: (n, r, size)}."""
+    def _autograd(self, directions: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Gradients of one sample after the other by plain autograd, without the tape: {name: (r, size)}."""
         network = self.network
         f = network.outputs(output_tensor(call(network.module, self.few)))
         leaves = list(self.leaves.values())
-        rows: list[list[Tensor]] = [[] for _ in leaves]
         for k in range(self.n):
+            rows: list[list[Tensor]] = [[] for _ in leaves]
             for v in directions:
                 only = torch.zeros_like(f)
                 only[k] = v[k].to(f)
@@ -243,53 +243,63 @@ class _Check:
                     found = torch.autograd.grad(f, leaves, only, retain_graph=True, allow_unused=True)
                 for row, g, p in zip(rows, found, leaves, strict=True):
                     row.append(torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten())
-        shape = (self.n, directions.shape[0], -1)
-        return {name: torch.stack(row).reshape(shape) for name, row in zip(self.leaves, rows, strict=True)}
+            yield {name: torch.stack(row) for name, row in zip(self.leaves, rows, strict=True)}
 
-    def _tape_rows(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, Tensor]:
+    def _linearization(self, plan: Plan, whole: Pass, f: Tensor) -> Linearization:
         network = self.network
         every = replace(network.params, index=None)
-        at = Linearization(network.module, every, plan, self.few, whole, network.outputs, f, self.leaves)
-        dense = at.jacobian(directions).dense()
-        return dict(zip(every.names, dense.split(every.sizes, -1), strict=True))
+        return Linearization(network.module, every, plan, self.few, whole, network.outputs, f, self.leaves)
 
-    def _wrong(self, rows: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
-        """Parameters whose rows are not autograd's."""
-        norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
-        norms = {name: norm(expected) for name, expected in truth.items()}
-        total = torch.stack(list(norms.values())).norm()
-        bad = []
-        for name, expected in truth.items():
-            if not norm(rows[name] - expected) <= self.rtol * (norms[name] + 1e-2 * total):
-                bad.append(name)
-        return bad
+    def _tape_rows(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Iterator[dict[str, Tensor]]:
+        """The same from the tape: blocks are kept in factors and written out for one sample at a time."""
+        at = self._linearization(plan, whole, f)
+        rows = at.jacobian(directions)
+        rows = Jacobian(tuple(rows.rows), rows.layout)
+        for k in range(self.n):
+            parts = rows.narrow(k, 1).dense()[0].split(at.params.sizes, -1)
+            yield dict(zip(at.params.names, parts, strict=True))
 
-    def _settle(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor, truth: dict[str, Tensor]) -> Plan:
+    def _wrong(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, tuple[float, float]]:
+        """Parameters whose rows are not autograd's, with the norms of both."""
+        names = list(self.leaves)
+        sums = torch.zeros(3, len(names), dtype=torch.float64, device=f.device)
+        for truth, rows in zip(self._autograd(directions), self._tape_rows(plan, whole, f, directions), strict=True):
+            found = [(truth[name], rows[name], rows[name] - truth[name]) for name in names]
+            sums += torch.tensor([[_norm(t).square() for t in kind] for kind in zip(*found, strict=True)]).to(sums)
+        truth_norms, norms, errors = sums.sqrt()
+        allowed = self.rtol * (truth_norms + 1e-2 * truth_norms.norm())
+        return {
+            name: (float(truth_norms[j]), float(norms[j]))
+            for j, name in enumerate(names)
+            if not errors[j] <= allowed[j]
+        }
+
+    def _settle(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
         """Go from rule to generic rule to a loop over samples until the numbers are right."""
+        bad: dict[str, tuple[float, float]] = {}
         for downgrade in (_to_generic, _to_loop, None):
-            bad = self._attempt(plan, whole, f, directions, truth)
+            bad = self._attempt(plan, whole, f, directions)
             if not bad:
                 return plan
             if downgrade is None:
                 break
-            plan = downgrade(plan, whole, self.network.params, bad)
-        rows = self._tape_rows(plan, whole, f, directions)
-        name = bad[0]
-        if not bool(truth[name].isfinite().all()):
+            plan = downgrade(plan, whole, self.network.params, list(bad))
+        name, (expected, got) = next(iter(bad.items()))
+        if not math.isfinite(expected):
             raise BadData(
                 f"the gradient of the outputs with respect to {name!r} is not finite in the first batch, although the "
                 "outputs are: an operation after it has no derivative there (a square root or a norm at zero)"
             )
         raise UnsupportedModel(
             f"the gradient of parameter {name!r} for one sample could not be reproduced: autograd on the batch has "
-            f"norm {float(truth[name].norm()):.6g}, the sample alone {float(rows[name].norm()):.6g}. The operation "
+            f"norm {expected:.6g}, the sample alone {got:.6g}. The operation "
             "that uses it mixes samples or is not deterministic; freeze the parameter or evaluate that part per sample."
         )
 
-    def _attempt(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor, truth: dict[str, Tensor]) -> list[str]:
-        """Names of parameters whose rows are wrong; a rule that raises counts against all its parameters."""
+    def _attempt(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, tuple[float, float]]:
+        """Parameters whose rows are wrong; a rule that raises counts against all its parameters."""
         try:
-            return self._wrong(self._tape_rows(plan, whole, f, directions), truth)
+            return self._wrong(plan, whole, f, directions)
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             broken = set()
             for k, step in enumerate(plan.steps):
@@ -297,22 +307,34 @@ class _Check:
                     try:
                         only = tuple(s if j == k else replace(s, method="loop") for j, s in enumerate(plan.steps))
                         trial = make_plan(whole, only, self.network.params, set(plan.looped), plan.notes, False)
-                        self._tape_rows(trial, whole, f, directions)
+                        next(self._tape_rows(trial, whole, f, directions))
                     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
                         broken |= step.names
             if not broken:
                 raise
-            return sorted(broken)
+            return dict.fromkeys(sorted(broken), (0.0, 0.0))
 
-    def _try_batched(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor, truth: dict[str, Tensor]) -> Plan:
+    def _try_batched(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
         """Several directions in one backward pass, where vmap has a rule for every operation and gets it right."""
         trial = replace(plan, batched=True)
+        alone, together = self._linearization(plan, whole, f), self._linearization(trial, whole, f)
+        if together.shared(len(directions)) < len(directions):
+            return plan
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", UserWarning)
-                return plan if self._wrong(self._tape_rows(trial, whole, f, directions), truth) else trial
+                found = together.gradients(directions)
         except (RuntimeError, UserWarning):
             return plan
+        pairs = list(zip(alone.gradients(directions), found, strict=True))
+        total = sum(float(_norm(expected)) for expected, _ in pairs)
+        right = all(_norm(got - g) <= self.rtol * (_norm(g) + 1e-2 * total) for g, got in pairs)
+        return trial if right else plan
+
+
+def _norm(t: Tensor) -> Tensor:
+    """In float64, of complex tensors too."""
+    return torch.linalg.vector_norm(t.abs() if t.is_complex() else t, dtype=torch.float64)
 
 
 def _different_rows(inputs: Inputs, size: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lapwing.linalg.rows import chunks
 from lapwing.model.rules.rule import Call, MatrixRule, with_ones
 from lapwing.model.samples import Samples
 
@@ -29,6 +30,15 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilatio
         x = x[..., ::step]
     assert x.ndim == 2 + 2 * dims
     return x
+
+
+def _gram(x: Tensor) -> Tensor:
+    """Σ over items of x xᵀ for x (items, groups, d, positions): what has many positions is not transposed first."""
+    total = x.new_zeros(x.shape[1], x.shape[2], x.shape[2])
+    for start, length in chunks(len(x), total.numel() * x.element_size()):
+        part = x.narrow(0, start, length)
+        total += (part @ part.mT).sum(0)
+    return total
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,21 @@ class Convolution(MatrixRule):
         for axis in self._axes(call):
             x = torch.stack([x[:, :, part].sum(2) for part in axis.parts()], -1)
         return self._gathered(call, x, samples, n, ones)
+
+    def left_gram(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        channels, groups = g.shape[2], call.options["groups"]
+        x = g.flatten(0, 1).reshape(-1, groups, channels // groups, g.shape[3:].numel())
+        return _gram(x) if x.shape[3] > x.shape[2] else super().left_gram(call, g, samples, n)
+
+    def right_gram(
+        self, call: Call, samples: Samples, n: int, ones: bool, weights: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, int]:
+        windows = self._windows(call)
+        places, kernel = windows.shape[2 : 2 + self.dims].numel(), windows.shape[2 + self.dims :].numel()
+        if weights is not None or places <= windows.shape[1] // call.options["groups"] * kernel:
+            return super().right_gram(call, samples, n, ones, weights, dtype)
+        x = self._columns(windows, call.options["groups"], ones)
+        return _gram(x.to(dtype)), len(x) // n * places
 
     def positions(self, call: Call, n: int) -> int:
         return call.data.shape[0] // n * prod(axis.places for axis in self._axes(call))

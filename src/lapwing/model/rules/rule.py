@@ -61,6 +61,19 @@ class MatrixRule(Rule):
         """Σ_t right, (n, groups, in)."""
         return self.right(call, samples, n, ones).sum(2)[:, 0]
 
+    def left_gram(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        """Σ_{n,r,t} left leftᵀ, (groups, out, out)."""
+        return gram(self.left(call, g, samples, n).flatten(0, 2))
+
+    def right_gram(
+        self, call: Call, samples: Samples, n: int, ones: bool, weights: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, int]:
+        """Σ_{n,t} w[n] right rightᵀ, (groups, in, in), in a type; and t."""
+        right = self.right(call, samples, n, ones)[:, 0].to(dtype)
+        if weights is not None:
+            right = right * weights.to(right).sqrt()[:, None, None, None]
+        return gram(right.flatten(0, 1)), right.shape[1]
+
     def positions(self, call: Call, n: int) -> int:
         """t, the number of positions a sample."""
         return call.data.numel() // call.data.shape[-1] // n
@@ -69,6 +82,12 @@ class MatrixRule(Rule):
         assert call.bias is not None
         summed = self.left_sum(call, g, samples, n)
         return summed.reshape(*summed.shape[:2], *call.bias.shape)
+
+
+def gram(rows: Tensor) -> Tensor:
+    """(rows, groups, d) -> (groups, d, d)."""
+    rows = rows.transpose(0, 1)
+    return rows.mT @ rows
 
 
 def with_ones(x: Tensor, value: float = 1.0) -> Tensor:
