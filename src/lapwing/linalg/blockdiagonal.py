@@ -129,6 +129,9 @@ class BlockDiagonal(PSD):
                 terms.append(self.blocks[k].logdet_ratio(part))
         return torch.stack(terms).sum()
 
+    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self.blocks[0].output_root(inputs) if len(self.blocks) == 1 else None
+
     def _parts(self, rows: Rows) -> tuple[Rows, ...]:
         """Each block's own rows, factored where they come so."""
         rows = self._rows(rows)

@@ -34,6 +34,11 @@ class Diagonal(PSD):
         return self.values.device
 
     @property
+    def expanded(self) -> bool:
+        """Whether one number stands for all entries in memory, as of a scalar prior."""
+        return self.size > 0 and self.values.stride(0) == 0
+
+    @property
     def _positive(self) -> Tensor:
         return require_positive(self.values)
 
@@ -45,6 +50,8 @@ class Diagonal(PSD):
 
         A few units of rounding count as equal: a vectorized `exp` of equal numbers need not be.
         """
+        if self.expanded:
+            return self.values[0].double()
         low, high = self.values.detach().aminmax()
         if not bool(high - low <= 8 * torch.finfo(self.dtype).eps * high.abs()):
             return None
@@ -73,6 +80,8 @@ class Diagonal(PSD):
         return noise * self._positive.rsqrt()
 
     def scale(self, c: Scalar) -> Diagonal:
+        if self.expanded:
+            return Diagonal((self.values[0] * nonnegative(c)).expand(self.size))
         return Diagonal(self.values * nonnegative(c))
 
     def __add__(self, other: PSD) -> PSD:
@@ -95,6 +104,11 @@ class Diagonal(PSD):
 
     def joint(self, rows: Rows) -> Tensor:
         return self._rows(rows).joint_gram(1 / self._positive)
+
+    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        variances = (1 / self._positive).reshape(-1, inputs.shape[-1])
+        spread = (inputs.to(self.dtype).square() @ variances.mT).sqrt()
+        return torch.eye(len(variances), dtype=self.dtype, device=self.device), spread
 
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)

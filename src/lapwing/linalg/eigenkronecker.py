@@ -187,6 +187,13 @@ class EigenKronecker(PSD):
     def variance(self, rows: Rows) -> Tensor:
         return self._rotated(rows).weighted_norm((1 / self._positive).reshape(-1))
 
+    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.shape[0] != 1 or self._delta is not None:
+            return None
+        left, right = self._dual
+        along = (inputs.to(self.dtype) @ right[0]).square().double()
+        return left[0], (along @ (1 / self._positive)[0].mT).sqrt().to(self.dtype)
+
     def joint(self, rows: Rows) -> Tensor:
         return self._rotated(rows).joint_gram((1 / self._positive).reshape(-1))
 

@@ -120,6 +120,11 @@ class PSD(ABC):
             raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
         return v.to(self.dtype)
 
+    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        """R (o, o) and s (n, o) with J A⁻¹ Jᵀ = R diag(s²) Rᵀ for rows J = I ⊗ a of a weight matrix (o, i), for every a
+        of inputs (n, i); None where no R serves them all."""
+        return None
+
     def _rows(self, rows: Rows) -> Rows:
         if rows.size != self.size:
             raise ValueError(f"expected Jacobian rows of {self.size} parameters, got {rows.size}")
@@ -148,7 +153,9 @@ def nonnegative(c: Scalar) -> Scalar:
 
 def require_positive(eigenvalues: Tensor, remedy: str = "") -> Tensor:
     """The eigenvalues themselves if all exceed zero; else `NotPositiveDefinite` with the smallest and the remedy."""
-    smallest = float(eigenvalues.detach().min()) if eigenvalues.numel() else 1.0
+    found = eigenvalues.detach()
+    found = found[:1] if found.ndim == 1 and found.stride(0) == 0 else found  # one number, expanded
+    smallest = float(found.min()) if found.numel() else 1.0
     if not smallest > 0:
         raise NotPositiveDefinite(not_positive(smallest, remedy))
     return eigenvalues

@@ -82,10 +82,11 @@ class GaussianFunction(FunctionDistribution):
 
     Each of `covariance`, `variance` is a tensor or a function without arguments, called once and when needed. With
     `sampler(n, generator)`, draws (n, B, *event, C) need no covariance at all, and are taken to be joint over inputs
-    (as weight samples are). `joint=True`: covariance is (B, *event, C, B, *event, C). `contrasts` is
-    for targets that do not see the average of f over C (a softmax), whose variance under a wide prior drowns all others
-    in rounding: the covariance of f minus that average, or True to take it from `covariance`. Expectations item by item
-    use it.
+    (as weight samples are); expectations item by item then come from `root`, if it gives R (C, C) and s (B, C) with
+    covariances R diag(s²) Rᵀ, and from the sampler otherwise. `joint=True`: covariance is (B, *event, C, B, *event, C).
+    `contrasts` is for targets that do not see the average of f over C (a softmax), whose variance under a wide prior
+    drowns all others in rounding: the covariance of f minus that average, or True to take it from `covariance`.
+    Expectations item by item use it.
 
     Example: `GaussianFunction(mean, variance=lambda: diagonal(x), sampler=weight_draws)`.
     """
@@ -96,6 +97,7 @@ class GaussianFunction(FunctionDistribution):
     _sampler: Sampler | None
     _joint: bool
     _contrasts: Callable[[], Tensor] | bool
+    _root: Callable[[], tuple[Tensor, Tensor] | None] | None
 
     def __init__(
         self,
@@ -106,11 +108,12 @@ class GaussianFunction(FunctionDistribution):
         sampler: Sampler | None = None,
         joint: bool = False,
         contrasts: Callable[[], Tensor] | bool = False,
+        root: Callable[[], tuple[Tensor, Tensor] | None] | None = None,
     ) -> None:
         if covariance is None and variance is None and sampler is None:
             raise ValueError("GaussianFunction needs a covariance, a variance or a sampler; all are missing.")
         fields = {"mean": mean, "covariance": covariance, "variance": variance, "sampler": sampler, "joint": joint}
-        for name, value in (fields | {"contrasts": contrasts}).items():
+        for name, value in (fields | {"contrasts": contrasts, "root": root}).items():
             object.__setattr__(self, f"_{name}", value)
 
     @property
@@ -136,6 +139,7 @@ class GaussianFunction(FunctionDistribution):
             sampler=None if sampler is None else lambda n, generator: factor * sampler(n, generator),
             joint=self._joint,
             contrasts=(lambda: factor**2 * contrasts()) if callable(contrasts) else contrasts,
+            root=lambda: None if self._shared_root is None else (factor * self._shared_root[0], self._shared_root[1]),
         )
 
     @cached_property
@@ -204,7 +208,31 @@ class GaussianFunction(FunctionDistribution):
             return mean + (noise.reshape(n, -1) @ self._joint_root).reshape(noise.shape)
         return mean + (noise[..., None, :] @ self._item_root)[..., 0, :]
 
+    @cached_property
+    def _shared_root(self) -> tuple[Tensor, Tensor] | None:
+        """R and s, without what all outputs of an item share if the targets do not see it."""
+        found = self._root() if self._root is not None else None
+        if found is None or not self._contrasts:
+            return found
+        return found[0] - found[0].mean(0), found[1]
+
+    def _by_shared_root(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        assert self._shared_root is not None
+        (root, spread), mean = self._shared_root, self.mean
+        size = max(1, _BLOCK // max(1, 4 * mean.numel()))
+        base = base_points(n, mean.shape[-1], mean)[:, None] if generator is None else None
+        for start in range(0, n, size):
+            k = min(size, n - start)
+            if base is not None:
+                noise = base[start : start + k]
+            else:
+                noise = torch.randn(k, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+            yield mean + (noise * spread.to(mean)) @ root.to(mean).mT
+
     def blocks(self, n: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
+        if self._shared_root is not None:
+            yield from self._by_shared_root(n, generator)
+            return
         if self._sampler is not None:
             generator = fixed_generator(self.mean.device) if generator is None else generator
             for start in range(0, n, _DRAWS):

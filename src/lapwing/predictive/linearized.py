@@ -14,6 +14,7 @@ from lapwing.model import Linearization, Network, Plan, PlanChanged, batch_size,
 from lapwing.model.batches import Inputs
 from lapwing.model.module import outside_inference
 from lapwing.predictive.function import GaussianFunction
+from lapwing.predictive.head import shared_root
 
 CLOSED_FORM = 64
 """Outputs a sample up to which covariances are computed in closed form; beyond, f is sampled by one JVP a draw."""
@@ -40,21 +41,30 @@ class Linearized:
         if differentiable:
             return self._differentiable(inputs, joint)
         mean = self.network.forward(inputs)
-        sampler = None
+        sampler = root = None
         if mean[0].numel() > CLOSED_FORM and not joint:
             sampler = lambda n, generator: self._sample(inputs, mean, n, generator)  # noqa: E731
+            root = lambda: shared_root(self.network, self.plan, self.precision, inputs)  # noqa: E731
         covariance = (lambda: self._joint(inputs, mean)) if joint else (lambda: self.covariance(inputs, mean))
         variance = None if joint else lambda: self.variance(inputs, mean, self.precision)
         exact = lambda: self.covariance(inputs, mean, contrast=True)  # noqa: E731
         contrasts = exact if self.shift_invariant and mean.shape[-1] > 2 else False
-        return GaussianFunction(mean, covariance, variance=variance, sampler=sampler, joint=joint, contrasts=contrasts)
+        return GaussianFunction(
+            mean, covariance, variance=variance, sampler=sampler, joint=joint, contrasts=contrasts, root=root
+        )
 
     def jacobians(
-        self, inputs: Inputs, event: int | None = None, directions: int | None = None, contrast: bool = False
+        self,
+        inputs: Inputs,
+        event: int | None = None,
+        directions: int | None = None,
+        contrast: bool = False,
+        basis: Tensor | None = None,
     ) -> Iterator[tuple[Linearization, Jacobian]]:
         """Rows of ∂f/∂θ for every output of an item, a few samples at a time (of one event position, if given).
 
-        `contrast`: of f minus its average over the outputs of an item instead. How many rows an item will have,
+        `contrast`: of f minus its average over the outputs of an item instead; `basis` (k, C): of k combinations of the
+        outputs of one event position. How many rows an item will have,
         `directions`, is found out from the first few if it is not given.
         """
         total = batch_size(inputs)
@@ -62,7 +72,7 @@ class Linearized:
         while start < total:
             part = take(inputs, slice(start, start + size), total)
             with self.network.borrow():
-                at, rows = self._rows(part, event, contrast=contrast)
+                at, rows = self._rows(part, event, contrast=contrast, basis=basis)
             yield at, rows
             start += size
             width = sum(record.out.numel() for record in at.finished.records) // at.n
@@ -77,11 +87,13 @@ class Linearized:
         _require(mean.numel() * mean.shape[-1] * mean.element_size(), self.memory, "the covariance of the outputs")
         n, c = mean.shape[0], mean.shape[-1]
         events = mean[0].numel() // c
+        basis = contrasts(c, mean) if contrast else None
         blocks = []
         for e in range(events):
             with torch.no_grad():
-                parts = [self.precision.quadratic(rows) for _, rows in self.jacobians(inputs, e, c, contrast)]
-            blocks.append(torch.cat(parts))
+                rows = self.jacobians(inputs, e, c, basis=basis)
+                found = torch.cat([self.precision.quadratic(part) for _, part in rows])
+                blocks.append(found if basis is None else basis.to(found).mT @ found @ basis.to(found))
         return torch.stack(blocks, 1).reshape(n, *mean.shape[1:], c).to(mean.dtype)
 
     @outside_inference
@@ -103,7 +115,12 @@ class Linearized:
             return self.precision.joint(rows).reshape(*mean.shape, *mean.shape).to(mean.dtype)
 
     def _rows(
-        self, inputs: Inputs, event: int | None = None, create_graph: bool = False, contrast: bool = False
+        self,
+        inputs: Inputs,
+        event: int | None = None,
+        create_graph: bool = False,
+        contrast: bool = False,
+        basis: Tensor | None = None,
     ) -> tuple[Linearization, Jacobian]:
         """The network at these inputs and its rows; without the tape where they run other operations than the fit's."""
         for plan in (self.plan, dynamic_plan(self.network.params, "these inputs run other operations")):
@@ -111,6 +128,8 @@ class Linearized:
                 with torch.enable_grad():
                     at = self.network.linearize(plan, inputs, create_graph)
                 directions = _identity(at.f, event)
+                if basis is not None:
+                    directions = torch.einsum("kc,c...->k...", basis.to(directions), directions)
                 return at, at.jacobian(_centered(directions) if contrast else directions)
             except PlanChanged:
                 if plan.dynamic:
@@ -150,6 +169,14 @@ def _identity(f: Tensor, event: int | None = None) -> Tensor:
 
 def _centered(directions: Tensor) -> Tensor:
     return directions - directions.mean(-1, keepdim=True)
+
+
+def contrasts(c: int, like: Tensor) -> Tensor:
+    """An orthonormal basis (c − 1, c) of what is left of c outputs without their average (Helmert's)."""
+    rank = torch.arange(1, c, dtype=torch.float64, device=like.device)
+    basis = torch.tril(torch.ones(c - 1, c, dtype=torch.float64, device=like.device))
+    basis[:, 1:].diagonal().copy_(-rank)
+    return (basis / (rank * (rank + 1)).sqrt()[:, None]).to(like.dtype)
 
 
 def _require(needed: int, memory: int, what: str) -> None:

@@ -1,0 +1,37 @@
+"""The last layer alone: f = f̂ + R diag(s) z for every input, with one R for all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lapwing.linalg import PSD, Diagonal
+from lapwing.model import LazyRows, Network, Plan, PlanChanged
+from lapwing.model.batches import Inputs
+
+
+def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """R (C, C) and s (B, C) with covariance R diag(s²) Rᵀ of f at every input, where only its last layer is uncertain.
+
+    That is where the outputs are those of one weight matrix, W a, and its precision has eigenvectors that are products.
+    No covariance of the outputs is formed. None for other networks, selections and structures.
+    """
+    if len(plan.blocks) != 1 or plan.looped or network.params.index is not None:
+        return None
+    block = plan.blocks[0]
+    if block.kind != "matrix" or len(block.uses) != 1 or block.uses[0][1]:
+        return None
+    try:
+        with network.borrow(), torch.enable_grad():
+            at = network.linearize(plan, inputs)
+    except PlanChanged:
+        return None
+    out = at.finished.records[block.uses[0][0]].out
+    if out.shape != at.f.shape or not torch.equal(out, at.f):  # something follows the layer
+        return None
+    a = LazyRows(at, [], {}, 0).input_side(block, False, False)[0].detach()
+    if a.shape[1:3] != (1, 1):
+        return None
+    if isinstance(precision, Diagonal):
+        precision = Diagonal(precision.values[block.index])
+    return precision.output_root(a[:, 0, 0])
