@@ -56,16 +56,22 @@ def log_evidence(
     tempered, likelihood = resolve_temperature(temperature), resolve_likelihood(likelihood)
     center, precision = prior if _is_resolved(prior) else _resolved(curvature, prior)
     mean = _weights(curvature).flat if mean is None else mean
-    precision = precision.scale(tempered.prior_scale)
+    precision = _scaled(precision, tempered.prior_scale)
     scale = tempered.likelihood_scale(likelihood.dispersion, curvature.dispersion_power)
     fit = tempered.T * likelihood.log_likelihood(curvature.statistics)
     offset = mean.double() - center.double()
     distance = (offset * precision.matvec(offset).double()).sum()
-    bracket = curvature.matrix.scale(scale).logdet_ratio(precision)
+    bracket = _scaled(curvature.matrix, scale).logdet_ratio(precision)
     value = fit - 0.5 * distance - 0.5 * bracket
     if at == "map":
         return value
     return value + _gain(curvature, scale, precision, offset, tempered, likelihood)
+
+
+def _scaled(matrix: PSD, c: Tensor | float) -> PSD:
+    """c times the matrix; the matrix itself for c = 1, with what it has cached."""
+    fixed = not (isinstance(c, Tensor) and c.requires_grad)
+    return matrix if fixed and float(c) == 1 else matrix.scale(c)
 
 
 def _is_resolved(prior: Any) -> bool:

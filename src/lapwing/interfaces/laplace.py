@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapwing.curvature import Curvature, extend_curvature, pose
+from lapwing.curvature.factor import Hessian
 from lapwing.curvature.matrixfree import moved as sent
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedModel, UnsupportedOperation
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
@@ -138,7 +139,7 @@ class Laplace:
     def _prior_in_use(self) -> tuple[Tensor, PSD]:
         """The prior with what `repair` had to add to its precision."""
         mean, matrix = self._resolved_prior
-        increase = 0.0 if self.damped else self.posterior.increase
+        increase = self.posterior.increase if self.repair and not self.damped else 0.0
         if not increase:
             return mean, matrix
         added = torch.full((self.params.size,), increase, dtype=torch.float64, device=self.params.device)
@@ -163,6 +164,13 @@ class Laplace:
             precision = factored_precision(self.curvature.matrix, self._scale, prior, split=self._split or 1.0)
             return Posterior(self.params.flat, precision)
         return make_posterior(self.params.flat, self.curvature.matrix, self._scale, prior, repair=self.repair)
+
+    @property
+    def _certain(self) -> bool:
+        """Whether any structure has this posterior: a sum of squares and one precision for all weights."""
+        matrix = self._resolved_prior[1]
+        scalar = isinstance(matrix, Diagonal) and matrix.expanded
+        return scalar and not self.repair and not isinstance(self.curvature.factor, Hessian)
 
     # --- evidence --------------------------------------------------------------------------------------------------
 
@@ -197,7 +205,7 @@ class Laplace:
     def linear_mode(self, data: Any) -> LinearMode:
         """The mode θ̄ of the linearized model f̂ + J(θ − θ̂) under this prior, from the training data.
 
-            la.linear_mode(train_loader).weights
+        la.linear_mode(train_loader).weights
         """
         self._require_unchanged()
         mean, matrix = self._prior_in_use
@@ -266,7 +274,7 @@ class Laplace:
             changes["repair"] = repair
         replaced = replace(self, **changes)
         mean, matrix = replaced._resolved_prior
-        if not (mean.requires_grad or matrix.diagonal().requires_grad):
+        if not (mean.requires_grad or matrix.diagonal().requires_grad or replaced._certain):
             _ = replaced.posterior  # refuse now what has no posterior
         return replaced
 
