@@ -54,11 +54,12 @@ def curvature(la: lapwing.Laplace, op: Operation) -> Tensor:
 
 def structure(op: Operation) -> Any:
     sharing = "expand" if op.variant == "" else "reduce" if op.variant == "reduce" else "auto"
+    basis = lapwing.GGN(tolerance=1e-3) if op.variant == "basis" else None
     kinds = {
         "diag": lapwing.Diag,
         "full": lapwing.Full,
         "kron": lambda: lapwing.Kron(sharing=sharing),
-        "ekfac": lambda: lapwing.EKFAC(sharing=sharing),
+        "ekfac": lambda: lapwing.EKFAC(basis, sharing=sharing),
     }
     return kinds[op.structure]()
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from benchmarks.cell import Cell
 
 LAPLACE, CURVLINOPS = ("laplace-torch",), ("curvlinops",)
-FITS = ("diag", "diag-1e-3", "kron", "kron-1e-3", "kron-reduce", "kron-mc", "ekfac", "ekfac-1e-3")
+FITS = ("diag", "diag-1e-3", "kron", "kron-1e-3", "kron-reduce", "kron-mc", "ekfac", "ekfac-basis", "ekfac-1e-3")
 
 
 def peers_of(name: str) -> tuple[str, ...]:
     """Who else can do an operation: nobody keeps to a tolerance, only curvlinops has EKFAC and reduces."""
-    if name.endswith(("1e-3", "default")):
+    if name.endswith(("1e-3", "default", "basis")):
         return ()
     if name.endswith("reduce"):
         return CURVLINOPS
@@ -59,7 +59,7 @@ def whole() -> Iterator[Cell]:
 def quick() -> Iterator[Cell]:
     """The targets on small data, in ten minutes on two cores; peers where they tell something new."""
     krons = ("kron", "kron-reduce", "kron-default", "kron-1e-3", "kron-mc")
-    short = ("diag", "diag-default", "diag-1e-3", *krons, "ekfac", "ekfac-1e-3")
+    short = ("diag", "diag-default", "diag-1e-3", *krons, "ekfac", "ekfac-basis", "ekfac-1e-3")
     for cell in fits("lenet", 5888, short, peer_n=64):
         yield replace(cell, peer_n=512) if cell.peers and cell.peer_n is None else cell
     yield from after("lenet", 256, 50, ("predict-kron",))

@@ -86,6 +86,8 @@ TARGETS: dict[tuple[str, str], Target] = {
     ("resnet20", "fit-kron-mc"): epochs(1.5),
     ("lenet", "fit-ekfac"): epochs(9),
     ("resnet20", "fit-ekfac"): epochs(14),
+    ("lenet", "fit-ekfac-basis"): epochs(9),
+    ("resnet20", "fit-ekfac-basis"): epochs(14),
     ("lenet", "fit-ekfac-1e-3"): epochs(6),
     ("resnet20", "fit-ekfac-1e-3"): epochs(3.5),
     ("lenet", "predict-kron"): faster(150),
