@@ -17,8 +17,8 @@ class Spectrum:
 
     Eigenvalues are float64, ascending, and zero where they are negative by no more than the rounding of `dtype`, the
     type the entries of M came in; vectors are in that type. Both are constants without a graph. (A float32 `eigh` of a
-    rank-60 400 × 400 matrix gave 169 negative eigenvalues, hence float64. With float32 vectors and eigenvalues mended to
-    float64, half as costly, solves with a shift of 1e-4 of the largest eigenvalue were still 1e-3 wrong.)
+    rank-60 400 × 400 matrix gave 169 negative eigenvalues, hence float64. With float32 vectors, whose
+    eigenvalues were mended to float64, solves with a shift of 1e-4 of the largest were still 1e-3 wrong.)
     """
 
     matrix: Tensor

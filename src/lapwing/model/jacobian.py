@@ -156,15 +156,15 @@ class LazyRows(Sequence):
             return MatrixRows((Term(zero.expand(n, self.r, 1, 1, 1), zero.expand(n, 1, 1, 1, block.size)),))
         if block.kind == "matrix":
             return self._matrix(block)
-        parts = {name: self._zeros(name) for name in block.names}
-        taped = set(block.names) - set(self.looped)
+        parts = {name: rows.to(dtype) for name, rows in self.looped.items() if name in block.names}
+        taped = set(block.names) - set(parts)
         for k, step in enumerate(self.at.plan.steps):
             if step.method != "loop" and not step.names.isdisjoint(taped):
                 for name, rows in self._explicit(k, step).items():
                     if name in taped:
-                        parts[name] = parts[name] + rows.to(dtype)
-        parts.update({name: rows.to(dtype) for name, rows in self.looped.items() if name in parts})
-        return DenseRows(self._own(torch.cat([parts[name] for name in block.names], -1)))
+                        parts[name] = parts[name] + rows.to(dtype) if name in parts else rows.to(dtype)
+        found = [parts[name] if name in parts else self._zeros(name) for name in block.names]
+        return DenseRows(self._own(torch.cat(found, -1)))
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor if self.at.create_graph else tensor.detach()

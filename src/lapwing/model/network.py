@@ -301,7 +301,7 @@ class _Check:
         try:
             return self._wrong(plan, whole, f, directions)
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-            broken = set()
+            broken: set[str] = set()
             for k, step in enumerate(plan.steps):
                 if step.method != "loop":
                     try:

@@ -49,7 +49,7 @@ class Params:
             at += size
         return tuple(starts)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Length of the whole flat vector, before `index` picks from it."""
         return sum(self.sizes)
@@ -59,7 +59,7 @@ class Params:
         """Length P of the vectors that structures and posteriors see."""
         return self.total if self.index is None else self.index.numel()
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The type that curvature is accumulated in: the widest of the parameters, at least float32."""
         wide = torch.float32

@@ -42,9 +42,9 @@ class Step:
     sources: tuple[Source, ...]  # one per live tensor
     reason: str = ""
 
-    @property
-    def names(self) -> set[str]:
-        return {name for source in self.sources for name in source.names}
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for source in self.sources for name in source.names)
 
 
 @dataclass(frozen=True, eq=False)
