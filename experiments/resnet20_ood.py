@@ -146,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--structure", default="ekfac")
     parser.add_argument("--images", type=int, default=2_000, help="CIFAR-10 test images, half of them to tune on")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first of these, a multiple of 500")
     parser.add_argument("--outside", type=int, default=1_000, help="SVHN images")
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--cache", type=Path, default=Path(".cache/experiments"))
@@ -155,9 +156,14 @@ def main() -> None:
     order = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))
     cifar, svhn = datasets.images("cifar10", "test")[order], datasets.images("svhn", "test")
     passes = {}
-    for name, data, count in (("cifar", cifar, options.images), ("svhn", svhn, options.outside)):
+    for name, data, first, count in (
+        ("cifar", cifar, options.skip, options.images),
+        ("svhn", svhn, 0, options.outside),
+    ):
         path = lambda k, name=name: options.cache / f"{stem}-{name}{k}.safetensors"  # noqa: E731
-        passes[name] = joined([kept(la, standardized(data[k : k + CHUNK]), path(k)) for k in range(0, count, CHUNK)])
+        passes[name] = joined(
+            [kept(la, standardized(data[k : k + CHUNK]), path(k)) for k in range(first, count, CHUNK)]
+        )
     everything, outside = passes["cifar"], passes["svhn"]
     groups = Groups.scalar(la.params.size)
     results: dict[str, list[dict[str, float]]] = {}
