@@ -148,8 +148,9 @@ if __name__ == "__main__":
     base = torch.tensor(rows["no prior"], dtype=torch.float64)
     for key, values in rows.items():
         table = torch.tensor(values, dtype=torch.float64)
-        mean, error = table.mean(0).tolist(), (table.std(0) / len(table) ** 0.5).tolist()
-        gain, doubt = (table - base).mean(0).tolist(), ((table - base).std(0) / len(table) ** 0.5).tolist()
+        root, correction = len(table) ** 0.5, min(1, len(table) - 1)
+        mean, error = table.mean(0).tolist(), (table.std(0, correction=correction) / root).tolist()
+        gain, doubt = (table - base).mean(0).tolist(), ((table - base).std(0, correction=correction) / root).tolist()
         print(
             f"{key:32s} {mean[0]:6.2f} ± {error[0]:.2f}  {mean[1]:.4f} ± {error[1]:.4f}  {mean[2]:6.1f};  "
             f"{gain[0]:+.2f} ± {doubt[0]:.2f}  {gain[1]:+.4f} ± {doubt[1]:.4f}"
