@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -66,6 +67,13 @@ class _Sums:
         self.samples += len(chosen.needed)
         self.directions += int(chosen.needed.sum())
 
+    def join(self, other: _Sums) -> None:
+        """Those of another pass, without gradients."""
+        assert other.statistics is not None
+        self.statistics = other.statistics if self.statistics is None else self.statistics + other.statistics
+        for name in ("seen", "curvature", "dropped", "samples", "directions"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def totals(self) -> Totals:
         assert self.statistics is not None
         notes: tuple[str, ...] = ()
@@ -116,37 +124,61 @@ class Problem:
         wanted = gradient and isinstance(factor, GGN)
         sums = _Sums()
         waiting = Regrouped()
+        room = self._cap(together) // max(4 * self.plan.width + row_bytes, 1)  # rows under way at a time
+        run = partial(self._run, update=update, sums=sums, row_bytes=row_bytes, together=together, room=room)
         with self.network.borrow():
-            row = (4 * self.plan.width + row_bytes) * (factor.width(self.outputs) if together else 1)
-            for batch in self._pieces(label, self._cap(together) // max(row, 1)):
-                at = self.network.linearize(self.plan, batch.inputs)
-                y = self.prepare(batch, at.f)
-                f, checked = at.f.detach(), self._finite(update, f"batch {batch.number}: ")
-                with torch.no_grad():
-                    directions = factor.choose(self.likelihood, f, y, batch.weights, self.generator)
-                    score = self._score(f, y, batch) if wanted else None
-                    sums.add(self.likelihood.statistics(f, y, batch.weights), directions)
-                    sums.seen += self.likelihood.count(f, y, batch.weights)
-                ones = torch.ones(at.n, dtype=self.network.params.dtype, device=f.device)
-                fresh = ones if batch.weights is None else batch.weights.to(ones)
-                if waiting.admit(batch.inputs, directions, score, factor):
-                    if inputs is not None:
-                        inputs(at.jacobian(f.new_zeros(0, *f.shape)), fresh)
-                    del at
-                    self._run(waiting.full(), update, sums, row_bytes, together)
-                else:
-                    self._add_gradient(sums, at, score)
-                    self._feed(checked, at, directions, fresh, row_bytes, together)
-                    del at
-            self._run(waiting.rest(), update, sums, row_bytes, together)
+            for batch in self._batches(label):
+                if waiting.taking and inputs is None and self._wait(batch, factor, wanted, waiting, sums):
+                    run(waiting.full())
+                    continue
+                for part in parts_of(batch, max(1, room // (factor.width(self.outputs) if together else 1))):
+                    at = self.network.linearize(self.plan, part.inputs)
+                    directions, score = self._directions(part, at.f, factor, wanted, sums)
+                    ones = torch.ones(at.n, dtype=self.network.params.dtype, device=at.f.device)
+                    fresh = ones if part.weights is None else part.weights.to(ones)
+                    if waiting.admit(part.inputs, directions, score, factor):
+                        if inputs is not None:
+                            inputs(at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)), fresh)
+                        del at
+                        run(waiting.full())
+                    else:
+                        self._add_gradient(sums, at, score)
+                        checked = self._finite(update, f"batch {batch.number}: ")
+                        self._feed(checked, at, directions, fresh, row_bytes, together)
+                        del at
+            run(waiting.rest())
         return sums.totals()
 
-    def _run(self, groups: Iterable[Group], update: Update, sums: _Sums, row_bytes: int, together: bool) -> None:
+    def _directions(
+        self, batch: Batch, f: Tensor, factor: Factor, wanted: bool, sums: _Sums
+    ) -> tuple[Directions, Tensor | None]:
+        """Directions and scores of a batch, counted."""
+        y, f = self.prepare(batch, f), f.detach()
+        with torch.no_grad():
+            directions = factor.choose(self.likelihood, f, y, batch.weights, self.generator)
+            score = self._score(f, y, batch) if wanted else None
+            sums.add(self.likelihood.statistics(f, y, batch.weights), directions)
+            sums.seen += self.likelihood.count(f, y, batch.weights)
+        return directions, score
+
+    def _wait(self, batch: Batch, factor: Factor, wanted: bool, waiting: Regrouped, sums: _Sums) -> bool:
+        """Bring the samples of a batch to those that wait, by a forward pass without a graph; or decline it."""
+        counted = _Sums()
+        directions, score = self._directions(batch, self.network.forward(batch.inputs), factor, wanted, counted)
+        if not waiting.admit(batch.inputs, directions, score, factor):
+            return False
+        sums.join(counted)
+        return True
+
+    def _run(
+        self, groups: Iterable[Group], update: Update, sums: _Sums, row_bytes: int, together: bool, room: int
+    ) -> None:
         """Rows of samples that were brought together."""
         for group in groups:
-            at = self.network.linearize(self.plan, group.inputs)
-            self._add_gradient(sums, at, group.score)
-            self._feed(self._finite(update, ""), at, group.directions, None, row_bytes, together)
+            for part in group.parts(room // max(group.directions.count, 1) if together else room):
+                at = self.network.linearize(self.plan, part.inputs)
+                self._add_gradient(sums, at, part.score)
+                self._feed(self._finite(update, ""), at, part.directions, None, row_bytes, together)
 
     def _score(self, f: Tensor, y: Tensor, batch: Batch) -> Tensor:
         """φ·∇_f log p(y | f), times the weights."""
@@ -231,11 +263,6 @@ class Problem:
     def _cap(self, together: bool) -> int:
         """Bytes that the rows under way may take."""
         return min(self.memory // 8, TOGETHER if together else CHUNK)
-
-    def _pieces(self, label: str, size: int) -> Iterator[Batch]:
-        """Batches in pieces of so many samples."""
-        for batch in self._batches(label):
-            yield from parts_of(batch, max(1, size))
 
     def _feed(
         self,

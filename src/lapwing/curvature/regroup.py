@@ -30,6 +30,17 @@ class Group:
     directions: Directions
     score: Tensor | None
 
+    def parts(self, size: int) -> Iterator[Group]:
+        """In even parts of at most so many samples, at least one."""
+        n = len(self.directions.needed)
+        for rows in torch.arange(n, device=self.directions.needed.device).chunk(-(-n // max(1, size))):
+            yield self if len(rows) == n else self.take(rows)
+
+    def take(self, rows: Tensor) -> Group:
+        """Some of its samples."""
+        n, score = len(self.directions.needed), self.score
+        return Group(take(self.inputs, rows, n), self.directions.take(rows), None if score is None else score[rows])
+
     @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*tensors_in(self.inputs), self.directions.columns))
@@ -41,22 +52,23 @@ class Regrouped:
 
     size: int = 1  # samples that a group is run with: those of the largest batch so far
     waiting: dict[tuple, list[Group]] = field(default_factory=dict)
+    taking: bool = False  # whether it took the last batch
 
     def admit(self, inputs: Inputs, directions: Directions, score: Tensor | None, factor: Factor) -> bool:
         """Take a batch, or decline it where running it as it is costs no more."""
-        n = batch_size(inputs)
+        n, self.taking = batch_size(inputs), False
         self.size = max(self.size, n)
         if not isinstance(factor, GGN) or any(t.ndim == 0 or t.shape[0] != n for t in tensors_in(inputs)):
             return False
         needed = self._with_scores(directions, score, factor)
         if float(needed.double().mean()) > WORTH * int(needed.max()):
             return False
-        shapes = tuple((t.shape[1:], t.dtype) for t in tensors_in(inputs))
+        self.taking = True
+        batch, shapes = Group(inputs, directions, score), tuple((t.shape[1:], t.dtype) for t in tensors_in(inputs))
         for count in needed.unique().tolist():
             if count:
                 rows = (needed == count).nonzero().flatten()
-                part = Group(take(inputs, rows, n), directions.take(rows), None if score is None else score[rows])
-                self.waiting.setdefault((_rounded(count), shapes), []).append(part)
+                self.waiting.setdefault((_rounded(count), shapes), []).append(batch.take(rows))
         return True
 
     def _with_scores(self, directions: Directions, score: Tensor | None, factor: GGN) -> Tensor:
