@@ -73,6 +73,8 @@ def quick() -> Iterator[Cell]:
     yield from fits("resnet20-frozen", 128, ("kron",))
     yield from after("resnet20-frozen", 64, 8, ("predict-kron",))
     yield Cell("resnet20", "probs-kron", 64, 8, ())
+    yield from fits("vit", 64, ("diag", "kron", "kron-mc"))
+    yield Cell("vit", "predict-kron", 64, 8, ())
     yield Cell("llama", "fit-diag-mc", 32, 1)
     yield Cell("llama", "fit-kron-mc", 32, 1)
     yield Cell("head", "fit-kron-mc", 64, 1)
