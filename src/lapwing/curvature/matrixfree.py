@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lapwing.curvature.factor import GGN, Factor, MCFisher
+from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.lowrank import LowRankAccumulator
 from lapwing.curvature.problem import Problem, Totals
 from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor
@@ -26,7 +26,6 @@ from lapwing.model import Network, Plan
 from lapwing.model.products import Products
 
 NEGLIGIBLE = 1e-4  # of the curvature in output space, then of the trace of rows: what may stay out of the sketch
-SKETCH_DRAWS = 4  # sampled targets a datum where the sketch is sampled
 
 
 class SketchAccumulator(LowRankAccumulator):
@@ -55,11 +54,11 @@ def _weighty(squares: Tensor) -> Tensor:
 class MatrixFree(Structure):
     """The whole curvature, exactly, without a matrix: solves, samples and log-determinants by products over the data.
 
-    A sketch of `rank` rows preconditions: exact ones from one pass where outputs are few, sampled ones (Monte Carlo
-    Fisher) where they are many, or randomized Nyström (`sketch="nystrom"`, `rank` products). `tolerance` is that of
-    every solve (None: 1e-8 in float64, 1e-4 in float32), `probes` and `steps` those of the log-determinant, whose
-    standard error is `la.posterior.precision.ratio_estimate().error`. `sampling="sketch"` draws from sketch and prior
-    alone. `predictive`: closed-form covariances by "solve"; by `samples` weight draws; or by the "sketch".
+    A sketch of `rank` directions preconditions: of rows from one pass where a sample has few outputs, else (or with
+    `sketch="nystrom"`) randomized Nyström from `rank` products. `tolerance` is that of every solve (None: 1e-8
+    in float64, 1e-4 in float32), `probes` and `steps` those of the log-determinant, whose standard error is
+    `la.posterior.precision.ratio_estimate().error`. `sampling="sketch"` draws from sketch and prior alone.
+    `predictive`: closed-form covariances by "solve"; by `samples` weight draws; or by the "sketch".
     `method="batches"` solves by the rows of a batch at a time (`solve_by_batches`, at most `iterations` passes): for
     data that are slow to read, many columns and loose tolerances.
 
@@ -119,7 +118,7 @@ class MatrixFree(Structure):
         totals, (sketch, trace) = totals_of(problem), self._sketch(problem)
         kept = replace(problem, first=None, rest=None)
         product = CurvatureProduct(kept, Products(problem.network, problem.batches, problem.progress), None, self.seed)
-        if self.sketch == "nystrom":
+        if self._how(problem) == "nystrom":
             like = torch.empty(0, product.size, dtype=product.dtype, device=product.device)
             # not the seed of the probes: probes inside the sketch's own range would see no remainder
             generator = torch.Generator(product.device).manual_seed(self.seed + 7919)
@@ -144,16 +143,18 @@ class MatrixFree(Structure):
             f"column, log_evidence() {self.probes * self.steps} products."
         )
 
+    def _how(self, problem: Problem) -> str:
+        """Rows where outputs are few. Of many, a few sampled ones overstate their directions and make CG slower."""
+        many = isinstance(problem.factor, GGN) and problem.outputs > ROWS
+        return "nystrom" if self.sketch == "rows" and many else self.sketch
+
     def _sketch(self, problem: Problem) -> tuple[Sketch, float]:
         """One pass over rows, and their trace; a preconditioner may leave out what confident samples hardly say."""
         params = problem.network.params
-        if self.sketch != "rows":
+        if self._how(problem) != "rows":
             return Sketch.empty(torch.empty(0, params.size, dtype=params.dtype, device=params.device)), 0.0
         accumulator = SketchAccumulator(problem, self.rank)
-        factor = problem.factor
-        if isinstance(factor, GGN):
-            few = problem.outputs <= ROWS
-            factor = GGN(tolerance=NEGLIGIBLE) if few else MCFisher(SKETCH_DRAWS)
+        factor = GGN(tolerance=NEGLIGIBLE) if isinstance(problem.factor, GGN) else problem.factor
         problem.sweep(accumulator.update, factor, label="sketch", gradient=False)
         sketch = Sketch.of_rows(accumulator.tensors["rows"])
         return Sketch(sketch.basis[: self.rank], sketch.values[: self.rank]), accumulator.trace
