@@ -41,6 +41,8 @@ class BlockDiagAccumulator(Accumulator):
 class BlockDiag(Structure):
     """Exact inside a block, nothing between blocks. A block is one operation's weight and bias."""
 
+    resumes = True
+
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return sum(block.size**2 for block in plan.blocks) * (2 * itemsize + 16)
 

@@ -33,6 +33,8 @@ class DiagAccumulator(Accumulator):
 class Diag(Structure):
     """One number a weight: the cheapest, blind to every correlation. Takes any diagonal prior."""
 
+    resumes = True
+
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return 2 * itemsize * sum(block.size for block in plan.blocks)
 

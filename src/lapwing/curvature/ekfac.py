@@ -67,6 +67,7 @@ class EKFAC(Structure):
     basis: Factor | None = None
     sharing: Sharing = "auto"
     subnetworks = False
+    resumes = True
 
     def passes(self) -> int:
         return 2
@@ -86,9 +87,10 @@ class EKFAC(Structure):
     def estimate(self, problem: Problem) -> Estimate:
         sharing = resolve_sharing(self.sharing, problem)
         first = KronAccumulator(problem, sharing)
-        problem.sweep(first.update, self.basis, label="fit (basis)", gradient=False, inputs=first.inputs)
+        label = "fit (basis)"
+        problem.sweep(first.update, self.basis, label, gradient=False, inputs=first.inputs, state=first.tensors)
         moments = MomentAccumulator(problem, first.finish())
-        totals = problem.sweep(moments.update, label="fit (moments)", together=True)
+        totals = problem.sweep(moments.update, label="fit (moments)", together=True, state=moments.tensors)
         return Estimate(moments.finish(), totals, notes=(f"weight sharing of the basis: {sharing}",))
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:

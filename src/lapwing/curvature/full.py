@@ -35,6 +35,8 @@ class FullAccumulator(Accumulator):
 class Full(Structure):
     """Every correlation; memory and time grow with the square and the cube of the number of weights."""
 
+    resumes = True
+
     def bytes(self, plan: Plan, itemsize: int) -> int:
         size = sum(block.size for block in plan.blocks)
         return size**2 * (2 * itemsize + 16)  # the matrix, its symmetrized copy, eigenvectors and work in float64

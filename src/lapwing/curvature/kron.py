@@ -156,6 +156,7 @@ class Kron(Structure):
 
     sharing: Sharing = "auto"
     subnetworks = False
+    resumes = True
 
     def __post_init__(self) -> None:
         if self.sharing not in ("auto", "expand", "reduce"):
@@ -183,7 +184,7 @@ class Kron(Structure):
     def _sweep(self, problem: Problem, state: dict[str, Tensor]) -> Estimate:
         sharing = resolve_sharing(self.sharing, problem)
         accumulator = KronAccumulator(problem, sharing)
-        totals = problem.sweep(accumulator.update, inputs=accumulator.inputs)
+        totals = problem.sweep(accumulator.update, inputs=accumulator.inputs, state=accumulator.tensors)
         for name, value in state.items():
             accumulator.tensors[name] = accumulator.tensors[name] + value.to(accumulator.tensors[name])
         return Estimate(accumulator.finish(), totals, accumulator.tensors, (f"weight sharing: {sharing}",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.factor import GGN, Directions, Factor, MCFisher
 from lapwing.curvature.regroup import Group, Regrouped
+from lapwing.curvature.resume import Journal, OtherBatches, Resume
 from lapwing.errors import BadData
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Jacobian
@@ -102,6 +103,7 @@ class Problem:
     first: Batch | None = None  # already read from a one-shot iterator
     rest: Iterator[Batch] | None = None
     scalar: bool = False  # the network returns (B,)
+    resume: Resume | None = None  # where interrupted passes go on
 
     def sweep(
         self,
@@ -112,14 +114,37 @@ class Problem:
         gradient: bool = True,
         inputs: Update | None = None,
         together: bool = False,
+        state: Mapping[str, Tensor] | None = None,
     ) -> Totals:
         """Pass over the data once, handing rows to `update` for a few samples and directions at a time.
 
         Where samples need different numbers of directions, those that need alike are brought together and run again.
         `row_bytes` is what the structure itself needs for each row, `gradient` asks for that of the log-likelihood (of
         exact factors only). `inputs` sees every sample that is run again when it is first run, without directions.
-        `together` hands over all directions of fewer samples, rather than fewer directions of all samples.
+        `together` hands over all directions of fewer samples, rather than fewer directions of all samples. With
+        `state`, the tensors that `update` adds to, an interrupted pass goes on where the problem keeps a journal.
         """
+        journal = None if self.resume is None or state is None else self.resume.journal(label, self.plan.signature)
+        try:
+            return self._sweep(update, factor, label, row_bytes, gradient, inputs, together, state or {}, journal)
+        except OtherBatches:
+            self.batches.require_reiterable("a checkpoint of other batches")
+            assert journal is not None
+            journal.path.unlink(missing_ok=True)
+            return self.sweep(update, factor, label, row_bytes, gradient, inputs, together, state)
+
+    def _sweep(
+        self,
+        update: Update,
+        factor: Factor | None,
+        label: str,
+        row_bytes: int,
+        gradient: bool,
+        inputs: Update | None,
+        together: bool,
+        state: Mapping[str, Tensor],
+        journal: Journal | None,
+    ) -> Totals:
         factor = factor or self.factor
         wanted = gradient and isinstance(factor, GGN)
         sums = _Sums()
@@ -128,8 +153,13 @@ class Problem:
         run = partial(self._run, update=update, sums=sums, row_bytes=row_bytes, together=together, room=room)
         with self.network.borrow():
             for batch in self._batches(label):
+                if journal is not None and journal.skips(batch):
+                    if journal.restores:
+                        vars(sums).update(journal.restore(state, self.generator))
+                    continue
                 if waiting.taking and inputs is None and self._wait(batch, factor, wanted, waiting, sums):
                     run(waiting.full())
+                    self._pause(journal, run, waiting, state, sums)
                     continue
                 for part in parts_of(batch, max(1, room // (factor.width(self.outputs) if together else 1))):
                     at = self.network.linearize(self.plan, part.inputs)
@@ -146,8 +176,25 @@ class Problem:
                         checked = self._finite(update, f"batch {batch.number}: ")
                         self._feed(checked, at, directions, fresh, row_bytes, together)
                         del at
+                self._pause(journal, run, waiting, state, sums)
             run(waiting.rest())
+        if journal is not None:
+            journal.require_end()
+            journal.save(state, vars(sums), self.generator, last=True)
         return sums.totals()
+
+    def _pause(
+        self,
+        journal: Journal | None,
+        run: Callable[[Iterable[Group]], None],
+        waiting: Regrouped,
+        state: Mapping[str, Tensor],
+        sums: _Sums,
+    ) -> None:
+        """From time to time leave no sample waiting, and write down what there is."""
+        if journal is not None and journal.pauses:
+            run(waiting.rest())
+            journal.save(state, vars(sums), self.generator)
 
     def _directions(
         self, batch: Batch, f: Tensor, factor: Factor, wanted: bool, sums: _Sums

@@ -48,6 +48,7 @@ class Structure(ABC):
     """How the curvature is kept. A leaf says what it costs and makes its accumulator."""
 
     subnetworks = True  # whether single weights can be selected
+    resumes = False  # whether an interrupted fit can go on
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
@@ -127,7 +128,7 @@ def layout_of(problem: Problem) -> Layout:
 
 def one_pass(problem: Problem, accumulator: Accumulator, notes: tuple[str, ...] = (), row_bytes: int = 0) -> Estimate:
     """Feed an accumulator from one sweep."""
-    totals = problem.sweep(accumulator.update, row_bytes=row_bytes, together=True)
+    totals = problem.sweep(accumulator.update, row_bytes=row_bytes, together=True, state=accumulator.tensors)
     return Estimate(accumulator.finish(), totals, notes=notes)
 
 

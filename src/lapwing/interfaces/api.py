@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,9 @@ from lapwing.curvature import (
     resolve_factor,
     resolve_structure,
 )
-from lapwing.errors import BadData
+from lapwing.curvature.factor import Hessian
+from lapwing.curvature.resume import Resume
+from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.interfaces.laplace import Laplace, Options
 from lapwing.interfaces.storage import (
     read,
@@ -56,6 +59,7 @@ def fit(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
     memory: int | None = None,
+    checkpoint: str | Path | None = None,
     progress: bool | None = None,
     repair: bool = False,
 ) -> Laplace:
@@ -66,7 +70,8 @@ def fit(
     outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic", "preference", or an object.
     `structure` is what is kept of the curvature, `factor` how it is computed, `select` which weights take part,
     `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
-    `data` stands for. The module is evaluated in eval mode and given back bit-identical.
+    `data` stands for. The module is evaluated in eval mode and given back bit-identical. `checkpoint` is a folder in
+    which an interrupted fit (diag, blockdiag, kron, ekfac, full) goes on; other batches or another order start over.
 
         la = lapwing.fit(model, train_loader, "classification")
         la.predict(x).probs
@@ -92,13 +97,33 @@ def fit(
         network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
     problem = pose(network, batches, family, directions, **options)
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
+    if checkpoint is not None:
+        problem = replace(problem, resume=_resume(Path(checkpoint), module, network, family, problem.factor, chosen))
     curvature = estimate_curvature(problem, chosen, n_data)
+    if problem.resume is not None:
+        problem.resume.forget()
     kept = Options(budget, split, progress, scalar=problem.scalar)
     la = Laplace(
         network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, state=checksum(module)
     )
     _ = la.posterior  # refuse now what has no posterior
     return la
+
+
+def _resume(
+    folder: Path, module: nn.Module, network: Network, family: Likelihood, factor: Factor, chosen: Structure | None
+) -> Resume:
+    """Where the fit goes on, for the same network, weights, likelihood, factor and structure."""
+    if (chosen is not None and not chosen.resumes) or isinstance(factor, Hessian):
+        raise UnsupportedOperation(
+            "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise BadData(f"checkpoint={str(folder)!r} is a file; name a folder")
+    index = network.params.index
+    picked = "" if index is None else str(index.tolist())
+    what = (repr(checksum(module)), repr(chosen), repr(factor), repr(family), repr(network.params.names), picked)
+    return Resume(folder, hashlib.sha256("\n".join(what).encode()).hexdigest())
 
 
 @outside_inference

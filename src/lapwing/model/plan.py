@@ -92,6 +92,11 @@ class Plan:
     def layout(self) -> Layout:
         return Layout(sum(b.size for b in self.blocks), tuple(b.index for b in self.blocks))
 
+    @property
+    def signature(self) -> str:
+        """What two passes over data must share for their sums to add."""
+        return f"{self.dynamic}|" + "|".join(f"{b.kind} {b.shape} {' '.join(b.names)}" for b in self.blocks)
+
     def matches(self, records: tuple[Record, ...], n: int, names: dict[int, str]) -> bool:
         """Whether a later pass of n samples has the same operations on the same weights, so that this plan reads it."""
         return len(records) == len(self.steps) and all(

@@ -1,0 +1,108 @@
+"""A fit that was interrupted goes on: the sums over the batches so far, in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import CorruptFile
+from lapwing.model import Batch, tensors_in
+from lapwing.model.trees import load_tree, save_tree
+
+EVERY = 16  # batches after which no sample waits, so that a pass can go on from there exactly
+SECONDS = 20.0  # between two files
+
+
+class OtherBatches(Exception):
+    """The batches are not those that the file has seen."""
+
+
+@dataclass(frozen=True, eq=False)
+class Resume:
+    """Where the passes of a fit keep their sums, one file a pass. `identity` is what a fit must share to go on."""
+
+    folder: Path
+    identity: str
+
+    def journal(self, label: str, plan: str) -> Journal:
+        name = "".join(letter if letter.isalnum() else "-" for letter in label).strip("-")
+        return Journal(self.folder / f"{name}.safetensors", f"{self.identity}|{plan}")
+
+    def forget(self) -> None:
+        """Remove what is left of a fit that is complete."""
+        for path in self.folder.glob("*.safetensors"):
+            path.unlink()
+
+
+class Journal:
+    """One pass over the data: how many batches the file holds, and the hash of all read so far."""
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self.path, self.identity = path, identity
+        self.read, self.chain = 0, hashlib.blake2b(digest_size=16)
+        self.begun = self.saved = time.monotonic()
+        self.found: dict[str, Any] | None = None
+        try:
+            found = load_tree(path) if path.exists() else None
+        except CorruptFile:
+            found = None
+        if found is not None and found["identity"] == identity:
+            self.found = found
+
+    def skips(self, batch: Batch) -> bool:
+        """Whether the file holds this batch; raises `OtherBatches` where it holds other ones."""
+        for tensor in tensors_in((batch.inputs, batch.targets, batch.weights)):
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            self.chain.update(f"{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+            self.chain.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        self.read += 1
+        if self.found is None or self.read > self.found["read"]:
+            return False
+        if self.read == self.found["read"] and self.chain.hexdigest() != self.found["chain"]:
+            raise OtherBatches
+        return True
+
+    @property
+    def restores(self) -> bool:
+        """Whether the last batch of the file has just been skipped."""
+        return self.found is not None and self.read == self.found["read"]
+
+    def restore(self, state: Mapping[str, Tensor], generator: torch.Generator | None) -> dict[str, Any]:
+        """Put the sums of the file into the accumulator, and return those of the pass itself."""
+        assert self.found is not None
+        for name, value in self.found["state"].items():
+            state[name].copy_(value)
+        if generator is not None and self.found["generator"] is not None:
+            generator.set_state(self.found["generator"])
+        return dict(self.found["sums"])
+
+    @property
+    def pauses(self) -> bool:
+        return self.read % EVERY == 0
+
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        sums: Mapping[str, Any],
+        generator: torch.Generator | None,
+        last: bool = False,
+    ) -> None:
+        """Write the file, if the last one (or, at the end, the beginning) is some time ago."""
+        if time.monotonic() - (self.begun if last else self.saved) < SECONDS:
+            return
+        tree = {"identity": self.identity, "read": self.read, "chain": self.chain.hexdigest(), "sums": dict(sums)}
+        tree |= {"state": dict(state), "generator": None if generator is None else generator.get_state()}
+        save_tree(self.path, tree)
+        self.saved = time.monotonic()
+
+    def require_end(self) -> None:
+        """Refuse data that end before those of the file."""
+        if self.found is not None and self.read < self.found["read"]:
+            raise OtherBatches

@@ -1,0 +1,146 @@
+"""A fit that was interrupted goes on in its folder, exactly."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing
+from lapwing.curvature import resume
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Data:
+    """Batches in order, which break off after so many."""
+
+    def __init__(self, batches: list, stop: int | None = None) -> None:
+        self.batches, self.stop = batches, stop
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator:
+        for k, batch in enumerate(self.batches):
+            if k == self.stop:
+                raise Interrupted
+            yield batch
+
+
+class Counting(nn.Sequential):
+    """Counts the samples of its forward passes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SEEN.append(len(x))
+        return super().forward(x)
+
+
+SEEN: list[int] = []
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Counting(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 5))
+
+
+def batches(n: int = 13) -> list:
+    generator = torch.Generator().manual_seed(1)
+    x = 3 * torch.randn(n * 8, 1, 6, 6, generator=generator)
+    y = torch.randint(5, (n * 8,), generator=generator)
+    return list(zip(x.split(8), y.split(8), strict=True))
+
+
+def fit(
+    data: object, folder: Path | None, structure: str = "kron", factor: object = "ggn", **options
+) -> lapwing.Laplace:
+    generator = torch.Generator().manual_seed(5)
+    made = {"structure": structure, "factor": factor, "generator": generator, "checkpoint": folder}
+    return lapwing.fit(options.pop("model", None) or network(), data, "classification", **made, **options)
+
+
+def same(a: lapwing.Laplace, b: lapwing.Laplace) -> bool:
+    pairs = [(a.curvature.matrix.diagonal(), b.curvature.matrix.diagonal()), (a.log_likelihood, b.log_likelihood)]
+    if a.curvature.gradient is not None and b.curvature.gradient is not None:
+        pairs.append((a.curvature.gradient, b.curvature.gradient))
+    return all(torch.equal(p, q) for p, q in pairs) and a.curvature.seen == b.curvature.seen
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "EVERY", 2)
+    monkeypatch.setattr(resume, "SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("structure", ["diag", "blockdiag", "kron", "ekfac", "full"])
+@pytest.mark.parametrize("factor", ["ggn", "mc", lapwing.GGN(tolerance=1e-2)])
+def test_goes_on_exactly(tmp_path: Path, structure: str, factor: object) -> None:
+    whole = fit(batches(), tmp_path / "a", structure, factor)
+    with pytest.raises(Interrupted):
+        fit(Data(batches(), stop=9), tmp_path / "b", structure, factor)
+    assert list((tmp_path / "b").iterdir())
+    SEEN.clear()
+    resumed = fit(Data(batches()), tmp_path / "b", structure, factor)
+    assert same(whole, resumed)
+    assert not list((tmp_path / "b").iterdir())
+    plain = fit(batches(), None, structure, factor)
+    torch.testing.assert_close(plain.curvature.matrix.diagonal(), resumed.curvature.matrix.diagonal())
+
+
+def test_does_not_run_again_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        fit(Data(batches(), stop=11), tmp_path, factor=lapwing.GGN(tolerance=0))
+    SEEN.clear()
+    fit(Data(batches()), tmp_path, factor=lapwing.GGN(tolerance=0))
+    again = sum(SEEN)
+    SEEN.clear()
+    fit(Data(batches()), tmp_path, factor=lapwing.GGN(tolerance=0))
+    assert sum(SEEN) - again == 10 * 8
+
+
+def test_second_pass_keeps_the_basis_of_the_first(tmp_path: Path) -> None:
+    class Second(Data):
+        passes = 0
+
+        def __iter__(self) -> Iterator:
+            for k, batch in enumerate(self.batches):
+                self.passes += k == 1  # the plan reads the first batch alone
+                if self.passes == 2 and k == 7:
+                    raise Interrupted
+                yield batch
+
+    with pytest.raises(Interrupted):
+        fit(Second(batches()), tmp_path, "ekfac")
+    assert {path.stem for path in tmp_path.iterdir()} == {"fit--basis", "fit--moments"}
+    assert same(fit(batches(), tmp_path, "ekfac"), fit(batches(), tmp_path / "other", "ekfac"))
+
+
+@pytest.mark.parametrize("change", ["order", "weights", "structure", "damage", "fewer"])
+def test_starts_over_where_it_must(tmp_path: Path, change: str) -> None:
+    data, options = batches(), {}
+    with pytest.raises(Interrupted):
+        fit(Data(data, stop=9), tmp_path)
+    if change == "order":
+        data = data[::-1]
+    elif change == "weights":
+        options["model"] = network()
+        nn.init.zeros_(options["model"][3].bias)
+    elif change == "structure":
+        options["structure"] = "diag"
+    elif change == "fewer":
+        data = data[:3]
+    else:
+        path = next(tmp_path.iterdir())
+        path.write_bytes(path.read_bytes()[:-7] + b"damaged")
+    assert same(fit(data, tmp_path, **options), fit(data, tmp_path / "new", **options))
+
+
+def test_refuses_what_cannot_go_on(tmp_path: Path) -> None:
+    with pytest.raises(lapwing.UnsupportedOperation, match="checkpoint"):
+        fit(batches(), tmp_path, "lowrank")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(lapwing.BadData, match="folder"):
+        fit(batches(), tmp_path / "file")
