@@ -97,7 +97,7 @@ class EKFAC(Structure):
         """Add second moments in the basis of the first fit: a valid EKFAC of the union, not the one a new fit finds."""
         assert isinstance(matrix, BlockDiagonal)
         moments = MomentAccumulator(problem, matrix)
-        totals = problem.sweep(moments.update, label="update (moments)", together=True)
+        totals = problem.sweep(moments.update, label="update (moments)", together=True, state=moments.tensors)
         total: list[PSD] = []
         for old, new in zip(matrix.blocks, moments.finish().blocks, strict=True):
             if isinstance(old, EigenKronecker) and isinstance(new, EigenKronecker):

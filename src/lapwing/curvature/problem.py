@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from lapwing.curvature.factor import GGN, Directions, Factor, MCFisher
 from lapwing.curvature.regroup import Group, Regrouped
 from lapwing.curvature.resume import Journal, OtherBatches, Resume
+from lapwing.curvature.shards import add_up, add_up_numbers, sharded
 from lapwing.errors import BadData
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Jacobian
@@ -75,6 +76,13 @@ class _Sums:
         for name in ("seen", "curvature", "dropped", "samples", "directions"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
+    def add_up(self) -> None:
+        """Over all processes."""
+        assert self.statistics is not None
+        add_up({name: t for name, t in vars(self).items() if isinstance(t, Tensor)})
+        numbers = {name: v for name, v in vars(self).items() if isinstance(v, int | float)}
+        vars(self).update(add_up_numbers(numbers, self.statistics.device))
+
     def totals(self) -> Totals:
         assert self.statistics is not None
         notes: tuple[str, ...] = ()
@@ -126,12 +134,16 @@ class Problem:
         """
         journal = None if self.resume is None or state is None else self.resume.journal(label, self.plan.signature)
         try:
-            return self._sweep(update, factor, label, row_bytes, gradient, inputs, together, state or {}, journal)
+            sums = self._sweep(update, factor, label, row_bytes, gradient, inputs, together, state or {}, journal)
         except OtherBatches:
             self.batches.require_reiterable("a checkpoint of other batches")
             assert journal is not None
             journal.path.unlink(missing_ok=True)
             return self.sweep(update, factor, label, row_bytes, gradient, inputs, together, state)
+        if state is not None and sharded():
+            add_up(state)
+            sums.add_up()
+        return sums.totals()
 
     def _sweep(
         self,
@@ -144,7 +156,7 @@ class Problem:
         together: bool,
         state: Mapping[str, Tensor],
         journal: Journal | None,
-    ) -> Totals:
+    ) -> _Sums:
         factor = factor or self.factor
         wanted = gradient and isinstance(factor, GGN)
         sums = _Sums()
@@ -181,7 +193,7 @@ class Problem:
         if journal is not None:
             journal.require_end()
             journal.save(state, vars(sums), self.generator, last=True)
-        return sums.totals()
+        return sums
 
     def _pause(
         self,

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import Factor
+from lapwing.curvature.factor import Factor, Hessian
 from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.shards import sharded
 from lapwing.errors import TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, Jacobian, Layout
 from lapwing.model import Block, Params, Plan
@@ -48,7 +49,7 @@ class Structure(ABC):
     """How the curvature is kept. A leaf says what it costs and makes its accumulator."""
 
     subnetworks = True  # whether single weights can be selected
-    resumes = False  # whether an interrupted fit can go on
+    resumes = False  # whether it is sums alone: an interrupted fit can go on, and processes add up
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
@@ -93,6 +94,11 @@ class Structure(ABC):
             raise UnsupportedOperation(
                 f"structure={self.name!r} keeps whole weight matrices and cannot take single weights. "
                 "Use structure='full', 'diag' or 'lowrank' with a subnetwork."
+            )
+        if sharded() and (not self.resumes or isinstance(problem.factor, Hessian)):
+            raise UnsupportedOperation(
+                f"structure={self.name!r} does not add up over processes. Use diag, blockdiag, kron, ekfac or full "
+                "with a GGN or a Fisher, or fit in one process"
             )
         if self.passes() > 1:
             problem.batches.require_reiterable(f"structure={self.name!r}")

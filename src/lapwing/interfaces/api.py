@@ -72,6 +72,8 @@ def fit(
     `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
     `data` stands for. The module is evaluated in eval mode and given back bit-identical. `checkpoint` is a folder in
     which an interrupted fit (diag, blockdiag, kron, ekfac, full) goes on; other batches or another order start over.
+    Under `torchrun`, after `torch.distributed.init_process_group`, all processes call `fit`, each with its own shard of
+    the data, and get the same posterior of all of them (the same five structures).
 
         la = lapwing.fit(model, train_loader, "classification")
         la.predict(x).probs

@@ -1,0 +1,47 @@
+"""Two processes with half of the data each get the posterior of all of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+
+import lapwing
+
+STRUCTURES = ("diag", "blockdiag", "kron", "ekfac", "full")
+
+
+def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return model, torch.randn(31, 4).double(), torch.randint(3, (31,))
+
+
+def found(la: lapwing.Laplace) -> list[torch.Tensor]:
+    assert la.curvature.gradient is not None
+    return [la.curvature.matrix.dense(), la.curvature.gradient, la.log_evidence(), torch.tensor(la.curvature.n_data)]
+
+
+def work(rank: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    model, x, y = problem()
+    part = slice(0, 20) if rank == 0 else slice(20, None)
+    for structure in STRUCTURES:
+        la = lapwing.fit(model, list(zip(x[part].split(7), y[part].split(7))), "classification", structure=structure)
+        torch.save(found(la), f"{folder}/{structure}-{rank}.pt")
+    with pytest.raises(lapwing.UnsupportedOperation, match="processes"):
+        lapwing.fit(model, (x, y), "classification", structure="functional")
+    distributed.destroy_process_group()
+
+
+def test_processes_add_up(tmp_path: Path) -> None:
+    multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    model, x, y = problem()
+    for structure in STRUCTURES:
+        whole = found(lapwing.fit(model, (x, y), "classification", structure=structure))
+        first, second = (torch.load(tmp_path / f"{structure}-{rank}.pt") for rank in range(2))
+        for a, b, expected in zip(first, second, whole, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, expected, rtol=1e-9, atol=1e-11)
