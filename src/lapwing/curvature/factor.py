@@ -98,7 +98,7 @@ class GGN(Factor):
     directions are, and samples of which nothing is left cost a forward pass only. None leaves out what is below the
     rounding of the network's dtype; 0 leaves out nothing. Confident classifiers gain most: `GGN(tolerance=1e-3)`
     needs less than one of nine directions a sample on a trained CIFAR-10 network. The summary says what was dropped.
-    Matrix-free products take all of Λ whatever the tolerance.
+    Matrix-free products leave out whole samples only.
     """
 
     limit: int = DIRECTIONS
