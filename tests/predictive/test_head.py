@@ -79,3 +79,35 @@ def test_contrasts_span_what_is_left_without_the_average() -> None:
     basis = contrasts(7, torch.zeros(1, dtype=torch.float64))
     torch.testing.assert_close(basis @ basis.T, torch.eye(6, dtype=torch.float64))
     torch.testing.assert_close(basis.T @ basis, torch.eye(7, dtype=torch.float64) - 1 / 7)
+
+
+class Twice(torch.autograd.Function):
+    """Values as they are, gradients times two."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, g: torch.Tensor) -> torch.Tensor:
+        return 2 * g
+
+
+class Scaling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Twice.apply(x)
+
+
+def test_what_follows_the_head_counts_by_its_derivative_too() -> None:
+    model, x, y = wide(Scaling())
+    la = fit(model, x, y, "kron")
+    assert shared_root(la.network, la.plan, la.posterior.precision, x[:4]) is None
+
+
+def test_one_token_is_no_item_without_tokens() -> None:
+    model, x, y = wide()
+    la = fit(model, x[:, None], y[:, None], "kron")
+    inputs = torch.randn(128, 1, 6, generator=torch.Generator().manual_seed(3)).double()
+    probs = la.predict(inputs).probs
+    assert probs.shape == (128, 1, CLASSES)
+    torch.testing.assert_close(probs[:1], la.predict(inputs[:1]).probs, rtol=1e-10, atol=1e-12)

@@ -167,7 +167,9 @@ class Problem:
             for batch in self._batches(label):
                 if journal is not None and journal.skips(batch):
                     if journal.restores:
-                        vars(sums).update(journal.restore(state, self.generator))
+                        kept = journal.restore(state, self.generator)
+                        vars(sums).update(kept["sums"])
+                        waiting.size, waiting.taking = kept["waiting"]
                     continue
                 if waiting.taking and inputs is None and self._wait(batch, factor, wanted, waiting, sums):
                     run(waiting.full())
@@ -178,7 +180,7 @@ class Problem:
                     directions, score = self._directions(part, at.f, factor, wanted, sums)
                     ones = torch.ones(at.n, dtype=self.network.params.dtype, device=at.f.device)
                     fresh = ones if part.weights is None else part.weights.to(ones)
-                    if waiting.admit(part.inputs, directions, score, factor):
+                    if waiting.admit(part.inputs, directions, score, factor, batch.number):
                         if inputs is not None:
                             inputs(at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)), fresh)
                         del at
@@ -192,7 +194,7 @@ class Problem:
             run(waiting.rest())
         if journal is not None:
             journal.require_end()
-            journal.save(state, vars(sums), self.generator, last=True)
+            journal.save(state, _kept(sums, waiting), self.generator, last=True)
         return sums
 
     def _pause(
@@ -206,7 +208,7 @@ class Problem:
         """From time to time leave no sample waiting, and write down what there is."""
         if journal is not None and journal.pauses:
             run(waiting.rest())
-            journal.save(state, vars(sums), self.generator)
+            journal.save(state, _kept(sums, waiting), self.generator)
 
     def _directions(
         self, batch: Batch, f: Tensor, factor: Factor, wanted: bool, sums: _Sums
@@ -224,7 +226,7 @@ class Problem:
         """Bring the samples of a batch to those that wait, by a forward pass without a graph; or decline it."""
         counted = _Sums()
         directions, score = self._directions(batch, self.network.forward(batch.inputs), factor, wanted, counted)
-        if not waiting.admit(batch.inputs, directions, score, factor):
+        if not waiting.admit(batch.inputs, directions, score, factor, batch.number):
             return False
         sums.join(counted)
         return True
@@ -237,7 +239,8 @@ class Problem:
             for part in group.parts(room // max(group.directions.count, 1) if together else room):
                 at = self.network.linearize(self.plan, part.inputs)
                 self._add_gradient(sums, at, part.score)
-                self._feed(self._finite(update, ""), at, part.directions, None, row_bytes, together)
+                checked = self._finite(update, f"batch {' or '.join(map(str, part.batches))}: ")
+                self._feed(checked, at, part.directions, None, row_bytes, together)
 
     def _score(self, f: Tensor, y: Tensor, batch: Batch) -> Tensor:
         """φ·∇_f log p(y | f), times the weights."""
@@ -342,6 +345,11 @@ class Problem:
                 chosen = directions.between(start, min(start + length, count))
                 update(at.jacobian(chosen), fresh)
                 fresh = None
+
+
+def _kept(sums: _Sums, waiting: Regrouped) -> dict[str, Any]:
+    """What a pass knows where no sample waits."""
+    return {"sums": dict(vars(sums)), "waiting": [waiting.size, waiting.taking]}
 
 
 def _no_derivative(rows: LazyRows, k: int) -> str:

@@ -29,6 +29,7 @@ class Group:
     inputs: Inputs
     directions: Directions
     score: Tensor | None
+    batches: tuple[int, ...] = ()  # where they come from, for messages
 
     def parts(self, size: int) -> Iterator[Group]:
         """In even parts of at most so many samples, at least one."""
@@ -39,7 +40,8 @@ class Group:
     def take(self, rows: Tensor) -> Group:
         """Some of its samples."""
         n, score = len(self.directions.needed), self.score
-        return Group(take(self.inputs, rows, n), self.directions.take(rows), None if score is None else score[rows])
+        part = None if score is None else score[rows]
+        return Group(take(self.inputs, rows, n), self.directions.take(rows), part, self.batches)
 
     @property
     def bytes(self) -> int:
@@ -54,7 +56,9 @@ class Regrouped:
     waiting: dict[tuple, list[Group]] = field(default_factory=dict)
     taking: bool = False  # whether it took the last batch
 
-    def admit(self, inputs: Inputs, directions: Directions, score: Tensor | None, factor: Factor) -> bool:
+    def admit(
+        self, inputs: Inputs, directions: Directions, score: Tensor | None, factor: Factor, number: int = 0
+    ) -> bool:
         """Take a batch, or decline it where running it as it is costs no more."""
         n, self.taking = batch_size(inputs), False
         self.size = max(self.size, n)
@@ -64,7 +68,10 @@ class Regrouped:
         if float(needed.double().mean()) > WORTH * int(needed.max()):
             return False
         self.taking = True
-        batch, shapes = Group(inputs, directions, score), tuple((t.shape[1:], t.dtype) for t in tensors_in(inputs))
+        batch, shapes = (
+            Group(inputs, directions, score, (number,)),
+            tuple((t.shape[1:], t.dtype) for t in tensors_in(inputs)),
+        )
         for count in needed.unique().tolist():
             if count:
                 rows = (needed == count).nonzero().flatten()
@@ -122,4 +129,6 @@ def _joined(parts: list[Group]) -> Group:
     needed = torch.cat([p.directions.needed for p in parts])
     order = torch.cat([p.directions.order for p in parts if p.directions.order is not None])
     scores = [p.score for p in parts if p.score is not None]
-    return Group(inputs, Directions(columns, needed, first.event, order), torch.cat(scores) if scores else None)
+    batches = tuple(sorted({number for part in parts for number in part.batches}))
+    joined = Directions(columns, needed, first.event, order)
+    return Group(inputs, joined, torch.cat(scores) if scores else None, batches)

@@ -75,13 +75,13 @@ class Journal:
         return self.found is not None and self.read == self.found["read"]
 
     def restore(self, state: Mapping[str, Tensor], generator: torch.Generator | None) -> dict[str, Any]:
-        """Put the sums of the file into the accumulator, and return those of the pass itself."""
+        """Put the sums of the file into the accumulator, and return what the pass itself knew."""
         assert self.found is not None
         for name, value in self.found["state"].items():
             state[name].copy_(value)
         if generator is not None and self.found["generator"] is not None:
             generator.set_state(self.found["generator"])
-        return dict(self.found["sums"])
+        return dict(self.found["kept"])
 
     @property
     def pauses(self) -> bool:
@@ -90,14 +90,14 @@ class Journal:
     def save(
         self,
         state: Mapping[str, Tensor],
-        sums: Mapping[str, Any],
+        kept: Mapping[str, Any],
         generator: torch.Generator | None,
         last: bool = False,
     ) -> None:
         """Write the file, if the last one (or, at the end, the beginning) is some time ago."""
         if time.monotonic() - (self.begun if last else self.saved) < SECONDS:
             return
-        tree = {"identity": self.identity, "read": self.read, "chain": self.chain.hexdigest(), "sums": dict(sums)}
+        tree = {"identity": self.identity, "read": self.read, "chain": self.chain.hexdigest(), "kept": dict(kept)}
         tree |= {"state": dict(state), "generator": None if generator is None else generator.get_state()}
         save_tree(self.path, tree)
         self.saved = time.monotonic()

@@ -169,7 +169,7 @@ class Laplace:
     def _certain(self) -> bool:
         """Whether any structure has this posterior: a sum of squares and one precision for all weights."""
         matrix = self._resolved_prior[1]
-        scalar = isinstance(matrix, Diagonal) and matrix.expanded
+        scalar = isinstance(matrix, Diagonal) and matrix.expanded and bool(matrix.values[0] > 0)
         return scalar and not self.repair and not isinstance(self.curvature.factor, Hessian)
 
     # --- evidence --------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Diagonal(PSD):
 
     def scale(self, c: Scalar) -> Diagonal:
         if self.expanded:
-            return Diagonal((self.values[0] * nonnegative(c)).expand(self.size))
+            return Diagonal((self.values[0] * nonnegative(c)).to(self.dtype).expand(self.size))
         return Diagonal(self.values * nonnegative(c))
 
     def __add__(self, other: PSD) -> PSD:

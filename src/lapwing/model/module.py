@@ -60,9 +60,11 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
     """Eval mode, gradients for the selected parameters only; everything is put back afterwards.
 
     Letting only the selected parameters require grad keeps the backward pass out of frozen parts of the network.
-    Buffers that the forward pass changes even in eval mode are restored.
+    Buffers that the forward pass changes even in eval mode are restored. PyTorch's fast path of encoders is off: it is
+    taken without a graph only and zeroes padded positions: outputs and derivatives would be those of two networks.
     """
     wanted = set(selected)
+    fast = torch.backends.mha.get_fastpath_enabled()
     training = [(m, m.training) for m in module.modules()]
     params = list(module.named_parameters())
     required = [p.requires_grad for _, p in params]
@@ -70,6 +72,7 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
     plain = [m for m, _ in training if not isinstance(m, torch.jit.ScriptModule)]  # a scripted one keeps its own state
     attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in plain]
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         for m, _ in training:
             m.training = False
         for name, p in params:
@@ -77,6 +80,7 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for m, values, own in attributes:  # what the forward pass has set or re-assigned
             changed = {k for k, v in vars(m).items() if k not in values or values[k] is not v} - {"training"}
             if changed:

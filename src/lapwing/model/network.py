@@ -328,7 +328,8 @@ class _Check:
             return plan
         pairs = list(zip(alone.gradients(directions), found, strict=True))
         total = sum(float(_norm(expected)) for expected, _ in pairs)
-        right = all(_norm(got - g) <= self.rtol * (_norm(g) + 1e-2 * total) for g, got in pairs)
+        # each by its own size: a small gradient may meet large inputs
+        right = all(_norm(got - g) <= self.rtol * (_norm(g) + 1e-6 * total) for g, got in pairs)
         return trial if right else plan
 
 

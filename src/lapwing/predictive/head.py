@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg import PSD, Diagonal
-from lapwing.model import LazyRows, Network, Plan, PlanChanged
+from lapwing.model import LazyRows, Linearization, Network, Plan, PlanChanged
 from lapwing.model.batches import Inputs
 
 
@@ -26,8 +26,7 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
             at = network.linearize(plan, inputs)
     except PlanChanged:
         return None
-    out = at.finished.records[block.uses[0][0]].out
-    if out.shape != at.f.shape or not torch.equal(out, at.f):  # something follows the layer
+    if not _last(at, block.uses[0][0]):
         return None
     a = LazyRows(at, [], {}, 0).input_side(block, False, False)[0].detach()
     if a.shape[1:3] != (1, 1):
@@ -35,3 +34,13 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
     if isinstance(precision, Diagonal):
         precision = Diagonal(precision.values[block.index])
     return precision.output_root(a[:, 0, 0])
+
+
+def _last(at: Linearization, k: int) -> bool:
+    """Whether outputs (B, C) are those of a record as they are, by their values and by what they back-propagate."""
+    record = at.finished.records[k]
+    if at.f.ndim != 2 or record.out.shape != at.f.shape or not torch.equal(record.out, at.f):
+        return False
+    v = torch.randn(at.f.shape, generator=torch.Generator().manual_seed(0)).to(at.f)
+    (g,) = torch.autograd.grad(at.f, [record.edge], v, retain_graph=True, allow_unused=True)
+    return g is not None and torch.equal(g.to(v), v)
