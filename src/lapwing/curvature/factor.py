@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Directions:
         if self.order is None:
             return self.columns[start:stop]
         n, positions, c, r = self.columns.shape
+        if positions == 1:
+            return self._sorted[start:stop].reshape(-1, n, *self.event, c)
         which = self.order[:, start:stop]
         place, column = which // r, which % r
         sample = torch.arange(n, device=which.device)[:, None]
@@ -45,6 +48,15 @@ class Directions:
         out = values.new_zeros(len(rank), n, positions, c)
         out[rank, sample, place] = values
         return out.reshape(len(rank), n, *self.event, c)
+
+    @cached_property
+    def _sorted(self) -> Tensor:
+        """All directions of outputs without event dimensions, (k, n, c)."""
+        assert self.order is not None
+        columns = self.columns[:, 0]
+        found = columns.gather(-1, self.order[:, None].expand(columns.shape)).permute(2, 0, 1)
+        rank = torch.arange(len(found), device=found.device)
+        return found * (rank[:, None] < self.needed)[..., None]
 
     def take(self, rows: Tensor) -> Directions:
         """Those of some samples."""
