@@ -77,6 +77,7 @@ def main() -> None:
 
 def draw(points: dict[str, list], path: str) -> None:
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     figure, axes = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
     for (axis, found), plot in zip(points.items(), axes):
@@ -85,6 +86,7 @@ def draw(points: dict[str, list], path: str) -> None:
             scale = 0.01 if column == 5 else 1.0
             plot.loglog(x, [scale * result[column] for _, result in found], marker="o", ms=3, label=label)
         plot.set(xlabel=axis)
+        plot.xaxis.set_minor_formatter(NullFormatter())
     axes[0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=80)
