@@ -28,7 +28,7 @@ SOURCES = {
 CPU = torch.device("cpu")
 BRIEF = 0.1  # seconds; what takes less is repeated within one timing
 LONG = 5.0  # seconds; what takes longer is timed once
-ENDLESS = 60.0  # seconds; of what takes longer, the first run is the only one
+ENDLESS = 15.0  # seconds; of what takes longer, the first run is the only one
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -60,14 +60,14 @@ def quick() -> Iterator[Cell]:
     """The targets on small data, in ten minutes on two cores; peers where they tell something new."""
     krons = ("kron", "kron-reduce", "kron-default", "kron-1e-3", "kron-mc")
     short = ("diag", "diag-default", "diag-1e-3", *krons, "ekfac", "ekfac-basis", "ekfac-1e-3")
-    for cell in fits("lenet", 5888, short, peer_n=64):
+    for cell in fits("lenet", 2944, short, peer_n=64):
         yield replace(cell, peer_n=512) if cell.peers and cell.peer_n is None else cell
     yield from after("lenet", 256, 50, ("predict-kron",))
     yield from after("lenet", 512, 16, ("samples-kron", "evidence-kron", "sweep-kron"))
     yield from fits("mlp", 512, ("diag", "kron"))
-    for cell in fits("resnet20", 384, short):
+    for cell in fits("resnet20", 256, short):
         if cell.operation.endswith(("1e-3", "mc", "default")):  # so fast that what is paid once would count
-            yield replace(cell, n=1024, peers=())
+            yield replace(cell, n=512, peers=())
         else:
             yield cell if cell.operation in ("fit-diag", "fit-kron") else replace(cell, peers=())
     yield from fits("resnet20-frozen", 128, ("kron",))
