@@ -77,30 +77,20 @@ class KronAccumulator(Accumulator):
                 assert isinstance(jacobian.rows, LazyRows)
                 for swapped in orientations(block):
                     key = f"{_key(k, swapped)}.{'right' if swapped else 'left'}"
-                    if self.sharing == "reduce":
-                        g = jacobian.rows.gradient_side(block, swapped, True)
-                        self.tensors[key] += g.mT @ g
-                    else:
-                        self.tensors[key] += jacobian.rows.gradient_gram(block, swapped)
+                    self.tensors[key] += jacobian.rows.gradient_gram(block, swapped, self.sharing == "reduce")
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """The input side: once a sample, it does not depend on the directions."""
         assert isinstance(jacobian.rows, LazyRows)
         assert fresh is not None
-        plain = bool((fresh == 1).all())
+        weights = None if bool((fresh == 1).all()) else fresh
         for k, block in enumerate(self.blocks):
             if block.kind == "unused" or kept_as(block) != "kron":
                 continue
             for swapped in orientations(block):
                 key = f"{_key(k, swapped)}.{'left' if swapped else 'right'}"
-                if self.sharing == "reduce":
-                    a, positions = jacobian.rows.input_side(block, swapped, True)
-                    a = a if plain else a * fresh.sqrt()[:, None, None, None]
-                    flat = a.flatten(0, 1).transpose(0, 1)  # (q, rows, d)
-                    self.tensors[key] += flat.mT @ flat if positions else 0
-                else:
-                    found, positions = jacobian.rows.input_gram(block, swapped, None if plain else fresh)
-                    self.tensors[key] += found
+                found, positions = jacobian.rows.input_gram(block, swapped, self.sharing == "reduce", weights)
+                self.tensors[key] += found
                 self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
 
     def finish(self) -> BlockDiagonal:

@@ -203,25 +203,26 @@ class Jacobian(Rows):
 
     def matvec(self, v: Tensor) -> Tensor:
         parts = self.layout.gather(self._check(v))
-        return _total([rows.matvec(part) for rows, part in zip(self.rows, parts, strict=True)])
+        return added([rows.matvec(part) for rows, part in zip(self.rows, parts, strict=True)])
 
     def square_sum(self) -> Tensor:
         return self.layout.scatter([rows.square_sum() for rows in self.rows])
 
     def weighted_gram(self, w: Tensor) -> Tensor:
         parts = self.layout.gather(self._check(w))
-        return _total([rows.weighted_gram(part) for rows, part in zip(self.rows, parts, strict=True)])
+        return added([rows.weighted_gram(part) for rows, part in zip(self.rows, parts, strict=True)])
 
     def weighted_norm(self, w: Tensor) -> Tensor:
         parts = self.layout.gather(self._check(w))
-        return _total([rows.weighted_norm(part) for rows, part in zip(self.rows, parts, strict=True)])
+        return added([rows.weighted_norm(part) for rows, part in zip(self.rows, parts, strict=True)])
 
     def joint_gram(self, w: Tensor) -> Tensor:
         parts = self.layout.gather(self._check(w))
-        return _total([rows.joint_gram(part) for rows, part in zip(self.rows, parts, strict=True)])
+        return added([rows.joint_gram(part) for rows, part in zip(self.rows, parts, strict=True)])
 
 
-def _total(parts: list[Tensor]) -> Tensor:
+def added(parts: list[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.linalg import DenseRows, Jacobian, Layout, MatrixRows, Rows, Term
+from lapwing.linalg.rows import added
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.module import output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, PlanChanged, Source, Step, bind
 from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule
+from lapwing.model.rules.rule import gram
 from lapwing.model.samples import Samples
 from lapwing.model.tape import Pass, Record
 
@@ -48,6 +50,13 @@ class Linearization:
         read = (k for k, step in enumerate(self.plan.steps) if step.method == "rule")
         found = {k: bind(self.finished.records[k]) for k in read}
         return {k: pair for k, pair in found.items() if pair is not None}
+
+    def right(self, k: int, with_ones: bool) -> Tensor:
+        """The inputs of a record that multiplies with a matrix, (n, 1, t, groups, in)."""
+        (rule, call_), out = self.bound[k], self.plan.steps[k].out
+        assert isinstance(rule, MatrixRule)
+        assert out is not None
+        return rule.right(call_, out, self.n, with_ones)
 
     def shared(self, directions: int) -> int:
         """How many of so many directions go into one backward pass."""
@@ -195,75 +204,38 @@ class LazyRows(Sequence):
         assert isinstance(rule, MatrixRule)
         assert step.out is not None
         left = rule.left(call_, self.gradients[k], step.out, n)
-        return left, rule.right(call_, step.out, n, with_ones)
+        return left, self.at.right(k, with_ones)
 
-    def gradient_side(self, block: Block, swapped: bool, reduce: bool) -> Tensor:
-        """Back-propagated vectors of a matrix block in one orientation, (q, rows, d): summed over positions, or all."""
-        sides = []
+    def gradient_gram(self, block: Block, swapped: bool, reduce: bool) -> Tensor:
+        """Σ g gᵀ of a matrix block in one orientation, (q, d, d): of gradients summed over positions, or of all."""
+        dtype = self.at.params.dtype
         with torch.no_grad():
-            for k in (k for k, s in block.uses if s == swapped):
-                rule, call_ = self.at.bound[k]
-                step, n, g = self.at.plan.steps[k], self.at.n, self.gradients[k]
-                assert isinstance(rule, MatrixRule)
-                assert step.out is not None
-                if reduce:
-                    sides.append(rule.left_sum(call_, g, step.out, n).unsqueeze(2))
-                else:
-                    sides.append(rule.left(call_, g, step.out, n))
-            side = sum(sides) if reduce else torch.cat(sides, 2) if len(sides) > 1 else sides[0]
-        assert isinstance(side, Tensor)
-        return side.flatten(0, 2).transpose(0, 1).to(self.at.params.dtype)
+            uses = [(rule, call_, self.gradients[k], out) for k, rule, call_, out in self._uses(block, swapped)]
+            if not reduce:
+                return added([rule.left_gram(call_, g.to(dtype), out, self.at.n) for rule, call_, g, out in uses])
+            summed = added([rule.left_sum(call_, g, out, self.at.n) for rule, call_, g, out in uses])
+            return gram(summed.flatten(0, 1).to(dtype))
 
-    def gradient_gram(self, block: Block, swapped: bool) -> Tensor:
-        """Σ g gᵀ over samples, directions and positions of a matrix block in one orientation, (q, d, d)."""
-        total: Tensor | None = None
+    def input_gram(self, block: Block, swapped: bool, reduce: bool, weights: Tensor | None) -> tuple[Tensor, int]:
+        """Σ w a aᵀ of a matrix block in one orientation, (q, d, d): of means over positions, or of all; and how many
+        of them a sample has."""
+        n, dtype, uses = self.at.n, self.at.params.dtype, list(self._uses(block, swapped))
         with torch.no_grad():
-            for k in (k for k, s in block.uses if s == swapped):
-                rule, call_ = self.at.bound[k]
-                step = self.at.plan.steps[k]
-                assert isinstance(rule, MatrixRule)
-                assert step.out is not None
-                found = rule.left_gram(call_, self.gradients[k].to(self.at.params.dtype), step.out, self.at.n)
-                total = found if total is None else total + found
-        assert total is not None
-        return total
+            if not reduce:
+                found = [rule.right_gram(c, out, n, block.bias, weights, dtype) for _, rule, c, out in uses]
+                return added([matrix for matrix, _ in found]), sum(count for _, count in found)
+            count = sum(rule.positions(c, n) for _, rule, c, _ in uses)
+            mean = added([rule.right_sum(c, out, n, block.bias) for _, rule, c, out in uses]) / max(count, 1)
+            mean = mean.to(dtype) if weights is None else mean.to(dtype) * weights.to(dtype).sqrt()[:, None, None]
+            return gram(mean), min(count, 1)
 
-    def input_gram(self, block: Block, swapped: bool, weights: Tensor | None) -> tuple[Tensor, int]:
-        """Σ w a aᵀ over samples and positions in one orientation, (q, d, d), and the number of positions."""
-        total: Tensor | None = None
-        count, dtype = 0, self.at.params.dtype
-        with torch.no_grad():
-            for k in (k for k, s in block.uses if s == swapped):
-                rule, call_ = self.at.bound[k]
-                step = self.at.plan.steps[k]
-                assert isinstance(rule, MatrixRule)
-                assert step.out is not None
-                found, positions = rule.right_gram(call_, step.out, self.at.n, block.bias, weights, dtype)
-                count += positions
-                total = found if total is None else total + found
-        assert total is not None
-        return total, count
-
-    def input_side(self, block: Block, swapped: bool, reduce: bool) -> tuple[Tensor, int]:
-        """Inputs of a matrix block in one orientation, (n, t, q, d), t = 1 for means over positions; and t."""
-        sides, count = [], 0
-        with torch.no_grad():
-            for k in (k for k, s in block.uses if s == swapped):
-                rule, call_ = self.at.bound[k]
-                step, n = self.at.plan.steps[k], self.at.n
-                assert isinstance(rule, MatrixRule)
-                assert step.out is not None
-                if reduce:
-                    sides.append(rule.right_sum(call_, step.out, n, block.bias).unsqueeze(1))
-                    count += rule.positions(call_, n)
-                else:
-                    sides.append(rule.right(call_, step.out, n, block.bias)[:, 0])
-            if reduce:
-                total = sum(sides)
-                assert isinstance(total, Tensor)
-                return (total / max(count, 1)).to(self.at.params.dtype), 1 if count else 0
-            side = torch.cat(sides, 1) if len(sides) > 1 else sides[0]
-        return side.to(self.at.params.dtype), side.shape[1]
+    def _uses(self, block: Block, swapped: bool) -> Iterator[tuple[int, MatrixRule, Call, Samples]]:
+        """Records in which a matrix block has this orientation."""
+        for k in (k for k, s in block.uses if s == swapped):
+            (rule, call_), out = self.at.bound[k], self.at.plan.steps[k].out
+            assert isinstance(rule, MatrixRule)
+            assert out is not None
+            yield k, rule, call_, out
 
     def _explicit(self, k: int, step: Step) -> dict[str, Tensor]:
         """Rows of one record for every parameter behind it, {name: (n, r, size)}."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg import PSD, Diagonal
-from lapwing.model import LazyRows, Linearization, Network, Plan, PlanChanged
+from lapwing.model import Linearization, Network, Plan, PlanChanged
 from lapwing.model.batches import Inputs
 
 
@@ -28,7 +28,7 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
         return None
     if not _last(at, block.uses[0][0]):
         return None
-    a = LazyRows(at, [], {}, 0).input_side(block, False, False)[0].detach()
+    a = at.right(block.uses[0][0], block.bias)[:, 0].detach()
     if a.shape[1:3] != (1, 1):
         return None
     if isinstance(precision, Diagonal):
