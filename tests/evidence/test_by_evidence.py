@@ -198,9 +198,7 @@ def test_zero_residuals_cap_the_noise() -> None:
     problem = linear(noise=1e-3)
     curvature = problem.curvature()
     perfect = Handmade(curvature.matrix, torch.tensor([25.0, 0.0], dtype=torch.float64))
-    tuning = tune_evidence(
-        perfect, Gaussian(1.0), Groups.scalar(4), mean=problem.theta, learn=("prior", "noise")
-    )
+    tuning = tune_evidence(perfect, Gaussian(1.0), Groups.scalar(4), mean=problem.theta, learn=("prior", "noise"))
     assert any("noise runs to its bound" in m for m in tuning.messages)
 
 

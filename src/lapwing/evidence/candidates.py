@@ -153,7 +153,7 @@ def _without(name: str, names: Sequence[str]) -> tuple[str, ...]:
 def scaling_shows(rivals: Mapping[str, Tensor]) -> bool:
     """Whether temperature scaling alone gains more than two standard errors."""
     gain = (rivals["MAP"] - rivals[SCALING]).double()
-    return bool(gain.mean() > SURE * gain.std(correction=0) / len(gain) ** 0.5)
+    return len(gain) > 1 and bool(gain.mean() > SURE * gain.std() / len(gain) ** 0.5)
 
 
 def log_spreads(sweep: Sweep) -> tuple[float, float]:
