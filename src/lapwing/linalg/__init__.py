@@ -1,6 +1,7 @@
 """Matrices and rows of Jacobians. Knows no network and no data."""
 
 from lapwing.linalg.blockdiagonal import BlockDiagonal
+from lapwing.linalg.deferredrows import DeferredRows, Extent
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
@@ -15,10 +16,12 @@ from lapwing.linalg.storage import move, pack, unpack
 __all__ = [
     "PSD",
     "BlockDiagonal",
+    "DeferredRows",
     "Dense",
     "DenseRows",
     "Diagonal",
     "EigenKronecker",
+    "Extent",
     "Jacobian",
     "Kronecker",
     "Layout",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.linalg import DenseRows, Jacobian, Layout, MatrixRows, Rows, Term
+from lapwing.linalg import DeferredRows, DenseRows, Extent, Jacobian, Layout, MatrixRows, Rows, Term
 from lapwing.linalg.rows import added
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
+from lapwing.model.gradients import Gradients
 from lapwing.model.module import output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, PlanChanged, Source, Step, bind
@@ -85,25 +86,22 @@ class Linearization:
         values = torch.cat(columns, -1)[..., order]
         return Jacobian((DenseRows(values),), Layout.contiguous([index.numel()]))
 
-    def gradients(self, directions: Tensor) -> list[Tensor]:
+    def gradients(self, directions: Tensor) -> Gradients:
         """∂(v·f)/∂out of every record, (r, *out.shape)."""
-        edges = [record.edge for record in self.finished.records]
-        r = directions.shape[0]
-        if not edges or not r or not self.f.requires_grad:
-            return [torch.zeros(()).expand(r, *record.out.shape) for record in self.finished.records]
+        records, r = self.finished.records, directions.shape[0]
+        if not records or not r or not self.f.requires_grad:
+            return Gradients(tuple((torch.zeros(()).expand(r, *record.out.shape),) for record in records))
         directions = directions.to(self.f.dtype)
+        edges = [record.edge for record in records]
         if 1 < r <= self.shared(r):
-            found: Sequence[Tensor | None] = self._grad(edges, directions, batched=True)
+            passes = [self._grad(edges, directions, batched=True)]
         else:
-            each = [self._grad(edges, v, batched=False) for v in directions]
-            found = [_stacked(g) for g in zip(*each, strict=True)]
-        for g, reaches in zip(found, self.plan.reaching, strict=False):
+            passes = [self._grad(edges, v, batched=False) for v in directions]
+        for g, reaches in zip(passes[0], self.plan.reaching, strict=False):
             if g is None and reaches:  # the graph of this batch lost a record that the self-check saw
                 raise PlanChanged
-        return [
-            record.out.new_zeros(()).expand(r, *record.out.shape) if g is None else g.reshape(r, *record.out.shape)
-            for g, record in zip(found, self.finished.records, strict=True)
-        ]
+        found = zip(*passes, strict=True)
+        return Gradients(tuple(_shaped(g, record.out, r) for g, record in zip(found, records, strict=True)))
 
     def _grad(self, edges: list, v: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
         with warnings.catch_warnings():
@@ -142,7 +140,7 @@ class LazyRows(Sequence):
     """One `Rows` a block, computed when asked for and not kept: patches of a convolution live only while used."""
 
     at: Linearization
-    gradients: list[Tensor]  # (r, *out.shape) of each record
+    gradients: Gradients
     looped: dict[str, Tensor]
     r: int
 
@@ -184,10 +182,27 @@ class LazyRows(Sequence):
         return torch.zeros(self.at.n, self.r, size, dtype=params.dtype, device=params.device)
 
     def _matrix(self, block: Block) -> MatrixRows:
+        """In pieces of a few samples where the arguments of its calls can be cut into samples with many positions."""
+        n, params = self.at.n, self.at.params
+        positions = [self._positions(k) for k, _ in block.uses]
+        if self.at.create_graph or min(positions) < 2:
+            return MatrixRows(self._terms(block, 0, n))
+        assert block.shape is not None
+        extent = Extent(n, self.r, *block.shape, sum(positions))
+        return DeferredRows(partial(self._terms, block), extent, params.dtype, params.device)
+
+    def _positions(self, k: int) -> int:
+        """Positions a sample of a record; 0 where samples are not the first axis of its arguments."""
+        (rule, call_), record, out = self.at.bound[k], self.at.finished.records[k], self.at.plan.steps[k].out
+        assert isinstance(rule, MatrixRule)
+        first = out is not None and not out.axis and record.out.shape[0] == call_.data.shape[0] == self.at.n
+        return rule.positions(call_, self.at.n) if first else 0
+
+    def _terms(self, block: Block, start: int, length: int) -> tuple[Term, ...]:
         """Uses with the same orientation are positions of one term."""
         pairs: dict[bool, list[tuple[Tensor, Tensor]]] = {}
         for k, swapped in block.uses:
-            left, right = self._factors(k, block.bias)
+            left, right = self._factors(k, block.bias, start, length)
             pairs.setdefault(swapped, []).append((right, left) if swapped else (left, right))
         dtype = self.at.params.dtype
         terms = []
@@ -196,15 +211,19 @@ class LazyRows(Sequence):
             left = lefts[0] if len(lefts) == 1 else torch.cat(lefts, 2)
             right = rights[0] if len(rights) == 1 else torch.cat(rights, 2)
             terms.append(Term(self._own(left.to(dtype)), self._own(right.to(dtype))))
-        return MatrixRows(tuple(terms))
+        return tuple(terms)
 
-    def _factors(self, k: int, with_ones: bool) -> tuple[Tensor, Tensor]:
-        step, n = self.at.plan.steps[k], self.at.n
-        rule, call_ = self.at.bound[k]
+    def _factors(self, k: int, with_ones: bool, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Gradients (length, r, t, groups, out) and inputs (length, 1, t, groups, in) of some samples."""
+        (rule, call_), out = self.at.bound[k], self.at.plan.steps[k].out
         assert isinstance(rule, MatrixRule)
-        assert step.out is not None
-        left = rule.left(call_, self.gradients[k], step.out, n)
-        return left, self.at.right(k, with_ones)
+        assert out is not None
+        if length < self.at.n:
+            call_ = replace(call_, data=call_.data.narrow(0, start, length))
+            g = self.gradients.narrow(k, start, length)
+        else:
+            g = self.gradients[k]
+        return rule.left(call_, g, out, length), rule.right(call_, out, length, with_ones)
 
     def gradient_gram(self, block: Block, swapped: bool, reduce: bool) -> Tensor:
         """Σ g gᵀ of a matrix block in one orientation, (q, d, d): of gradients summed over positions, or of all."""
@@ -251,25 +270,23 @@ class LazyRows(Sequence):
     def _by_rule(self, k: int, record: Record, step: Step) -> list[Tensor]:
         """(n, r, *shape) for each live tensor."""
         rule, call_ = self.at.bound[k]
-        n, g, out = self.at.n, self.gradients[k], step.out
+        n, out = self.at.n, step.out
         assert out is not None
-        if isinstance(rule, RowsRule) and len(record.live) == 2:
-            weight, bias = rule.rows(call_, g, out, n)
-            return [bias if record.tensors[j] is call_.bias else weight for j in record.live]
-        found = []
-        for j in record.live:
-            tensor = record.tensors[j]
-            if tensor is call_.bias:
-                found.append(rule.bias_rows(call_, g, out, n))
-            elif isinstance(rule, RowsRule):
-                found.append(rule.weight_rows(call_, g, out, n))
-            else:
-                assert isinstance(rule, MatrixRule)
-                blocks = MatrixRows((Term(*self._factors(k, False)),)).matrix().flatten(2)
-                places = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)
-                order = rule.view(call_, places).reshape(-1).argsort()
-                found.append(blocks[..., order].reshape(n, self.r, *tensor.shape))
-        return found
+        if isinstance(rule, MatrixRule):
+            return [self._matrix_rows(k, rule, call_, record.tensors[j], out) for j in record.live]
+        assert isinstance(rule, RowsRule)
+        each = [_small_rows(rule, call_, record, g, out, n) for g in self.gradients.passes(k)]
+        return each[0] if len(each) == 1 else [torch.cat(rows, 1) for rows in zip(*each, strict=True)]
+
+    def _matrix_rows(self, k: int, rule: MatrixRule, call_: Call, tensor: Tensor, out: Samples) -> Tensor:
+        """Rows of a weight matrix or its bias, written out."""
+        n = self.at.n
+        if tensor is call_.bias:
+            return rule.bias_rows(call_, self.gradients[k], out, n)
+        blocks = MatrixRows((Term(*self._factors(k, False, 0, n)),)).matrix().flatten(2)
+        places = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)
+        order = rule.view(call_, places).reshape(-1).argsort()
+        return blocks[..., order].reshape(n, self.r, *tensor.shape)
 
     def _generic(self, k: int, record: Record, step: Step) -> list[Tensor]:
         """Replay the call for one sample after the other and take its vector–Jacobian products."""
@@ -342,14 +359,21 @@ class TapeJacobian(Jacobian):
         return self.rows.at.params.device
 
 
-def _stacked(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
-    """(r, *shape), without a copy of a single one; the directions of a sample lie side by side, as products like it."""
-    first = gradients[0]
-    if first is None:
-        return None
-    if len(gradients) == 1 or first.ndim == 0:
-        return torch.stack(gradients) if first.ndim == 0 else first.unsqueeze(0)  # type: ignore[arg-type]
-    return torch.stack([g for g in gradients if g is not None], 1).transpose(0, 1)
+def _shaped(passes: tuple[Tensor | None, ...], out: Tensor, r: int) -> tuple[Tensor, ...]:
+    """(r', *out.shape) of each pass; zeros where none reaches the record."""
+    if passes[0] is None:
+        return (out.new_zeros(()).expand(r, *out.shape),)
+    share = r // len(passes)
+    return tuple(g.reshape(share, *out.shape) for g in passes if g is not None)
+
+
+def _small_rows(rule: RowsRule, call_: Call, record: Record, g: Tensor, out: Samples, n: int) -> list[Tensor]:
+    """Explicit rows (n, r, *shape) of each live tensor."""
+    if len(record.live) == 2:
+        weight, bias = rule.rows(call_, g, out, n)
+        return [bias if record.tensors[j] is call_.bias else weight for j in record.live]
+    kinds = [rule.bias_rows if record.tensors[j] is call_.bias else rule.weight_rows for j in record.live]
+    return [rows(call_, g, out, n) for rows in kinds]
 
 
 def _vjps(tensor: Tensor, leaves: list[Tensor], cotangents: Tensor, create_graph: bool) -> list[Tensor]:

@@ -1,0 +1,115 @@
+"""Rows of a weight matrix whose factors are made where they are used, for a few samples at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.linalg.matrixrows import MatrixRows, Term
+from lapwing.linalg.rows import chunks
+
+Make = Callable[[int, int], tuple[Term, ...]]
+"""The terms of samples start … start + length − 1."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes of rows: samples, directions, groups, outputs, inputs and positions."""
+
+    n: int
+    r: int
+    q: int
+    o: int
+    i: int
+    t: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers a sample: gradients and inputs at all positions, blocks, and one array of their size."""
+        return self.q * (self.t * (self.r * self.o + self.i) + 2 * self.r * self.o * self.i)
+
+
+class DeferredRows(MatrixRows):
+    """`MatrixRows` by a function: patches and gradients at many positions are written, read and forgotten while
+    they are in the cache. What needs all samples at once makes all."""
+
+    def __init__(
+        self,
+        make: Make,
+        extent: Extent,
+        dtype: torch.dtype,
+        device: torch.device,
+        basis: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        vars(self).update(make=make, extent=extent, type=dtype, place=device, basis=basis)
+
+    make: Make
+    extent: Extent
+    type: torch.dtype
+    place: torch.device
+
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:
+        return self.make(0, self.n)
+
+    @property
+    def n(self) -> int:
+        return self.extent.n
+
+    @property
+    def r(self) -> int:
+        return self.extent.r
+
+    @property
+    def q(self) -> int:
+        return self.extent.q
+
+    @property
+    def o(self) -> int:
+        return self.extent.o
+
+    @property
+    def i(self) -> int:
+        return self.extent.i
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.type
+
+    @property
+    def device(self) -> torch.device:
+        return self.place
+
+    @property
+    def _outer(self) -> bool:
+        return False
+
+    @property
+    def _block_chunks(self) -> Iterator[tuple[int, int]]:
+        return chunks(self.n, self.extent.elements * self.dtype.itemsize)
+
+    def narrow(self, start: int, length: int) -> MatrixRows:
+        if "terms" in vars(self):
+            return super().narrow(start, length)
+        return MatrixRows(self.make(start, length), self.basis)
+
+    def to(self, dtype: torch.dtype) -> MatrixRows:
+        return self if dtype == self.dtype else super().to(dtype)
+
+    def rotate(self, left: Tensor, right: Tensor) -> MatrixRows:
+        """Each piece decides for itself whether to rotate before or after the sum over positions."""
+        if self.basis is not None:
+            left, right = self.basis[0] @ left, self.basis[1] @ right
+        e = self.extent
+        if e.r * e.o * e.i * (e.o + e.i) < e.t * (e.r * e.o**2 + e.i**2):
+            return DeferredRows(self.make, e, self.dtype, self.device, (left, right))
+        return DeferredRows(
+            lambda start, length: MatrixRows(self.make(start, length)).rotate(left, right).terms,
+            e,
+            self.dtype,
+            self.device,
+        )
