@@ -31,12 +31,12 @@ def data(n: int = 40) -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (n,), generator=generator)
 
 
-def root(f: Tensor) -> Tensor:
-    """Columns of the Cholesky factor of diag(p) − ppᵀ with the classes by decreasing p, by torch's own Cholesky."""
+def root(f: Tensor, y: Tensor) -> Tensor:
+    """Columns of the Cholesky factor of diag(p) − ppᵀ by torch: the target first, other classes by decreasing p."""
     p = f.softmax(-1)
-    order = p.argsort(-1, descending=True)
     columns = []
-    for row, o in zip(p, order, strict=True):
+    for row, own in zip(p, y, strict=True):
+        o = torch.tensor([int(own), *(k for k in row.argsort(descending=True).tolist() if k != own)])
         sorted_p = row[o]
         information = torch.diag(sorted_p) - sorted_p[:, None] * sorted_p[None, :]
         corner = torch.linalg.cholesky(information[:-1, :-1])
@@ -46,14 +46,14 @@ def root(f: Tensor) -> Tensor:
     return torch.stack(columns)
 
 
-def brute_force(net: nn.Module, x: Tensor, tolerance: float, size: int) -> Tensor:
-    """Σ Jᵀ s sᵀ J over the columns that are kept, batch by batch."""
+def brute_force(net: nn.Module, x: Tensor, y: Tensor, tolerance: float, size: int) -> Tensor:
+    """Σ Jᵀ s sᵀ J over the columns that are kept, batch by batch; the first of a sample along with any other."""
     params = dict(net.named_parameters())
     total = torch.zeros(1)
     for start in range(0, len(x), size):
         part = x[start : start + size]
         f = net(part)
-        s = root(f.detach())
+        s = root(f.detach(), y[start : start + size])
         sizes = s.square().sum(1).flatten()
         ascending = sizes.sort().values
         kept, dropped = sizes > 0, 0.0
@@ -62,9 +62,10 @@ def brute_force(net: nn.Module, x: Tensor, tolerance: float, size: int) -> Tenso
             if dropped > tolerance * float(sizes.sum()):
                 kept = sizes >= value
                 break
+        kept = kept.reshape(len(part), -1)
         for n in range(len(part)):
             for column in range(CLASSES - 1):
-                if kept.reshape(len(part), -1)[n, column]:
+                if kept[n, column] or (column == 0 and kept[n].any()):
                     grads = torch.autograd.grad(f[n] @ s[n, :, column], list(params.values()), retain_graph=True)
                     row = torch.cat([g.flatten() for g in grads])
                     total = total + row[:, None] * row[None, :]
@@ -91,7 +92,7 @@ def test_kept_directions(tolerance: float, scale: float) -> None:
     net, (x, y) = network(scale), data()
     batches = [(x[:16], y[:16]), (x[16:32], y[16:32]), (x[32:], y[32:])]
     la = lapwing.fit(net, batches, "classification", structure="full", factor=GGN(tolerance=tolerance))
-    truth = brute_force(net, x, tolerance, 16)
+    truth = brute_force(net, x, y, tolerance, 16)
     assert torch.allclose(la.curvature.dense(), truth, rtol=1e-10, atol=1e-12 * float(truth.abs().max()))
 
 
@@ -144,7 +145,7 @@ def test_tokens_with_ignored_positions(admitted: list[bool]) -> None:
     f = net(tokens)
     truth = torch.zeros(1)
     for n, t in (targets != -100).nonzero().tolist():
-        s = root(f[n, t].detach()[None])[0]
+        s = root(f[n, t].detach()[None], f[n, t].argmax()[None])[0]
         for column in s.T:
             grads = torch.autograd.grad(f[n, t] @ column, params, retain_graph=True)
             row = torch.cat([g.flatten() for g in grads])

@@ -510,7 +510,10 @@ class TestMatrixFree:
         v = torch.ones(1, la.params.size, dtype=torch.float64)
         for other in (back, la.to("cpu")):
             assert torch.equal(la.log_evidence(), other.log_evidence())
-            assert torch.equal(la.posterior.precision.solve(v), other.posterior.precision.solve(v))
+            # not to the bit: products of the same numbers at other addresses may round otherwise (seen on an AMD EPYC)
+            torch.testing.assert_close(
+                la.posterior.precision.solve(v), other.posterior.precision.solve(v), rtol=1e-12, atol=1e-14
+            )
             assert torch.equal(la.curvature.matrix.diagonal(), other.curvature.matrix.diagonal())
         assert torch.equal(la.predict(X[:1]).function.covariance, back.predict(X[:1]).function.covariance)
         assert back.summary() == la.summary()

@@ -257,8 +257,10 @@ def test_targets_that_do_not_fit_the_likelihood(likelihood: Any, outputs: int, y
 def test_targets_of_any_integer_type_and_one_hot_are_the_same() -> None:
     truth = fit().log_evidence()
     one_hot = nn.functional.one_hot(Y, 3)
-    for y in (Y.to(torch.uint8), Y.int(), one_hot, one_hot.double()):
+    for y in (Y.to(torch.uint8), Y.int()):
         assert torch.equal(fit(data=batches(y=y)).log_evidence(), truth)
+    for y in (one_hot, one_hot.double()):  # labels in general: another root of the same curvature
+        torch.testing.assert_close(fit(data=batches(y=y)).log_evidence(), truth, rtol=1e-7, atol=0)
     assert torch.equal(fit(data=[(x, y.tolist()) for x, y in batches()]).log_evidence(), truth)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg import DenseRows, Jacobian, Layout, MatrixRows, Rows, Term
+from lapwing.linalg import DeferredRows, DenseRows, Extent, Jacobian, Layout, MatrixRows, Rows, Term
 from lapwing.linalg import rows as rows_module
 
 N, R, Q, O, I = 5, 3, 2, 3, 4
@@ -43,8 +43,16 @@ def matrix_rows(kind: str, draw: Draw, dtype: torch.dtype = torch.float64) -> Ma
     )
 
 
+def deferred(rows: MatrixRows) -> DeferredRows:
+    """The same rows, made a few samples at a time."""
+    positions = sum(term.left.shape[2] for term in rows.terms)
+    extent = Extent(rows.n, rows.r, rows.q, rows.o, rows.i, positions)
+    return DeferredRows(lambda start, length: rows.narrow(start, length).terms, extent, rows.dtype, rows.device)
+
+
 def every_rows(draw: Draw, dtype: torch.dtype = torch.float64) -> dict[str, Rows]:
     made: dict[str, Rows] = {kind: matrix_rows(kind, draw, dtype) for kind in TERMS}
+    made |= {f"deferred, {kind}": deferred(matrix_rows(kind, draw, dtype)) for kind in ("shared", "tied")}
     made["dense"] = DenseRows(draw(N, R, 7, dtype=dtype))
     blocks = (made["one use"], DenseRows(draw(N, R, 5, dtype=dtype)), made["tied"])
     order = torch.randperm(53, generator=torch.Generator().manual_seed(1))
@@ -53,7 +61,7 @@ def every_rows(draw: Draw, dtype: torch.dtype = torch.float64) -> dict[str, Rows
     return made
 
 
-KINDS = [*TERMS, "dense", "jacobian", "jacobian in order"]
+KINDS = [*TERMS, "deferred, shared", "deferred, tied", "dense", "jacobian", "jacobian in order"]
 
 
 @pytest.fixture(params=[None, 1], ids=["one chunk", "one sample a chunk"])
@@ -109,6 +117,26 @@ def test_rotation_multiplies_from_the_right(kind: str, draw: Draw) -> None:
     left, right = draw(Q, O, 2), draw(Q, I, 5)
     want = torch.einsum("nrqoi,qop,qij->nrqpj", rows.matrix(), left, right)
     torch.testing.assert_close(rows.rotate(left, right).matrix(), want)
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("positions", [2, 40])
+@pytest.mark.parametrize("twice", [False, True])
+def test_rotation_of_deferred_rows(positions: int, twice: bool, draw: Draw) -> None:
+    """Before the sum over few positions, after the sum over many."""
+    plain = MatrixRows((Term(draw(N, R, positions, Q, O), draw(N, 1, positions, Q, I)),))
+    left, right, w = draw(Q, O, O), draw(Q, I, I), draw(Q * O * I).square()
+    rows, want = deferred(plain).rotate(left, right), torch.einsum("nrqoi,qop,qij->nrqpj", plain.matrix(), left, right)
+    assert (rows.basis is None) == (positions == 2)
+    if twice:
+        rows, want = rows.rotate(left, right), torch.einsum("nrqoi,qop,qij->nrqpj", want, left, right)
+    flat = want.flatten(2)
+    torch.testing.assert_close(rows.weighted_gram(w), (flat * w) @ flat.mT)
+    torch.testing.assert_close(rows.square_sum(), flat.square().sum((0, 1)))
+    torch.testing.assert_close(rows.weighted_norm(w), flat.square() @ w)
+    assert "terms" not in vars(rows), "all samples were made at once"
+    torch.testing.assert_close(rows.matrix(), want)
+    torch.testing.assert_close(rows.matvec(w), flat @ w)
 
 
 def test_rotation_of_a_side_expanded_over_samples(draw: Draw) -> None:

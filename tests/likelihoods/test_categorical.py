@@ -162,3 +162,36 @@ def test_preference_is_the_sigmoid_of_the_difference():
         likelihood.outputs(torch.zeros(5, 3))
     soft = torch.tensor([[0.25, 0.75]] * 6, dtype=torch.float64)
     torch.testing.assert_close(likelihood.log_prob(f, likelihood.targets(f, soft)), (soft * f.log_softmax(-1)).sum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scored_factor_begins_with_the_score(dtype):
+    generator = torch.Generator().manual_seed(0)
+    f = (torch.randn(60, 7, generator=generator, dtype=torch.float64) * torch.logspace(-1, 2, 60)[:, None]).to(dtype)
+    y = torch.randint(0, 7, (60,), generator=generator)
+    y[::3] = f[::3].argmax(-1)  # right and wrong classes, from vague to certain
+    y[1] = -100
+    likelihood = Categorical()
+    found = likelihood.scored_factor(f, y)
+    assert found is not None
+    root, scale = found
+    exact, p = f.double(), f.double().softmax(-1)
+    score = (torch.nn.functional.one_hot(y.clamp(min=0), 7) - p) * (y >= 0)[:, None]
+    curvature = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]) * (y >= 0)[:, None, None]
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert torch.allclose(root.double() @ root.double().mT, curvature, rtol=tolerance, atol=tolerance)
+    first = likelihood.score(f, y).double() * scale.double()[:, None]
+    assert torch.allclose(first, root[..., 0].double(), rtol=20 * tolerance, atol=1e-30)
+    assert torch.allclose(likelihood.score(exact, y), score, atol=1e-12)
+    assert bool(scale.isfinite().all())
+
+
+def test_no_scored_factor_where_the_score_is_another():
+    class Smoothed(Categorical):
+        def score(self, f, y):
+            return 0.9 * super().score(f, y)
+
+    f, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    assert Smoothed().scored_factor(f, y) is None
+    assert Categorical().scored_factor(f, f.softmax(-1)) is None
+    assert Categorical().scored_factor(f[:, None], y[:, None]) is None

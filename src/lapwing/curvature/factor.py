@@ -24,6 +24,7 @@ class Directions:
     needed: Tensor  # (n,)
     event: tuple[int, ...] = ()
     order: Tensor | None = None  # (n, positions · r): columns by decreasing norm
+    scale: Tensor | None = None  # (n,): the first direction is the (weighted) score times this
     total: float = 1.0  # Σ ‖s‖² of all columns
     dropped: float = 0.0  # Σ ‖s‖² of those that no sample needs
 
@@ -62,7 +63,8 @@ class Directions:
         """Those of some samples."""
         if self.order is None:
             return replace(self, columns=self.columns[:, rows], needed=self.needed[rows])
-        return replace(self, columns=self.columns[rows], needed=self.needed[rows], order=self.order[rows])
+        scale = None if self.scale is None else self.scale[rows]
+        return replace(self, columns=self.columns[rows], needed=self.needed[rows], order=self.order[rows], scale=scale)
 
 
 class Factor(ABC):
@@ -83,8 +85,10 @@ class Factor(ABC):
         y: Tensor,
         weights: Tensor | None = None,
         generator: torch.Generator | None = None,
+        scored: bool = False,
     ) -> Directions:
-        """The same directions, those of each sample times the root of its weight, with those left out that may be."""
+        """The same directions, those of each sample times the root of its weight, with those left out that may be;
+        `scored` asks for the score to be the first of them, where the likelihood can turn them so."""
         columns = torch.stack(list(self.directions(likelihood, f, y, generator)))
         if weights is not None:
             columns = columns * weights.to(columns).sqrt().reshape(-1, *(1,) * (columns.ndim - 2))
@@ -127,20 +131,28 @@ class GGN(Factor):
         y: Tensor,
         weights: Tensor | None = None,
         generator: torch.Generator | None = None,
+        scored: bool = False,
     ) -> Directions:
         self.require(f)
-        root = likelihood.factor(f, y)
+        root, scale = (likelihood.scored_factor(f, y) if scored else None) or (likelihood.factor(f, y), None)
         root = root.reshape(len(f), -1, *root.shape[-2:])  # (n, positions, c, r)
         if weights is not None:
             root = root * weights.to(root).sqrt()[:, None, None, None]
-        sizes, order = root.square().sum(2).flatten(1).double().sort(dim=-1, descending=True, stable=True)
+            scale = None if scale is None else torch.where(weights > 0, scale / weights.to(scale).sqrt(), 0.0)
+        sizes = root.square().sum(2).flatten(1).double()
+        ranked = sizes if scale is None else torch.cat([torch.full_like(sizes[:, :1], torch.inf), sizes[:, 1:]], 1)
+        order = ranked.sort(dim=-1, descending=True, stable=True).indices
+        sizes = sizes.gather(-1, order)
         total = float(sizes.sum())
         tolerance = torch.finfo(f.dtype).eps if self.tolerance is None else self.tolerance
         ascending = sizes.flatten().sort().values
         most = int((ascending.cumsum(0) <= tolerance * total).sum())
         kept = sizes >= (ascending[most] if most < len(ascending) else torch.inf)  # of equal ones all or none
+        if scale is not None:  # whatever its size, the first goes along with the others
+            kept[:, 0] = kept.any(1)
+            scale = torch.where(kept[:, 0], scale, 0.0)
         dropped = float(sizes[~kept].sum())
-        return Directions(root, kept.sum(1), tuple(f.shape[1:-1]), order, total, dropped)
+        return Directions(root, kept.sum(1), tuple(f.shape[1:-1]), order, scale, total, dropped)
 
     def directions(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None

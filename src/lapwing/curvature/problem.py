@@ -186,9 +186,8 @@ class Problem:
                         del at
                         run(waiting.full())
                     else:
-                        self._add_gradient(sums, at, score)
                         checked = self._finite(update, f"batch {batch.number}: ")
-                        self._feed(checked, at, directions, fresh, row_bytes, together)
+                        self._feed(checked, at, directions, score, sums, fresh, row_bytes, together)
                         del at
                 self._pause(journal, run, waiting, state, sums)
             run(waiting.rest())
@@ -216,7 +215,7 @@ class Problem:
         """Directions and scores of a batch, counted."""
         y, f = self.prepare(batch, f), f.detach()
         with torch.no_grad():
-            directions = factor.choose(self.likelihood, f, y, batch.weights, self.generator)
+            directions = factor.choose(self.likelihood, f, y, batch.weights, self.generator, scored=wanted)
             score = self._score(f, y, batch) if wanted else None
             sums.add(self.likelihood.statistics(f, y, batch.weights), directions)
             sums.seen += self.likelihood.count(f, y, batch.weights)
@@ -238,9 +237,8 @@ class Problem:
         for group in groups:
             for part in group.parts(room // max(group.directions.count, 1) if together else room):
                 at = self.network.linearize(self.plan, part.inputs)
-                self._add_gradient(sums, at, part.score)
                 checked = self._finite(update, f"batch {' or '.join(map(str, part.batches))}: ")
-                self._feed(checked, at, part.directions, None, row_bytes, together)
+                self._feed(checked, at, part.directions, part.score, sums, None, row_bytes, together)
 
     def _score(self, f: Tensor, y: Tensor, batch: Batch) -> Tensor:
         """φ·∇_f log p(y | f), times the weights."""
@@ -289,21 +287,12 @@ class Problem:
             source, desc=label, total=self.batches.length, disable=hide, delay=0 if self.progress else 1, leave=False
         )
 
-    def _add_gradient(self, sums: _Sums, at: Linearization, score: Tensor | None) -> None:
+    def _add_gradient(self, sums: _Sums, found: Mapping[str, Tensor | None]) -> None:
         """Σ_n φ·∇_θ log p(y_n | f_n), flat: how far the weights are from a mode."""
-        if score is None:
-            return
         params = self.network.params
         live = dict(self.network.module.named_parameters())
-        leaves = [live[name] for name in params.names]
-        found: tuple = (None,) * len(leaves)
-        if at.f.requires_grad:
-            found = torch.autograd.grad(at.f, leaves, score.to(at.f.dtype), retain_graph=True, allow_unused=True)
         flat = params.flatten(
-            {
-                n: torch.zeros_like(p) if g is None else g.to_dense()
-                for n, p, g in zip(params.names, leaves, found, strict=True)
-            }
+            {name: torch.zeros_like(live[name]) if g is None else g.to_dense() for name, g in found.items()}
         )
         flat = (flat if params.index is None else flat[params.index]).double()
         sums.gradient = flat if sums.gradient is None else sums.gradient + flat
@@ -331,19 +320,31 @@ class Problem:
         update: Update,
         at: Linearization,
         directions: Directions,
+        score: Tensor | None,
+        sums: _Sums,
         fresh: Tensor | None,
         row_bytes: int,
         together: bool,
     ) -> None:
-        """Rows of a piece, as many directions at a time as fit, or as share a backward pass where that is enough."""
+        """Rows of a piece, as many directions at a time as fit, or as share a backward pass where that is enough; and
+        the gradient of the log-likelihood, from the pass of the first direction where that is along the score."""
         row, count = at.n * (4 * self.plan.width + row_bytes), max(directions.count, 1)  # if of zeros
         length = max(1, self._cap(together) // max(row, 1))
         if not together:
             length = max(1, min(length, at.shared(count)))
         with torch.no_grad():
+            if score is not None and (directions.scale is None or not at.plan.joined):
+                self._add_gradient(sums, at.vjp(score))
+                score = None
             for start in range(0, count, length):
                 chosen = directions.between(start, min(start + length, count))
-                update(at.jacobian(chosen), fresh)
+                if score is not None and directions.scale is not None:
+                    jacobian, gradient = at.jacobian_and_vjp(chosen, score, directions.scale)
+                    self._add_gradient(sums, gradient)
+                    score = None
+                else:
+                    jacobian = at.jacobian(chosen)
+                update(jacobian, fresh)
                 fresh = None
 
 

@@ -130,5 +130,6 @@ def _joined(parts: list[Group]) -> Group:
     order = torch.cat([p.directions.order for p in parts if p.directions.order is not None])
     scores = [p.score for p in parts if p.score is not None]
     batches = tuple(sorted({number for part in parts for number in part.batches}))
-    joined = Directions(columns, needed, first.event, order)
+    scales = [p.directions.scale for p in parts if p.directions.scale is not None]
+    joined = Directions(columns, needed, first.event, order, torch.cat(scales) if scales else None)
     return Group(inputs, joined, torch.cat(scores) if scores else None, batches)

@@ -64,6 +64,18 @@ class Categorical(Likelihood):
         """K−1 columns in order of decreasing class probability: the last ones may be dropped. See `softmax_root`."""
         return masked(softmax_root(promote(f)), None if y is None else self.mask(f, y))
 
+    def scored_factor(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """With its own class first: that column is √(p_y / (1 − p_y)) · (e_y − p)."""
+        own = type(self).score is Categorical.score and type(self).factor is Categorical.factor
+        if f.ndim != 2 or y.ndim != 1 or not own:
+            return None
+        f, mask = promote(f), self.mask(f, y)
+        index = (y if mask is None else y.masked_fill(~mask, 0))[:, None]
+        p = f.softmax(-1)
+        rest = p.scatter(-1, index, 0.0).sum(-1)  # 1 − p_y, which would cancel
+        ratio = p.gather(-1, index)[:, 0] / rest.clamp(min=torch.finfo(f.dtype).tiny)
+        return masked(softmax_root(f, index), mask), masked(torch.where(rest > 0, ratio, 0.0).sqrt(), mask)
+
     def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return sample_classes(f, generator)
 
@@ -74,13 +86,14 @@ class Categorical(Likelihood):
         return isinstance(other, Categorical) and self.spec() == other.spec()
 
 
-def softmax_root(f: Tensor) -> Tensor:
-    """S (..., C, C−1) with S Sᵀ = diag(p) − p pᵀ, p = softmax(f): its Cholesky factor with the classes by decreasing p.
+def softmax_root(f: Tensor, first: Tensor | None = None) -> Tensor:
+    """S (..., C, C−1) with S Sᵀ = diag(p) − p pᵀ, p = softmax(f): its Cholesky factor with the classes by decreasing p,
+    after the class `first` (..., 1) if that is given.
 
     With tail sums q_j = Σ_{i>j} p_i, column j is √(p_j q_j / q_{j−1}) · (e_j − t_j), where t_j = p_{>j} / q_j is the
     distribution over the remaining classes. Nothing is subtracted, so confident float32 logits lose no accuracy.
     """
-    order = f.argsort(-1, descending=True)
+    order = (f if first is None else f.scatter(-1, first, torch.inf)).argsort(-1, descending=True)
     p = f.gather(-1, order).softmax(-1)
     tail = p.flip(-1).cumsum(-1).flip(-1)  # (..., C): Σ_{i>=j} p_i
     q, before = tail[..., 1:], tail[..., :-1]  # q_j and q_{j−1}, (..., C−1)

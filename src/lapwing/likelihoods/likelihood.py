@@ -118,6 +118,11 @@ class Likelihood(ABC):
         root = root * self.dispersion.detach().to(root).sqrt()
         return masked(root, None if y is None else self.mask(f, y))
 
+    def scored_factor(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """An S as `factor` gives, (B, C, R), whose first column is the score times a number of each item, and these
+        numbers (B,). None where no such S is at hand: it saves a backward pass, and nothing else."""
+        return None
+
     def _enumerated_root(self, f: Tensor, law: Distribution) -> Tensor:
         """Columns √p(y)·∇log p(y|f), one for each y of the support."""
         columns = []

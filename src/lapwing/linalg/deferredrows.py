@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.linalg.matrixrows import MatrixRows, Term
+from lapwing.linalg.matrixrows import MatrixRows, Term, rotated
 from lapwing.linalg.rows import chunks
 
 Make = Callable[[int, int], tuple[Term, ...]]
@@ -101,15 +101,12 @@ class DeferredRows(MatrixRows):
         return self if dtype == self.dtype else super().to(dtype)
 
     def rotate(self, left: Tensor, right: Tensor) -> MatrixRows:
-        """Each piece decides for itself whether to rotate before or after the sum over positions."""
-        if self.basis is not None:
-            left, right = self.basis[0] @ left, self.basis[1] @ right
-        e = self.extent
+        e, make, basis = self.extent, self.make, self.basis
+        if basis is not None:
+            return self._with(make, (basis[0] @ left, basis[1] @ right))
         if e.r * e.o * e.i * (e.o + e.i) < e.t * (e.r * e.o**2 + e.i**2):
-            return DeferredRows(self.make, e, self.dtype, self.device, (left, right))
-        return DeferredRows(
-            lambda start, length: MatrixRows(self.make(start, length)).rotate(left, right).terms,
-            e,
-            self.dtype,
-            self.device,
-        )
+            return self._with(make, (left, right))
+        return self._with(lambda start, length: rotated(make(start, length), left, right), None)
+
+    def _with(self, make: Make, basis: tuple[Tensor, Tensor] | None) -> DeferredRows:
+        return DeferredRows(make, self.extent, self.dtype, self.device, basis)

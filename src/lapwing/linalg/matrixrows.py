@@ -172,7 +172,7 @@ class MatrixRows(Rows):
         after = self.r * self.o * self.i * (self.o + self.i)
         if after < before and sum(t.left.shape[2] for t in self.terms) > 1:
             return MatrixRows(self.terms, (left, right))
-        return MatrixRows(tuple(Term(_times(t.left, left), _times(t.right, right)) for t in self.terms))
+        return MatrixRows(rotated(self.terms, left, right))
 
     def matvec(self, v: Tensor) -> Tensor:
         v = self._check(v)
@@ -260,6 +260,11 @@ class MatrixRows(Rows):
             ll, aa = torch.einsum("nrqo,nrup->nqoup", l, l), torch.einsum("nrqi,nruj->nqiuj", a, a)
             total = total + torch.einsum("nqoup,nqiuj->qoiupj", ll, aa).reshape(self.size, self.size)
         return total
+
+
+def rotated(terms: tuple[Term, ...], left: Tensor, right: Tensor) -> tuple[Term, ...]:
+    """The sides of every term times left (q, o, o) and right (q, i, i)."""
+    return tuple(Term(_times(t.left, left), _times(t.right, right)) for t in terms)
 
 
 def _times(side: Tensor, matrix: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from lapwing.model.tape import Pass, Record
 
 BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
 Outputs = Callable[[Tensor], Tensor]  # raw outputs -> (n, *event, c)
+Backward = tuple[int, tuple[Tensor | None, ...]]  # how many directions a pass has, and what it brings to each record
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +69,26 @@ class Linearization:
 
     def jacobian(self, directions: Tensor) -> Jacobian:
         """Rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row a sample and direction."""
-        gradients = self.gradients(directions)
         looped = self._loop(directions) if self.plan.looped else {}
-        rows = LazyRows(self, gradients, looped, directions.shape[0])
+        return self._from(LazyRows(self, self.gradients(directions), looped, directions.shape[0]))
+
+    def jacobian_and_vjp(
+        self, directions: Tensor, v: Tensor, scale: Tensor
+    ) -> tuple[Jacobian, dict[str, Tensor | None]]:
+        """Rows for directions of which the first is `scale` (n,) times v; and Σ vᵀ ∂f/∂θ from its backward pass."""
+        edges = [record.edge for record in self.finished.records]
+        found = self._grad([*edges, *self.leaves.values()], v.to(self.f.dtype), batched=False)
+        passes = [(1, found[: len(edges)]), *self._passes(directions[1:])]
+        rows = LazyRows(self, self._gradients(passes, scale), {}, directions.shape[0])
+        return self._from(rows), dict(zip(self.leaves, found[len(edges) :], strict=True))
+
+    def vjp(self, v: Tensor) -> dict[str, Tensor | None]:
+        """Σ vᵀ ∂f/∂θ by parameter, None where f does not depend on it."""
+        if not self.f.requires_grad:
+            return dict.fromkeys(self.leaves)
+        return dict(zip(self.leaves, self._grad([*self.leaves.values()], v.to(self.f.dtype), False), strict=True))
+
+    def _from(self, rows: LazyRows) -> Jacobian:
         return TapeJacobian(rows, self.plan.layout) if self.params.index is None else self._subnetwork(rows)
 
     def _subnetwork(self, rows: LazyRows) -> Jacobian:
@@ -91,17 +109,31 @@ class Linearization:
         records, r = self.finished.records, directions.shape[0]
         if not records or not r or not self.f.requires_grad:
             return Gradients(tuple((torch.zeros(()).expand(r, *record.out.shape),) for record in records))
+        return self._gradients(self._passes(directions))
+
+    def _passes(self, directions: Tensor) -> list[Backward]:
+        """As many backward passes as directions, or one where they share it."""
+        edges, r = [record.edge for record in self.finished.records], directions.shape[0]
         directions = directions.to(self.f.dtype)
-        edges = [record.edge for record in records]
         if 1 < r <= self.shared(r):
-            passes = [self._grad(edges, directions, batched=True)]
-        else:
-            passes = [self._grad(edges, v, batched=False) for v in directions]
-        for g, reaches in zip(passes[0], self.plan.reaching, strict=False):
+            return [(r, self._grad(edges, directions, batched=True))]
+        return [(1, self._grad(edges, v, batched=False)) for v in directions]
+
+    def _gradients(self, passes: list[Backward], scale: Tensor | None = None) -> Gradients:
+        """What they found at every record, the first of them to be multiplied with one number a sample."""
+        for g, reaches in zip(passes[0][1], self.plan.reaching, strict=False):
             if g is None and reaches:  # the graph of this batch lost a record that the self-check saw
                 raise PlanChanged
-        found = zip(*passes, strict=True)
-        return Gradients(tuple(_shaped(g, record.out, r) for g, record in zip(found, records, strict=True)))
+        records, n = self.finished.records, self.n
+        found = tuple(_shaped(passes, k, record.out) for k, record in enumerate(records))
+        if scale is None:
+            return Gradients(found)
+        layouts = [step.out for step in self.plan.steps]
+        scales = (
+            None if samples is None else samples.spread(scale, record.out, n)
+            for record, samples in zip(records, layouts, strict=True)
+        )
+        return Gradients(found, tuple(scales))
 
     def _grad(self, edges: list, v: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
         with warnings.catch_warnings():
@@ -359,12 +391,12 @@ class TapeJacobian(Jacobian):
         return self.rows.at.params.device
 
 
-def _shaped(passes: tuple[Tensor | None, ...], out: Tensor, r: int) -> tuple[Tensor, ...]:
-    """(r', *out.shape) of each pass; zeros where none reaches the record."""
-    if passes[0] is None:
-        return (out.new_zeros(()).expand(r, *out.shape),)
-    share = r // len(passes)
-    return tuple(g.reshape(share, *out.shape) for g in passes if g is not None)
+def _shaped(passes: list[Backward], k: int, out: Tensor) -> tuple[Tensor, ...]:
+    """(r, *out.shape) of each pass at record k; zeros where they do not reach it."""
+    return tuple(
+        out.new_zeros(()).expand(r, *out.shape) if (g := found[k]) is None else g.reshape(r, *out.shape)
+        for r, found in passes
+    )
 
 
 def _small_rows(rule: RowsRule, call_: Call, record: Record, g: Tensor, out: Samples, n: int) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,8 @@ from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import Jacobian
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.forward import push_forward
-from lapwing.model.jacobian import Linearization, Outputs
+from lapwing.model.gradients import Gradients
+from lapwing.model.jacobian import LazyRows, Linearization, Outputs
 from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import (
@@ -200,6 +201,7 @@ class _Check:
         directions = torch.randn(2, *f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(f)
         plan = self._settle(plan, whole, f, directions)
         plan = self._try_batched(plan, whole, f, directions)
+        plan = self._try_joined(plan, whole, f, directions)
         width = sum(record.out.numel() for record in whole.records) // self.n
         return replace(plan, distinct=self.distinct, width=width, reaching=_reaching(whole, f))
 
@@ -251,8 +253,8 @@ class _Check:
         return Linearization(network.module, every, plan, self.few, whole, network.outputs, f, self.leaves)
 
     def _tape_rows(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Iterator[dict[str, Tensor]]:
-        """The same from the tape: blocks are kept in factors and written out for two samples at a time (where blocks are
-        made in pieces, a rule that confuses samples would not show in pieces of one)."""
+        """The same from the tape: blocks are kept in factors and written out for two samples at a time (of
+        those made in pieces, pieces of one would not show a rule that confuses samples)."""
         at = self._linearization(plan, whole, f)
         rows = at.jacobian(directions)
         rows = Jacobian(tuple(rows.rows), rows.layout)
@@ -327,11 +329,29 @@ class _Check:
                 found = together.gradients(directions)
         except (RuntimeError, UserWarning):
             return plan
-        pairs = list(zip(alone.gradients(directions), found, strict=True))
-        total = sum(float(_norm(expected)) for expected, _ in pairs)
-        # each by its own size: a small gradient may meet large inputs
-        right = all(_norm(got - g) <= self.rtol * (_norm(g) + 1e-6 * total) for g, got in pairs)
-        return trial if right else plan
+        return trial if self._agree(alone.gradients(directions), found) else plan
+
+    def _try_joined(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
+        """One backward pass to records and weights, where it brings to each what it brings alone: a hook on a record's
+        output, for one, is not seen there if the pass goes on."""
+        if plan.looped or not whole.records or not f.requires_grad:
+            return plan
+        at, v = self._linearization(plan, whole, f), directions[:1]
+        rows, weights = at.jacobian_and_vjp(v, v[0], torch.ones(self.n, dtype=f.dtype, device=f.device))
+        assert isinstance(rows.rows, LazyRows)
+        both, alone = (_found(pair) for pair in ((rows.rows.gradients, weights), (at.gradients(v), at.vjp(v[0]))))
+        return replace(plan, joined=True) if len(both) == len(alone) and self._agree(alone, both) else plan
+
+    def _agree(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+        """Each by its own size: a small gradient may meet large inputs."""
+        total = sum(float(_norm(g)) for g in expected)
+        pairs = zip(expected, found, strict=True)
+        return all(_norm(got - g) <= self.rtol * (_norm(g) + 1e-6 * total) for g, got in pairs)
+
+
+def _found(pair: tuple[Gradients, dict[str, Tensor | None]]) -> list[Tensor]:
+    """The gradients of records and those of weights that have one."""
+    return [*pair[0], *(g.to_dense() for g in pair[1].values() if g is not None)]
 
 
 def _norm(t: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ class Plan:
     dynamic: bool = False
     width: int = 0  # elements of the outputs of all records, a sample
     reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
+    joined: bool = False  # whether a backward pass to the records may go on to the weights
 
     @cached_property
     def layout(self) -> Layout:

@@ -25,6 +25,12 @@ class Samples:
             return x.unflatten(axis, (n, m)).movedim(axis, 0)
         return x.unflatten(axis, (m, n)).movedim(axis + 1, 0)
 
+    def spread(self, values: Tensor, x: Tensor, n: int) -> Tensor:
+        """One number a sample, (n,), as a factor of a tensor that holds the samples so."""
+        m = x.shape[self.axis] // n
+        values = values.repeat(m) if self.minor else values.repeat_interleave(m)
+        return values.reshape(-1, *(1,) * (x.ndim - 1 - self.axis)).to(x.dtype)
+
     def fits(self, shape: torch.Size, n: int) -> bool:
         return self.axis < len(shape) and shape[self.axis] % n == 0
 
