@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lapwing.model.rules import autocorrelation
+from lapwing.model.rules.autocorrelation import patch_gram, pays
 from lapwing.model.rules.convolution import Axis, Convolution
 from lapwing.model.samples import Samples
 
@@ -56,3 +58,62 @@ def test_covariances_without_transposed_patches(ones: bool, groups: int) -> None
         own = g.flatten(3).unflatten(2, (groups, -1))
         truth = torch.einsum("rnqot,rnqpt->qop", own, own)
         torch.testing.assert_close(rule.left_gram(call, g, Samples(0), 5), truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("pixels", [1, autocorrelation.PIXELS])
+def test_covariances_by_products_of_images(pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel and padding, where it pays and where it does not."""
+    monkeypatch.setattr(autocorrelation, "PIXELS", pixels)
+    generator = torch.Generator().manual_seed(0)
+    sizes, kernels = ((1, 1), (2, 5), (7, 4)), ((1, 1), (3, 3), (2, 4), (5, 1))
+    edges = ((0, 0), (1, 1), (0, 2), (5, 3))
+    tried = 0
+    for (h, w), (kh, kw), rows, columns in itertools.product(sizes, kernels, edges, edges):
+        if h + sum(rows) < kh or w + sum(columns) < kw:
+            continue
+        x = torch.randn(3, 2, h, w, dtype=torch.float64, generator=generator)
+        patches = F.unfold(F.pad(x, (*columns, *rows)), (kh, kw))
+        truth = torch.einsum("nit,njt->ij", patches, patches)
+        found = patch_gram(x, (kh, kw), (rows, columns))
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12, msg=f"{(h, w)} {(kh, kw)} {rows} {columns}")
+        tried += 1
+    assert tried > 100
+
+
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_convolutions_use_products_of_images(ones: bool, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("lapwing.model.rules.convolution.patch_gram", lambda *a: calls.append(a) or patch_gram(*a))
+    x = torch.randn(4 * repeats, 8, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rule, weight = Convolution(2), torch.zeros(5, 8, 3, 3, dtype=torch.float64)
+    patches = F.unfold(x, 3, padding=1)
+    if ones:
+        patches = torch.cat([patches, torch.ones_like(patches[:, :1])], 1)
+    truth = torch.einsum("nit,njt->ij", patches, patches)
+    for padding in (1, "same"):
+        call = rule.bind(x, weight, None, 1, padding)
+        assert call is not None
+        found, positions = rule.right_gram(call, Samples(0), 4, ones, None, torch.float64)
+        torch.testing.assert_close(found[0], truth, rtol=1e-12, atol=1e-12)
+        assert positions == repeats * 63
+    assert len(calls) == 2
+    for other in (rule.bind(x, weight, None, 2, 1), rule.bind(x, weight, None, 1, 2, 2)):
+        assert other is not None
+        rule.right_gram(other, Samples(0), 4, ones, None, torch.float64)
+    assert len(calls) == 2, "strides and dilations have patches of another kind"
+
+
+def test_products_of_images_keep_their_digits() -> None:
+    """Positive pixels in float32, as after a ReLU: the norm of the error against float64."""
+    x = torch.randn(44, 16, 32, 32, generator=torch.Generator().manual_seed(0)).relu()
+    exact = patch_gram(x.double(), (3, 3), ((1, 1), (1, 1)))
+    error = torch.linalg.matrix_norm(patch_gram(x, (3, 3), ((1, 1), (1, 1))) - exact, 2)
+    assert float(error / torch.linalg.matrix_norm(exact, 2)) < 1e-6
+
+
+def test_products_of_images_are_for_images_larger_than_kernels() -> None:
+    around = ((1, 1), (1, 1))
+    assert pays(torch.Size((1, 16, 32, 32)), (3, 3), around)
+    assert not pays(torch.Size((1, 6, 14, 14)), (5, 5), ((0, 0), (0, 0)))
+    assert not pays(torch.Size((1, 16, 8, 8)), (1, 1), ((0, 0), (0, 0)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lapwing.linalg.rows import chunks
+from lapwing.model.rules.autocorrelation import patch_gram, pays
 from lapwing.model.rules.rule import Call, MatrixRule, with_ones
 from lapwing.model.samples import Samples
 
@@ -134,12 +135,34 @@ class Convolution(MatrixRule):
     def right_gram(
         self, call: Call, samples: Samples, n: int, ones: bool, weights: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, int]:
+        if weights is None and self._correlates(call):
+            return self._by_correlation(call, samples, n, ones, dtype)
         windows = self._windows(call)
         places, kernel = windows.shape[2 : 2 + self.dims].numel(), windows.shape[2 + self.dims :].numel()
         if weights is not None or places <= windows.shape[1] // call.options["groups"] * kernel:
             return super().right_gram(call, samples, n, ones, weights, dtype)
         x = self._columns(windows, call.options["groups"], ones)
         return _gram(x.to(dtype)), len(x) // n * places
+
+    def _correlates(self, call: Call) -> bool:
+        """Whether products of the image with itself are cheaper than patches."""
+        weight, options = call.weight, call.options
+        assert weight is not None
+        if self.dims != 2 or options["groups"] != 1 or {*options["stride"], *options["dilation"]} != {1}:
+            return False
+        height, width = weight.shape[2:]
+        return bool(len(call.data)) and pays(call.data.shape, (height, width), options["edges"])
+
+    def _by_correlation(
+        self, call: Call, samples: Samples, n: int, ones: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, int]:
+        assert call.weight is not None
+        height, width = call.weight.shape[2:]
+        found = patch_gram(call.data.to(dtype), (height, width), call.options["edges"])
+        if ones:
+            total = self.right_sum(call, samples, n, True)[:, 0].to(dtype).sum(0)  # its last entry counts patches
+            found = torch.cat([torch.cat([found, total[:-1, None]], 1), total[None]])
+        return found[None], self.positions(call, n)
 
     def positions(self, call: Call, n: int) -> int:
         return call.data.shape[0] // n * prod(axis.places for axis in self._axes(call))
@@ -185,6 +208,9 @@ class Convolution(MatrixRule):
 
 class TransposedConvolution(Convolution):
     """A convolution with the flipped kernel over the input with stride − 1 zeros between its entries."""
+
+    def _correlates(self, call: Call) -> bool:
+        return False
 
     def bind(  # type: ignore[override]
         self,
