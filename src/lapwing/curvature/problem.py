@@ -215,7 +215,8 @@ class Problem:
         """Directions and scores of a batch, counted."""
         y, f = self.prepare(batch, f), f.detach()
         with torch.no_grad():
-            directions = factor.choose(self.likelihood, f, y, batch.weights, self.generator, scored=wanted)
+            scored = {"scored": True} if wanted else {}
+            directions = factor.choose(self.likelihood, f, y, batch.weights, self.generator, **scored)
             score = self._score(f, y, batch) if wanted else None
             sums.add(self.likelihood.statistics(f, y, batch.weights), directions)
             sums.seen += self.likelihood.count(f, y, batch.weights)
@@ -333,7 +334,7 @@ class Problem:
         if not together:
             length = max(1, min(length, at.shared(count)))
         with torch.no_grad():
-            if score is not None and (directions.scale is None or not at.plan.joined):
+            if score is not None and (directions.scale is None or not at.joined):
                 self._add_gradient(sums, at.vjp(score))
                 score = None
             for start in range(0, count, length):

@@ -50,7 +50,8 @@ class Group:
 
 @dataclass(eq=False)
 class Regrouped:
-    """Waiting samples, by the number of directions they need and the shapes of their inputs."""
+    """Waiting samples, by the number of directions they need, whether these begin with the score, and the shapes of
+    their inputs."""
 
     size: int = 1  # samples that a group is run with: those of the largest batch so far
     waiting: dict[tuple, list[Group]] = field(default_factory=dict)
@@ -68,14 +69,12 @@ class Regrouped:
         if float(needed.double().mean()) > WORTH * int(needed.max()):
             return False
         self.taking = True
-        batch, shapes = (
-            Group(inputs, directions, score, (number,)),
-            tuple((t.shape[1:], t.dtype) for t in tensors_in(inputs)),
-        )
+        batch = Group(inputs, directions, score, (number,))
+        alike = (directions.scale is None, *((t.shape[1:], t.dtype) for t in tensors_in(inputs)))
         for count in needed.unique().tolist():
             if count:
                 rows = (needed == count).nonzero().flatten()
-                self.waiting.setdefault((_rounded(count), shapes), []).append(batch.take(rows))
+                self.waiting.setdefault((_rounded(count), alike), []).append(batch.take(rows))
         return True
 
     def _with_scores(self, directions: Directions, score: Tensor | None, factor: GGN) -> Tensor:
@@ -102,8 +101,8 @@ class Regrouped:
         """Everything that still waits. A few samples join those that need more rather than run alone."""
         levels = sorted(self.waiting.items(), key=lambda item: item[0][0])
         self.waiting = {}
-        for shapes in {key[1] for key, _ in levels}:
-            own = [(key[0], parts) for key, parts in levels if key[1] == shapes and parts]
+        for alike in {key[1] for key, _ in levels}:
+            own = [(key[0], parts) for key, parts in levels if key[1] == alike and parts]
             for (count, parts), following in zip_longest(own, own[1:]):
                 if following and _samples(parts) * (following[0] - count) < OVERHEAD * (count + 2):
                     following[1].extend(parts)

@@ -67,7 +67,7 @@ class Categorical(Likelihood):
     def scored_factor(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         """With its own class first: that column is √(p_y / (1 − p_y)) · (e_y − p)."""
         own = type(self).score is Categorical.score and type(self).factor is Categorical.factor
-        if f.ndim != 2 or y.ndim != 1 or not own:
+        if f.ndim != 2 or y.ndim != 1 or not own or bool(self.dispersion != 1):
             return None
         f, mask = promote(f), self.mask(f, y)
         index = (y if mask is None else y.masked_fill(~mask, 0))[:, None]

@@ -72,6 +72,11 @@ class Linearization:
         looped = self._loop(directions) if self.plan.looped else {}
         return self._from(LazyRows(self, self.gradients(directions), looped, directions.shape[0]))
 
+    @property
+    def joined(self) -> bool:
+        """Whether `jacobian_and_vjp` may be used."""
+        return self.plan.joined and self.f.requires_grad
+
     def jacobian_and_vjp(
         self, directions: Tensor, v: Tensor, scale: Tensor
     ) -> tuple[Jacobian, dict[str, Tensor | None]]:
