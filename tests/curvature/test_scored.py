@@ -70,23 +70,21 @@ def test_one_pass_serves_both(tolerance: float | None, scale: float, shared: lis
     torch.testing.assert_close(la.curvature.gradient, gradient, rtol=1e-7, atol=1e-9)
 
 
-def test_hard_and_soft_labels_are_not_brought_together(shared: list[int]) -> None:
+@pytest.mark.parametrize("hard", [1, 2, 5])
+def test_hard_and_soft_labels_are_not_brought_together(hard: int, shared: list[int]) -> None:
+    """Few samples of two batches need directions: one group would hold soft labels and a few hard ones."""
     net = network(30.0)
     x = torch.randn(400, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    sure = net(x).softmax(-1).max(-1).values
-    sure, unsure = x[sure > 0.999][:30], x[sure < 0.8][:10]
-    for first in (5, 9):  # one hard label among soft ones, and several
-        a, b = torch.cat([sure[:15], unsure[:first]]), torch.cat([sure[15:], unsure[first:]])
-        batches = [(a, (net(a).detach() + 1).softmax(-1)), (b, net(b).argmax(-1).detach())]
-        for tolerance in (1e-6, None):
-            la = lapwing.fit(net, batches, "classification", structure="diag", factor=lapwing.GGN(tolerance=tolerance))
-            diagonal, gradient = truth(net, batches)
-            torch.testing.assert_close(
-                la.curvature.matrix.diagonal(), diagonal, rtol=1e-3, atol=1e-5 * float(diagonal.max())
-            )
-            assert la.curvature.gradient is not None
-            torch.testing.assert_close(la.curvature.gradient, gradient, rtol=1e-3, atol=1e-5)
+    confidence = net(x).softmax(-1).max(-1).values
+    sure, unsure = x[confidence > 0.999][:30], x[confidence < 0.8][:10]
+    a, b = torch.cat([sure[:15], unsure[:5]]), torch.cat([sure[15:], unsure[5 : 5 + hard]])
+    batches = [(a, (net(a).detach() + torch.linspace(-1, 1, CLASSES)).softmax(-1)), (b, net(b).argmax(-1).detach())]
+    la = lapwing.fit(net, batches, "classification", structure="diag", factor=lapwing.GGN(tolerance=1e-2))
     assert shared, "no hard label took the short way: the test tests nothing"
+    diagonal, gradient = truth(net, batches)
+    assert float((la.curvature.matrix.diagonal() - diagonal).norm() / diagonal.norm()) < 0.02
+    assert la.curvature.gradient is not None
+    assert float((la.curvature.gradient - gradient).norm() / gradient.norm()) < 0.02
 
 
 @pytest.mark.parametrize("margin", [10.0, 16.0, 20.0])
