@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -38,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = [cell for cell in cells if cell in kept.known]
         points = [point for point in points if point[-1] in kept.known]
     prepare([*cells, *(cell for _, _, cell in points)])
-    measured = [kept.get(cell, place) for cell in progress(cells, "cells")]
-    grown = [(axis, size, kept.get(cell, place)) for axis, size, cell in progress(points, "growth")]
+    jobs = options.jobs or (min(2, os.cpu_count() or 1) if options.quick and set(options.threads) == {1} else 1)
+    measured = [*progress(cells, kept, place, "cells", jobs)]
+    outcomes = progress([cell for _, _, cell in points], kept, place, "growth", jobs)
+    grown = [(axis, size, outcome) for (axis, size, _), outcome in zip(points, outcomes, strict=True)]
     record = {
         "place": conditions(began, load, peers),
         "imports": imports(options.python, peers),
@@ -67,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--quick", action="store_true", help="small data and few cells: ten minutes on two cores")
     top.add_argument("--out", type=Path, default=Path("bench-output"), help="folder (%(default)s)")
     top.add_argument("--threads", type=int, nargs="+", default=[1], help="1: CPU time, more: wall time (%(default)s)")
+    top.add_argument(
+        "--jobs", type=int, help="cells at a time (quick with one thread: 2 where there are 2 cores; else 1)"
+    )
     top.add_argument("--processes", type=int, help="of each side, taking turns (1 quick, 2 otherwise)")
     top.add_argument("--workload", help="only these, with commas")
     top.add_argument("--operation", help="only operations that begin so")
@@ -100,7 +107,7 @@ class Kept:
     """Cells measured so far, one a line of a file, so that an interrupted run goes on where it stopped."""
 
     def __init__(self, path: Path, resume: bool) -> None:
-        self.path = path
+        self.path, self.lock = path, Lock()
         if not resume:
             path.unlink(missing_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
@@ -108,18 +115,24 @@ class Kept:
 
     def get(self, cell: Cell, place: Place) -> Outcome:
         if cell not in self.known:
-            self.known[cell] = run(cell, place)
-            with self.path.open("a") as lines:
-                lines.write(json.dumps(report.stored(self.known[cell])) + "\n")
+            outcome = run(cell, place)
+            with self.lock, self.path.open("a") as lines:
+                self.known[cell] = outcome
+                lines.write(json.dumps(report.stored(outcome)) + "\n")
         return self.known[cell]
 
 
-def progress(items: Sequence[Any], label: str) -> Iterable[Any]:
-    bar = tqdm(items, desc=label, unit="cell", leave=False, mininterval=5)
-    for item in bar:
-        cell = item if isinstance(item, Cell) else item[-1]
-        bar.set_postfix_str(f"{cell.workload} {cell.operation}", refresh=True)
-        yield item
+def progress(cells: Sequence[Cell], kept: Kept, place: Place, label: str, jobs: int) -> Iterable[Outcome]:
+    """The outcomes of the cells in their order, measured so many at a time."""
+    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(cells), desc=label, unit="cell", leave=False) as bar:
+
+        def measure(cell: Cell) -> Outcome:
+            bar.set_postfix_str(f"{cell.workload} {cell.operation}", refresh=True)
+            outcome = kept.get(cell, place)
+            bar.update()
+            return outcome
+
+        yield from pool.map(measure, cells)
 
 
 def imports(python: str, peers: str | None) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from threading import Event
 
 import pytest
 import torch
@@ -254,3 +255,27 @@ def test_errors_are_one_line():
 
 def failing():
     raise AssertionError
+
+
+def test_cells_that_run_side_by_side_keep_their_order(tmp_path, monkeypatch):
+    import benchmarks.__main__ as main
+
+    cells = [Cell("lenet", "fit-kron", n, 1) for n in (1, 2, 3, 4, 5)]
+    asked = []
+    first = Event()
+
+    def run(cell, place):
+        asked.append(cell.n)
+        if cell.n == 1:  # the first to begin is the last to end
+            assert first.wait(60)
+        if cell.n == 5:
+            first.set()
+        return Outcome(cell, measured(seconds=float(cell.n)))
+
+    monkeypatch.setattr(main, "run", run)
+    kept = main.Kept(tmp_path / "cells.jsonl", resume=False)
+    found = list(main.progress(cells, kept, None, "cells", jobs=2))
+    assert [outcome.cell.n for outcome in found] == [1, 2, 3, 4, 5]
+    again = main.Kept(tmp_path / "cells.jsonl", resume=True)
+    assert [o.ours.seconds for o in main.progress(cells, again, None, "cells", jobs=2)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert sorted(asked) == [1, 2, 3, 4, 5], "what is known is not measured again"
