@@ -38,10 +38,11 @@ def test_root_gives_the_covariance_of_brute_force_jacobians(structure: str) -> N
     def outputs(theta: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         return theta[:size].reshape(head.weight.shape) @ a + theta[size:]
 
-    sigma = la.posterior.covariance()
+    sigma, predicted = la.posterior.covariance(), la.predict(x[:4]).function.covariance
     for n, a in enumerate(features):
         jacobian = torch.func.jacrev(outputs)(weights, a)
         torch.testing.assert_close(covariance[n], jacobian @ sigma @ jacobian.T, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(predicted[n], jacobian @ sigma @ jacobian.T, rtol=1e-8, atol=1e-10)
 
 
 def test_probabilities_are_those_of_samples_from_the_covariance() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.errors import TooLarge
 from lapwing.linalg import PSD, Jacobian
+from lapwing.linalg.rows import chunks
 from lapwing.model import Linearization, Network, Plan, PlanChanged, batch_size, dynamic_plan, take
 from lapwing.model.batches import Inputs
 from lapwing.model.module import outside_inference
@@ -86,6 +87,10 @@ class Linearized:
         """(B, *event, C, C), event position by event position; with `contrast` that of f minus its average."""
         _require(mean.numel() * mean.shape[-1] * mean.element_size(), self.memory, "the covariance of the outputs")
         n, c = mean.shape[0], mean.shape[-1]
+        if c > CLOSED_FORM and not contrast:
+            root = shared_root(self.network, self.plan, self.precision, inputs)
+            if root is not None:
+                return _from_root(*root).to(mean.dtype)
         events = mean[0].numel() // c
         basis = contrasts(c, mean) if contrast else None
         blocks = []
@@ -156,6 +161,16 @@ class Linearized:
         """(n, B, *event, C): one weight draw and one forward-mode pass each."""
         steps = self.draws(n, generator) - self.network.params.flat
         return mean + self.network.jvp(inputs, steps)[1]
+
+
+def _from_root(root: Tensor, spread: Tensor) -> Tensor:
+    """R diag(s²) Rᵀ of each item, (B, C, C), with one temporary of a few items."""
+    c = len(root)
+    found = root.new_empty(len(spread), c, c)
+    for start, length in chunks(len(spread), c * c * root.element_size()):
+        own = spread[start : start + length].square()
+        torch.matmul(root * own[:, None], root.mT, out=found[start : start + length])
+    return found
 
 
 def _identity(f: Tensor, event: int | None = None) -> Tensor:
