@@ -44,7 +44,9 @@ def panel(axes: Any, points: Sequence[Point], what: str) -> None:
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_formatter("")
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top * (top / bottom) ** 0.35)  # room for the legend above the curves
+    axes.legend(fontsize=7, frameon=False, loc="upper left")
 
 
 def curve(
