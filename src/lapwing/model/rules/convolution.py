@@ -135,7 +135,7 @@ class Convolution(MatrixRule):
     def right_gram(
         self, call: Call, samples: Samples, n: int, ones: bool, weights: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, int]:
-        if weights is None and self._correlates(call):
+        if weights is None and dtype in (torch.float32, torch.float64) and self._correlates(call):
             return self._by_correlation(call, samples, n, ones, dtype)
         windows = self._windows(call)
         places, kernel = windows.shape[2 : 2 + self.dims].numel(), windows.shape[2 + self.dims :].numel()
@@ -151,6 +151,8 @@ class Convolution(MatrixRule):
         if self.dims != 2 or options["groups"] != 1 or {*options["stride"], *options["dilation"]} != {1}:
             return False
         height, width = weight.shape[2:]
+        if call.data.is_complex():
+            return False
         return bool(len(call.data)) and pays(call.data.shape, (height, width), options["edges"])
 
     def _by_correlation(
