@@ -62,10 +62,10 @@ def quick() -> Iterator[Cell]:
     """The targets on small data, in ten minutes on two cores; peers where they tell something new."""
     krons = ("kron", "kron-reduce", "kron-default", "kron-1e-3", "kron-mc")
     short = ("diag", "diag-default", "diag-1e-3", *krons, *EKFACS)
-    for cell in fits("lenet", 2944, short, peer_n=64):
+    for cell in fits("lenet", 2048, short, peer_n=64):
         yield replace(cell, peer_n=512) if cell.peers and cell.peer_n is None else cell
     yield from after("lenet", 256, 50, ("predict-kron",))
-    yield from after("lenet", 2944, 16, ("samples-kron", "evidence-kron", "sweep-kron"))
+    yield from after("lenet", 2048, 16, ("samples-kron", "evidence-kron", "sweep-kron"))
     yield from fits("mlp", 512, ("diag", "kron"))
     for cell in fits("resnet20", 256, short):
         if cell.operation.endswith(("1e-3", "mc", "default")):  # so fast that what is paid once would count
