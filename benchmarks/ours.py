@@ -21,7 +21,8 @@ def prepare(task: Task, op: Operation) -> tuple[Run, Callable[[Any], Tensor | No
     if op.action == "predict":
         return lambda: la.predict(task.new).function.covariance, lambda covariance: covariance
     if op.action == "probs":
-        return lambda: la.predict(task.new).probs, lambda probs: probs
+        link = "jvp" if op.variant == "jvp" else "auto"
+        return lambda: la.predict(task.new, link=link).probs, lambda probs: probs
     if op.action == "samples":
         return lambda: la.posterior.sample(SAMPLES, torch.Generator().manual_seed(0)), lambda draws: None
     if op.action == "evidence":
@@ -53,7 +54,7 @@ def curvature(la: lapwing.Laplace, op: Operation) -> Tensor:
 
 
 def structure(op: Operation) -> Any:
-    sharing = "expand" if op.variant == "" else "reduce" if op.variant == "reduce" else "auto"
+    sharing = "expand" if op.variant in ("", "jvp") else "reduce" if op.variant == "reduce" else "auto"
     basis = lapwing.GGN(tolerance=1e-3) if op.variant == "basis" else None
     kinds = {
         "diag": lapwing.Diag,

@@ -47,6 +47,7 @@ def whole() -> Iterator[Cell]:
     for name in ("resnet20", "resnet20-frozen"):
         yield from after(name, 128, 10, ("predict-kron", "probs-kron"))
         yield from after(name, 128, 16, ("samples-kron", "sweep-kron"))
+    yield Cell("resnet20", "probs-kron-jvp", 128, 64, ())
     yield Cell("vit", "fit-diag", 128, 1, ())
     yield from fits("vit", 128, FITS[1:])
     yield from after("vit", 128, 16, ("predict-kron", "probs-kron"))
@@ -75,6 +76,7 @@ def quick() -> Iterator[Cell]:
     yield from fits("resnet20-frozen", 128, ("kron",))
     yield from after("resnet20-frozen", 64, 8, ("predict-kron",))
     yield Cell("resnet20", "probs-kron", 64, 8, ())
+    yield Cell("resnet20", "probs-kron-jvp", 64, 64, ())
     yield Cell("vit", "fit-diag", 64, 1, ())  # laplace-torch was killed for its memory
     yield from fits("vit", 64, ("kron", "kron-mc"))
     yield Cell("vit", "predict-kron", 64, 8, ())

@@ -94,7 +94,7 @@ TARGETS: dict[tuple[str, str], Target] = {
     ("resnet20", "fit-ekfac-1e-3"): epochs(3.5),
     ("lenet", "predict-kron"): faster(150),
     ("resnet20", "predict-kron"): faster(30),
-    ("resnet20", "probs-kron"): forwards(25),
+    ("resnet20", "probs-kron-jvp"): forwards(25),
     ("head", "predict-kron"): near_covariances(3),
     ("head", "probs-kron"): no_covariances(),
     ("resnet18", "fit-ekfac"): within(4 * 10**9),

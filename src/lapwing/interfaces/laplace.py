@@ -72,6 +72,7 @@ INTERPOLATES = (
     "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
     "precision; check on held-out data"
 )
+JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
 
 
@@ -346,11 +347,13 @@ class Laplace:
     ) -> Prediction:
         """The predictive distribution at inputs x: a tensor, a tuple called as model(*x), or a dict.
 
-        `method="linearized"` uses f̂ + J(θ − θ̂), in closed form or by `samples` forward-mode products where outputs are
-        many; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
-        what is exact or nearly so, else Monte Carlo; "probit", "bridge", "mc" insist. `joint=True` keeps the
-        covariance between inputs, `differentiable=True` the gradients with respect to x. Without a generator, results
-        are the same at every call and whatever the batch. With a logit temperature s, `function` is that of f/s.
+        `method="linearized"` uses f̂ + J(θ − θ̂), in closed form or by `samples` forward-mode products where outputs
+        are many; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
+        what is exact or nearly so, else Monte Carlo; "probit", "bridge", "mc" insist; "jvp" is Monte Carlo by
+        forward-mode products and their mirror images, without covariances however few the outputs: about `samples`
+        forward passes, and coarse. `joint=True` keeps the covariance between inputs, `differentiable=True` the
+        gradients with respect to x. Without a generator, results are the same at every call and whatever the batch.
+        With a logit temperature s, `function` is that of f/s.
 
             p = la.predict(x);  p.probs, p.entropy, p.epistemic
         """
@@ -365,7 +368,16 @@ class Laplace:
             function: Any = sampled_function(self.network, draws, inputs, differentiable)
             link = "mc" if link == "auto" else link
         elif method == "linearized":
-            function = self._linearized(inputs).function(inputs, joint=joint, differentiable=differentiable)
+            by_draws = link == "jvp"
+            if by_draws and (joint or differentiable or "mc" not in self.likelihood.links):
+                raise UnsupportedOperation(
+                    'link="jvp" is a Monte Carlo link without joint=True or differentiable=True; use link="mc" for those'
+                )
+            function = self._linearized(inputs).function(
+                inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
+            )
+            if by_draws:
+                link, samples = "mc", samples or JVP_DRAWS
         else:
             raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
         if samples is None and function.mean[0].numel() > CLOSED_FORM:

@@ -31,6 +31,7 @@ from lapwing.model.plan import (
     unseen_names,
 )
 from lapwing.model.samples import AMBIGUOUS, close
+from lapwing.model.tangents import Recording, Values
 from lapwing.model.tape import Pass, Record, first_reached, run
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
@@ -78,11 +79,18 @@ class Network:
         return self.outputs(output_tensor(call(self.module, inputs, values)))
 
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
-        """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c), one forward-mode pass each."""
+        """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c), one forward-mode pass each.
+
+        What the heavy operations give at the weights themselves is computed once for all.
+        """
         values = dict(zip(self.params.names, self.params.values, strict=True))
         moved = [self.params.tangent(v) for v in tangents]
+        known = Values()
         with self.borrow():
-            found = push_forward(self.module, lambda p: self._functional(p, inputs), values, moved)
+            if len(moved) > 1:
+                with torch.no_grad(), Recording(known):
+                    call(self.module, inputs)
+            found = push_forward(self.module, lambda p: self._functional(p, inputs), values, moved, known)
             if found is not None:
                 return found
             with differentiable_kernels():

@@ -16,7 +16,7 @@ from lapwing.likelihoods.marginal import safe_sqrt
 from lapwing.predictive.fixed import base_points, fixed_generator
 
 _BLOCK = 2**24  # elements of f in one block of points
-_DRAWS = 64  # weight draws in one block: a constant, so that results do not depend on the batch
+_DRAWS = 64  # points by weight draws in one block: a constant, so that results do not depend on the batch
 
 Sampler = Callable[[int, torch.Generator | None], Tensor]
 
@@ -83,10 +83,10 @@ class GaussianFunction(FunctionDistribution):
     Each of `covariance`, `variance` is a tensor or a function without arguments, called once and when needed. With
     `sampler(n, generator)`, draws (n, B, *event, C) need no covariance at all, and are taken to be joint over inputs
     (as weight samples are); expectations item by item then come from `root`, if it gives R (C, C) and s (B, C) with
-    covariances R diag(s²) Rᵀ, and from the sampler otherwise. `joint=True`: covariance is (B, *event, C, B, *event, C).
-    `contrasts` is for targets that do not see the average of f over C (a softmax), whose variance under a wide prior
-    drowns all others in rounding: the covariance of f minus that average, or True to take it from `covariance`.
-    Expectations item by item use it.
+    covariances R diag(s²) Rᵀ, and from draws and their mirror images otherwise. `joint=True`: covariance is (B, *event,
+    C, B, *event, C). `contrasts` is for targets that do not see the average of f over C (a softmax), whose variance
+    under a wide prior drowns all others in rounding: the covariance of f minus that average, or True to take it from
+    `covariance`. Expectations item by item use it.
 
     Example: `GaussianFunction(mean, variance=lambda: diagonal(x), sampler=weight_draws)`.
     """
@@ -236,7 +236,9 @@ class GaussianFunction(FunctionDistribution):
         if self._sampler is not None:
             generator = fixed_generator(self.mean.device) if generator is None else generator
             for start in range(0, n, _DRAWS):
-                yield self._sampler(min(_DRAWS, n - start), generator)
+                k = min(_DRAWS, n - start)
+                drawn = self._sampler((k + 1) // 2, generator)
+                yield torch.cat([drawn, 2 * self.mean - drawn])[:k]  # a draw's mirror image costs nothing
             return
         mean, root = self.mean, self._point_root
         size = max(1, _BLOCK // max(1, mean.numel()))

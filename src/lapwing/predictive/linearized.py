@@ -37,14 +37,21 @@ class Linearized:
     memory: int
     shift_invariant: bool = False  # whether targets do not see what all outputs of an item share, as a softmax
 
-    def function(self, inputs: Inputs, *, joint: bool = False, differentiable: bool = False) -> GaussianFunction:
-        """The distribution of f at these inputs; covariances are computed when asked for."""
+    def function(
+        self, inputs: Inputs, *, joint: bool = False, differentiable: bool = False, by_draws: bool = False
+    ) -> GaussianFunction:
+        """The distribution of f at these inputs; covariances are computed when asked for.
+
+        `by_draws`: expectations come from weight draws however few outputs there are.
+        """
         if differentiable:
             return self._differentiable(inputs, joint)
         mean = self.network.forward(inputs)
         sampler = root = None
-        if mean[0].numel() > CLOSED_FORM and not joint:
+        many = mean[0].numel() > CLOSED_FORM
+        if (many or by_draws) and not joint:
             sampler = lambda n, generator: self._sample(inputs, mean, n, generator)  # noqa: E731
+        if many and not by_draws and not joint:
             root = lambda: shared_root(self.network, self.plan, self.precision, inputs)  # noqa: E731
         covariance = (lambda: self._joint(inputs, mean)) if joint else (lambda: self.covariance(inputs, mean))
         variance = None if joint else lambda: self.variance(inputs, mean, self.precision)

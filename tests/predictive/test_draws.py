@@ -1,0 +1,111 @@
+"""Probabilities by forward-mode draws: against the closed-form law, and how many passes they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.curvature.test_products import dense
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lapwing
+from lapwing.model import Network, Params
+
+
+def fitted(outputs: int = 3, likelihood: str = "classification") -> lapwing.Laplace:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    x = torch.randn(40, 4, dtype=torch.float64)
+    y = torch.randint(outputs, (40,)) if likelihood == "classification" else torch.randn(40, outputs).double()
+    return lapwing.fit(model, (x, y), likelihood, structure="full", prior=2.0, progress=False)
+
+
+def test_draws_have_the_law_of_the_closed_form() -> None:
+    la, x = fitted(), torch.randn(5, 4, dtype=torch.float64)
+    exact, drawn = la.predict(x), la.predict(x, link="jvp", samples=4096)
+    torch.testing.assert_close(drawn.probs, exact.probs, atol=0.01, rtol=0)
+    torch.testing.assert_close(drawn.epistemic, exact.epistemic, atol=0.01, rtol=0)
+    assert not torch.equal(drawn.probs, exact.probs)
+
+
+def test_a_draw_comes_with_its_mirror_image() -> None:
+    la, x = fitted(), torch.randn(5, 4, dtype=torch.float64)
+    function = la.predict(x, link="jvp").function
+    for n in (2, 7, 150):
+        points = function.points(n)
+        assert len(points) == n
+        offset = points - function.mean
+        assert len(torch.unique(offset.flatten(1).abs().sum(1).round(decimals=9))) == (n + 1) // 2  # ± pairs
+    torch.testing.assert_close(function.points(150).mean(0), function.mean)
+    covariance = torch.einsum("sbc,sbd->bcd", offset, offset) / len(offset)
+    assert (covariance - function.covariance).abs().max() < 0.3 * function.covariance.abs().max()
+
+
+def test_the_same_whatever_the_batch_and_the_call() -> None:
+    la, x = fitted(), torch.randn(5, 4, dtype=torch.float64)
+    whole = la.predict(x, link="jvp").probs
+    torch.testing.assert_close(la.predict(x[3:], link="jvp").probs, whole[3:])
+    torch.testing.assert_close(la.predict(x, link="jvp").probs, whole)
+    other = la.predict(x, link="jvp", generator=torch.Generator().manual_seed(7)).probs
+    assert not torch.allclose(other, whole)
+
+
+@pytest.mark.parametrize("option", [{"joint": True}, {"differentiable": True}])
+def test_what_draws_cannot_do_is_refused(option: dict[str, bool]) -> None:
+    with pytest.raises(lapwing.UnsupportedOperation, match="jvp"):
+        fitted().predict(torch.randn(2, 4, dtype=torch.float64), link="jvp", **option)
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "convolution" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def network_of(model: nn.Module) -> Network:
+    return Network(model, Params.of(model, tuple(n for n, _ in model.named_parameters())), lambda raw: raw)
+
+
+def test_products_share_the_values_of_one_pass() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.Flatten()).double()
+    x, s = torch.randn(2, 2, 6, 6, dtype=torch.float64), 5
+    truth = dense(model, x)
+    v = torch.randn(s, truth.shape[1], dtype=torch.float64)
+    with Convolutions() as seen:
+        found = network_of(model).jvp(x, v)[1]
+    torch.testing.assert_close(found.flatten(1), v @ truth.T)
+    assert seen.count == 2 + s * 3  # the first convolution's inputs do not move
+
+
+class Changing(nn.Module):
+    """Calls one layer more at its first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.runs = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 1:
+            F.linear(x, self.layers[0].weight)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def test_values_of_a_pass_with_other_calls_are_not_taken() -> None:
+    torch.manual_seed(0)
+    model = Changing().double()
+    x = torch.randn(2, 3, dtype=torch.float64)
+    truth = dense(model, x)
+    model.runs = 0
+    v = torch.randn(2, truth.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(network_of(model).jvp(x, v)[1].flatten(1), v @ truth.T)
