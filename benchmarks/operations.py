@@ -2,8 +2,9 @@
 
 A name is an action, a structure and the curvature's estimator: `fit-kron-mc` is a Monte Carlo Fisher, `fit-diag-1e-3`
 keeps the curvature to a thousandth, `fit-kron-default` is what `fit` does by itself, `fit-kron-reduce` sums gradients
-over positions, `fit-ekfac-basis` finds its basis with 1e-3 and its moments with nothing dropped, `probs-kron-jvp` draws
-probabilities by forward-mode products; without a suffix nothing is dropped and Kronecker factors are of the *expand* kind, as the peers'.
+over positions, `fit-ekfac-basis` drops nothing in its basis either, `probs-kron-jvp` draws probabilities by
+forward-mode products; without a suffix nothing is dropped (of EKFAC's moments; its basis is the default) and Kronecker
+factors are of the *expand* kind, as the peers'.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ VARIANTS = {
     "1e-3": "kept to 1e-3",
     "default": "as by default",
     "reduce": "reduce",
-    "basis": "only its basis kept to 1e-3",
+    "basis": "nothing dropped in its basis either",
     "jvp": "16 draws by JVP",
 }
 PRIOR = 1.0

@@ -55,7 +55,7 @@ def curvature(la: lapwing.Laplace, op: Operation) -> Tensor:
 
 def structure(op: Operation) -> Any:
     sharing = "expand" if op.variant in ("", "jvp") else "reduce" if op.variant == "reduce" else "auto"
-    basis = lapwing.GGN(tolerance=1e-3) if op.variant == "basis" else None
+    basis = lapwing.GGN(tolerance=0.0) if op.variant == "basis" else None
     kinds = {
         "diag": lapwing.Diag,
         "full": lapwing.Full,

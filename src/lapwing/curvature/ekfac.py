@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import Factor
+from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.kron import KronAccumulator, Sharing, kept_as, resolve_sharing
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.likelihoods import Categorical
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, MatrixRows
 from lapwing.model import Plan
+
+BASIS = 1e-3
+"""Share of a classifier's curvature that its eigenbasis may do without."""
 
 
 class MomentAccumulator(Accumulator):
@@ -60,8 +64,10 @@ def _bases(block: Kronecker | EigenKronecker) -> tuple[Tensor, Tensor]:
 class EKFAC(Structure):
     """Kronecker eigenbasis, exact diagonal in it: the trace is exact, the evidence a lower bound of the block one.
 
-    Two passes over the data. `basis` is the factor of the first pass: None for the same as the fit's, or a cheaper one
-    such as `MCFisher()`; any orthonormal basis is valid. `sharing` is that of `Kron`.
+    Two passes over the data. `basis` is the factor of the first pass; any orthonormal basis is valid. None takes the
+    fit's own, but for the exact GGN of a classifier what holds 1e-3 of the curvature is left out of the basis (never of
+    the moments), which saves a third of the fit and changes no figure to speak of (decision 22); to insist, say
+    `EKFAC(basis=GGN(tolerance=0))`. `sharing` is that of `Kron`.
     """
 
     basis: Factor | None = None
@@ -88,10 +94,20 @@ class EKFAC(Structure):
         sharing = resolve_sharing(self.sharing, problem)
         first = KronAccumulator(problem, sharing)
         label = "fit (basis)"
-        problem.sweep(first.update, self.basis, label, gradient=False, inputs=first.inputs, state=first.tensors)
+        basis, notes = self._basis(problem)
+        problem.sweep(first.update, basis, label, gradient=False, inputs=first.inputs, state=first.tensors)
         moments = MomentAccumulator(problem, first.finish())
         totals = problem.sweep(moments.update, label="fit (moments)", together=True, state=moments.tensors)
-        return Estimate(moments.finish(), totals, notes=(f"weight sharing of the basis: {sharing}",))
+        return Estimate(moments.finish(), totals, notes=(f"weight sharing of the basis: {sharing}", *notes))
+
+    def _basis(self, problem: Problem) -> tuple[Factor | None, tuple[str, ...]]:
+        """The factor of the first pass, and what to say of it."""
+        own = problem.factor
+        if self.basis is not None or not isinstance(own, GGN) or (own.tolerance or 0.0) >= BASIS or problem.few:
+            return self.basis, ()
+        if not isinstance(problem.likelihood, Categorical):
+            return None, ()
+        return replace(own, tolerance=BASIS), (f"basis: from directions that hold all but {BASIS:g} of the curvature",)
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add second moments in the basis of the first fit: a valid EKFAC of the union, not the one a new fit finds."""

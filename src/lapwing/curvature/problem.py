@@ -29,6 +29,7 @@ Update = Callable[[Jacobian, Tensor | None], None]
 
 
 CHUNK = 2**26  # bytes of back-propagated gradients under way at a time: more goes back to the system when it is freed
+FEW = 255  # samples: a pass over no more of them takes no time worth any error
 TOGETHER = 2**28  # where all directions of a sample are wanted at once: backward passes of few samples are slow
 
 
@@ -112,6 +113,12 @@ class Problem:
     rest: Iterator[Batch] | None = None
     scalar: bool = False  # the network returns (B,)
     resume: Resume | None = None  # where interrupted passes go on
+    batch: int = 0  # samples of the first batch
+
+    @property
+    def few(self) -> bool:
+        """Whether the data are known to be few."""
+        return self.batches.length is not None and self.batches.length * self.batch <= FEW
 
     def sweep(
         self,
@@ -376,7 +383,7 @@ def pose(
     if not batches.reiterable:
         options |= {"first": first, "rest": iterator}
     f, scalar = network.forward_raw(first.inputs)
-    options["scalar"] = scalar
+    options |= {"scalar": scalar, "batch": batch_size(first.inputs)}
     if f.shape[0] != batch_size(first.inputs):
         raise BadData(f"a batch of {batch_size(first.inputs)} samples gave outputs of shape {tuple(f.shape)}")
     notes: tuple[str, ...] = ()
