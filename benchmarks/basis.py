@@ -28,8 +28,8 @@ def main() -> None:
         task, whole = WORKLOADS[name](options.n, 1), (0.0, 0.0)
         for words, basis in BASES.items():
             la = lapwing.fit(
-                task.model, task.batches, "classification", structure=EKFAC(basis), factor=GGN(tolerance=0.0), prior=1.0,
-                select=task.select, progress=False, generator=torch.Generator().manual_seed(0),
+                task.model, task.batches, "classification", structure=EKFAC(basis), factor=GGN(tolerance=0.0),
+                prior=1.0, select=task.select, progress=False, generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
             found = held(la), float(la.posterior.precision.logdet())
             whole = found if words == "all" else whole

@@ -65,3 +65,14 @@ def test_import_is_light() -> None:
     )
     out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_fit_does_not_import_sympy() -> None:
+    """`torch.autograd.grad` with cotangents does, for half a second and 44 MB."""
+    program = (
+        "import sys, torch, lapwing; from torch import nn; x = torch.randn(8, 1, 28, 28)\n"
+        "model = nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(2304, 10))\n"
+        "la = lapwing.fit(model, (x, torch.arange(8)), 'classification', structure='kron', progress=False)\n"
+        "la.predict(x).probs; assert 'sympy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -168,8 +168,7 @@ class Problem:
         wanted = gradient and isinstance(factor, GGN)
         sums = _Sums()
         waiting = Regrouped()
-        room = self._cap(together) // max(4 * self.plan.width + row_bytes, 1)  # rows under way at a time
-        run = partial(self._run, update=update, sums=sums, row_bytes=row_bytes, together=together, room=room)
+        run = partial(self._run, update=update, sums=sums, row_bytes=row_bytes, together=together)
         with self.network.borrow():
             for batch in self._batches(label):
                 if journal is not None and journal.skips(batch):
@@ -182,7 +181,7 @@ class Problem:
                     run(waiting.full())
                     self._pause(journal, run, waiting, state, sums)
                     continue
-                for part in parts_of(batch, max(1, room // (factor.width(self.outputs) if together else 1))):
+                for part in parts_of(batch, self._samples(factor.width(self.outputs), row_bytes, together)):
                     at = self.network.linearize(self.plan, part.inputs)
                     directions, score = self._directions(part, at.f, factor, wanted, sums)
                     ones = torch.ones(at.n, dtype=self.network.params.dtype, device=at.f.device)
@@ -238,12 +237,10 @@ class Problem:
         sums.join(counted)
         return True
 
-    def _run(
-        self, groups: Iterable[Group], update: Update, sums: _Sums, row_bytes: int, together: bool, room: int
-    ) -> None:
+    def _run(self, groups: Iterable[Group], update: Update, sums: _Sums, row_bytes: int, together: bool) -> None:
         """Rows of samples that were brought together."""
         for group in groups:
-            for part in group.parts(room // max(group.directions.count, 1) if together else room):
+            for part in group.parts(self._samples(group.directions.count, row_bytes, together)):
                 at = self.network.linearize(self.plan, part.inputs)
                 checked = self._finite(update, f"batch {' or '.join(map(str, part.batches))}: ")
                 self._feed(checked, at, part.directions, part.score, sums, None, row_bytes, together)
@@ -323,6 +320,12 @@ class Problem:
         """Bytes that the rows under way may take."""
         return min(self.memory // 8, TOGETHER if together else CHUNK)
 
+    def _samples(self, directions: int, row_bytes: int, together: bool) -> int:
+        """How many to run at a time: as fit with the gradients of one direction, or of all, and with their graph."""
+        cap = self._cap(together)
+        rows = cap // max(4 * self.plan.width + row_bytes, 1)
+        return max(1, min(rows // max(directions, 1) if together else rows, cap // max(self.plan.graph, 1)))
+
     def _feed(
         self,
         update: Update,
@@ -353,6 +356,7 @@ class Problem:
                 else:
                     jacobian = at.jacobian(chosen)
                 update(jacobian, fresh)
+                del jacobian  # before the next pass takes as much
                 fresh = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from lapwing.linalg import DeferredRows, DenseRows, Extent, Jacobian, Layout, MatrixRows, Rows, Term
 from lapwing.linalg.rows import added
+from lapwing.model.backward import pull, pull_all
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.gradients import Gradients
 from lapwing.model.module import output_tensor
@@ -82,7 +82,7 @@ class Linearization:
     ) -> tuple[Jacobian, dict[str, Tensor | None]]:
         """Rows for directions of which the first is `scale` (n,) times v; and Σ vᵀ ∂f/∂θ from its backward pass."""
         edges = [record.edge for record in self.finished.records]
-        found = self._grad([*edges, *self.leaves.values()], v.to(self.f.dtype), batched=False)
+        found = self._pull([*edges, *self.leaves.values()], v)
         passes = [(1, found[: len(edges)]), *self._passes(directions[1:])]
         rows = LazyRows(self, self._gradients(passes, scale), {}, directions.shape[0])
         return self._from(rows), dict(zip(self.leaves, found[len(edges) :], strict=True))
@@ -91,7 +91,7 @@ class Linearization:
         """Σ vᵀ ∂f/∂θ by parameter, None where f does not depend on it."""
         if not self.f.requires_grad:
             return dict.fromkeys(self.leaves)
-        return dict(zip(self.leaves, self._grad([*self.leaves.values()], v.to(self.f.dtype), False), strict=True))
+        return dict(zip(self.leaves, self._pull([*self.leaves.values()], v), strict=True))
 
     def _from(self, rows: LazyRows) -> Jacobian:
         return TapeJacobian(rows, self.plan.layout) if self.params.index is None else self._subnetwork(rows)
@@ -119,10 +119,12 @@ class Linearization:
     def _passes(self, directions: Tensor) -> list[Backward]:
         """As many backward passes as directions, or one where they share it."""
         edges, r = [record.edge for record in self.finished.records], directions.shape[0]
-        directions = directions.to(self.f.dtype)
         if 1 < r <= self.shared(r):
-            return [(r, self._grad(edges, directions, batched=True))]
-        return [(1, self._grad(edges, v, batched=False)) for v in directions]
+            return [(r, pull_all(self.f, edges, directions))]
+        return [(1, self._pull(edges, v)) for v in directions]
+
+    def _pull(self, edges: list, v: Tensor) -> tuple[Tensor | None, ...]:
+        return pull(self.f, edges, v, create_graph=self.create_graph)
 
     def _gradients(self, passes: list[Backward], scale: Tensor | None = None) -> Gradients:
         """What they found at every record, the first of them to be multiplied with one number a sample."""
@@ -140,19 +142,6 @@ class Linearization:
         )
         return Gradients(found, tuple(scales))
 
-    def _grad(self, edges: list, v: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-            return torch.autograd.grad(
-                self.f,
-                edges,
-                v,
-                retain_graph=True,
-                create_graph=self.create_graph,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-
     def _loop(self, directions: Tensor) -> dict[str, Tensor]:
         """Rows of the parameters that the tape cannot read: every sample alone, {name: (n, r, size)}."""
         wanted = [self.leaves[name] for name in self.plan.looped]
@@ -163,9 +152,7 @@ class Linearization:
                 alone = take(self.inputs, slice(k, k + 1), size)
                 f = self.outputs(output_tensor(call(self.module, alone, self.leaves)))
                 for v in directions[:, k : k + 1]:
-                    grads = torch.autograd.grad(
-                        f, wanted, v.to(f.dtype), retain_graph=True, create_graph=self.create_graph, allow_unused=True
-                    )
+                    grads = pull(f, wanted, v, create_graph=self.create_graph)
                     for row, g, p in zip(rows, grads, wanted, strict=True):
                         row.append(torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten())
         shape = (self.n, directions.shape[0], -1)

@@ -86,6 +86,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     dynamic: bool = False
     width: int = 0  # elements of the outputs of all records, a sample
+    graph: int = 0  # bytes that a forward pass keeps for its backward pass, a sample
     reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
     joined: bool = False  # whether a backward pass to the records may go on to the weights
 

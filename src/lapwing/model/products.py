@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
+from lapwing.model.backward import pull, pull_all
 from lapwing.model.batches import Batch, Batches, Inputs, batch_size, call, take, tensors_in
 from lapwing.model.forward import elementary_attention, lacks_derivative, push_forward, quiet
 from lapwing.model.module import differentiable_kernels, output_tensor
@@ -79,9 +79,7 @@ class Products:
             except (NotImplementedError, RuntimeError):
                 self._slow["batched"] = True
         for k, row in enumerate(u):
-            keep = k + 1 < len(u)
-            found = torch.autograd.grad(f, leaves, row.to(f.dtype), retain_graph=keep, allow_unused=True)
-            total[k] = self._flat(found, leaves)
+            total[k] = self._flat(pull(f, leaves, row), leaves)
         return total
 
     def _vectorizes(self, what: str, s: int) -> bool:
@@ -90,11 +88,7 @@ class Products:
 
     def _pull_back_at_once(self, f: Tensor, u: Tensor, leaves: list[Tensor]) -> Tensor:
         params = self.network.params
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-            found = torch.autograd.grad(
-                f, leaves, u.to(f.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
+        found = pull_all(f, leaves, u)
         parts = [p.new_zeros(len(u), p.numel()) if g is None else g.reshape(len(u), -1) for g, p in zip(found, leaves)]
         flat = torch.cat([part.to(params.dtype) for part in parts], -1)
         return flat if params.index is None else flat[:, params.index]
@@ -165,7 +159,7 @@ class Products:
             f = self.network.outputs(output_tensor(call(self.network.module, batch.inputs)))
             leaves = list(self.network._leaves().values())
             u = torch.zeros_like(f, requires_grad=True)
-            back = torch.autograd.grad(f, leaves, u, create_graph=True, allow_unused=True) if f.requires_grad else ()
+            back = pull(f, leaves, u, create_graph=True) if f.requires_grad else ()
             used = [(g, name) for g, name in zip(back, params.names) if g is not None and g.requires_grad]
             if not used:
                 return torch.zeros(len(v), params.size, dtype=params.dtype, device=f.device)

@@ -1,0 +1,336 @@
+"""The self-check of a fit: where samples sit, what the tape missed, and whether its numbers are autograd's."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import BadData, UnsupportedModel
+from lapwing.linalg import DeferredRows, Rows
+from lapwing.model.backward import pull
+from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
+from lapwing.model.gradients import Gradients
+from lapwing.model.jacobian import LazyRows, Linearization
+from lapwing.model.module import output_tensor
+from lapwing.model.params import Params
+from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
+from lapwing.model.samples import AMBIGUOUS, close
+from lapwing.model.tape import Pass
+
+if TYPE_CHECKING:
+    from lapwing.model.network import Network
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
+BATCHED_SAMPLE = 2**14  # numbers of all directions and layers of a sample up to which directions share a pass
+CHECK_SAMPLES = 4
+
+
+class SelfCheck:
+    """The self-check: where samples sit, what the tape missed, and whether its numbers are autograd's."""
+
+    def __init__(self, network: Network, inputs: Inputs) -> None:
+        self.network = network
+        size = batch_size(inputs)
+        rows = _different_rows(inputs, size)
+        self.distinct = len(rows)
+        if len(rows) == 1:  # the same sample twice still shows which axis holds samples
+            rows = rows.expand(2)
+        self.few = take(inputs, rows, size)
+        # not the middle one: a batch that a network reverses would leave it in its place
+        self.n, self.which = len(rows), (len(rows) - 1) // 2 if len(rows) != 3 else 0
+        self.alone = take(inputs, rows[self.which : self.which + 1], size)
+        live = dict(network.module.named_parameters())
+        self.leaves: dict[str, Tensor] = {name: live[name] for name in network.params.names}
+        self.ids = {id(p): name for name, p in self.leaves.items()}
+        types = [p.dtype for p in network.module.parameters() if p.is_floating_point()]
+        self.rtol = TOLERANCES.get(min(types, key=lambda d: torch.finfo(d).bits), 5e-2)
+
+    def plan(self) -> Plan:
+        plan = self._plan()
+        if not any(step.reason == AMBIGUOUS for step in plan.steps):
+            return plan
+        return self._plan_on_noise() or plan
+
+    def _plan_on_noise(self) -> Plan | None:
+        """Samples that look alike (a batch of zeros) told apart by noise, where the network stands noise."""
+        generator = torch.Generator().manual_seed(0)
+
+        def shake(t: Tensor) -> Tensor:
+            if not t.is_floating_point():
+                return t
+            noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+            return t + noise * (0.1 * t.std(correction=0) if bool((t != t.flatten()[:1]).any()) else 1.0)
+
+        noisy = SelfCheck(self.network, map_tensors(shake, self.few))
+        try:
+            plan = noisy._plan()
+        except (UnsupportedModel, RuntimeError, ValueError):
+            return None
+        return None if any(step.reason == AMBIGUOUS for step in plan.steps) else plan
+
+    def _plan(self) -> Plan:
+        network = self.network
+        whole, single = network._tape(self.few), self._single()
+        f, f_alone = network.outputs(whole.outputs), network.outputs(single.outputs)
+        if not aligned(whole, single):
+            self._independent(f, f_alone, ())
+            return dynamic_plan(
+                network.params, "a loop over samples for all weights: the operations depend on the data"
+            )
+        steps = read_steps(whole, single, self.n, self.which, self.ids, self.rtol)
+        self._independent(f, f_alone, steps)
+        looped = unseen_names(whole, self.ids)
+        notes = _notes(whole, steps, looped)
+        plan = make_plan(whole, steps, network.params, looped, notes, batched=False)
+        directions = torch.randn(2, *f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(f)
+        plan = self._settle(plan, whole, f, directions)
+        plan = self._try_batched(plan, whole, f, directions)
+        plan = self._try_joined(plan, whole, f, directions)
+        width = sum(record.out.numel() for record in whole.records) // self.n
+        graph = self._kept() // self.n
+        return replace(plan, distinct=self.distinct, width=width, graph=graph, reaching=_reaching(whole, f))
+
+    def _kept(self) -> int:
+        """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside."""
+        module = self.network.module
+        own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+        sizes: dict[int, int] = {}
+
+        def see(t: Tensor) -> Tensor:
+            if t.layout == torch.strided and (place := t.untyped_storage().data_ptr()) not in own:
+                sizes[place] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+            call(module, self.few)
+        return sum(sizes.values())
+
+    def _single(self) -> Pass:
+        try:
+            return self.network._tape(self.alone)
+        except (RuntimeError, ValueError) as error:
+            raise UnsupportedModel(
+                f"the network runs a batch but not one sample alone ({error}). A posterior needs independent samples: "
+                "use running statistics in normalization layers, and the first dimension for the batch."
+            ) from error
+
+    def _independent(self, f: Tensor, f_alone: Tensor, steps: tuple[Step, ...]) -> None:
+        """Refuse a network in which samples of a batch influence each other."""
+        if f.shape[0] == self.n and close(f[self.which : self.which + 1], f_alone, self.rtol):
+            return
+        mixed = next((s for s in steps if "other samples" in s.reason), None)
+        name = getattr(mixed.func, "__name__", "") if mixed is not None else ""
+        place = (
+            f" The first such operation on a parameter is {name}({', '.join(sorted(mixed.names))})." if mixed else ""
+        )
+        raise UnsupportedModel(
+            f"the outputs of a sample depend on the other samples of its batch: alone it gives outputs of shape "
+            f"{tuple(f_alone.shape)}, in a batch of {self.n} outputs of shape {tuple(f.shape)} and values.{place} "
+            "A posterior needs independent samples: use running statistics in normalization layers, and the first "
+            "dimension for the batch."
+        )
+
+    def _autograd(self, f: Tensor, directions: Tensor, start: int, length: int) -> Tensor:
+        """Gradients of a few samples, one after the other, by plain autograd without the tape: (length, r, P)."""
+        params, leaves = self.network.params, list(self.leaves.values())
+        rows = torch.zeros(length, len(directions), params.total, dtype=params.dtype, device=f.device)
+        for k, own in enumerate(rows, start):
+            for v, row in zip(directions, own, strict=True):
+                only = torch.zeros_like(f)
+                only[k] = v[k].to(f)
+                found = pull(f, leaves, only) if f.requires_grad else (None,) * len(leaves)
+                for g, at, size in zip(found, params.offsets, params.sizes, strict=True):
+                    if g is not None:
+                        row[at : at + size] = g.to_dense().flatten()
+        return rows
+
+    def _linearization(self, plan: Plan, whole: Pass, f: Tensor) -> Linearization:
+        network = self.network
+        every = replace(network.params, index=None)
+        return Linearization(network.module, every, plan, self.few, whole, network.outputs, f, self.leaves)
+
+    def _blocks(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> list[Rows]:
+        """Rows from the tape, by block; kept in factors where they are of a matrix."""
+        return list(self._linearization(plan, whole, f).jacobian(directions).rows)
+
+    def _wrong(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, tuple[float, float]]:
+        """Parameters whose rows are not autograd's, with the norms of both."""
+        names, blocks = list(self.leaves), self._blocks(plan, whole, f, directions)
+        graph = self.network.outputs(output_tensor(call(self.network.module, self.few)))
+        sums = torch.zeros(3, len(names), dtype=torch.float64, device=f.device)
+        for start in range(0, self.n, 2):
+            length = min(2, self.n - start)
+            sums += self._squares(plan, blocks, start, self._autograd(graph, directions, start, length))
+        truth_norms, norms, errors = sums.sqrt()
+        allowed = self.rtol * (truth_norms + 1e-2 * truth_norms.norm())
+        return {
+            name: (float(truth_norms[j]), float(norms[j]))
+            for j, name in enumerate(names)
+            if not errors[j] <= allowed[j]
+        }
+
+    def _squares(self, plan: Plan, blocks: list[Rows], start: int, truth: Tensor) -> Tensor:
+        """(3, parameters): squared norms of true rows (n, r, P), of those from the tape, and of their difference.
+
+        Blocks are written out one at a time and for one sample (those made in pieces for two: pieces of one would not
+        show a rule that confuses samples).
+        """
+        params = self.network.params
+        sums = torch.zeros(3, len(params.names), dtype=torch.float64, device=truth.device)
+        ends = torch.tensor(params.offsets[1:], device=truth.device)
+        for index, rows in zip(plan.layout.index, blocks, strict=True):
+            owner = torch.bucketize(index, ends, right=True, out_int32=True)
+            step = 2 if isinstance(rows, DeferredRows) else 1
+            for k in range(0, len(truth), step):
+                expected = truth[k : k + step, :, index]
+                found = rows.narrow(start + k, len(expected)).dense()
+                for total, of in zip(sums, (expected, found, found - expected), strict=True):
+                    total.index_add_(0, owner, _summed_squares(of))
+        return sums
+
+    def _settle(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
+        """Go from rule to generic rule to a loop over samples until the numbers are right."""
+        bad: dict[str, tuple[float, float]] = {}
+        for downgrade in (_to_generic, _to_loop, None):
+            bad = self._attempt(plan, whole, f, directions)
+            if not bad:
+                return plan
+            if downgrade is None:
+                break
+            plan = downgrade(plan, whole, self.network.params, list(bad))
+        name, (expected, got) = next(iter(bad.items()))
+        if not math.isfinite(expected):
+            raise BadData(
+                f"the gradient of the outputs with respect to {name!r} is not finite in the first batch, although the "
+                "outputs are: an operation after it has no derivative there (a square root or a norm at zero)"
+            )
+        raise UnsupportedModel(
+            f"the gradient of parameter {name!r} for one sample could not be reproduced: autograd on the batch has "
+            f"norm {expected:.6g}, the sample alone {got:.6g}. The operation "
+            "that uses it mixes samples or is not deterministic; freeze the parameter or evaluate that part per sample."
+        )
+
+    def _attempt(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, tuple[float, float]]:
+        """Parameters whose rows are wrong; a rule that raises counts against all its parameters."""
+        try:
+            return self._wrong(plan, whole, f, directions)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            broken: set[str] = set()
+            for k, step in enumerate(plan.steps):
+                if step.method != "loop":
+                    try:
+                        only = tuple(s if j == k else replace(s, method="loop") for j, s in enumerate(plan.steps))
+                        trial = make_plan(whole, only, self.network.params, set(plan.looped), plan.notes, False)
+                        for rows in self._blocks(trial, whole, f, directions):
+                            rows.narrow(0, min(2, self.n)).dense()
+                    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+                        broken |= step.names
+            if not broken:
+                raise
+            return dict.fromkeys(sorted(broken), (0.0, 0.0))
+
+    def _try_batched(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
+        """Several directions in one backward pass, where vmap has a rule for every operation and gets it right; not in
+        networks that spend their time in operations rather than between them."""
+        if f[0].numel() * sum(record.out.numel() for record in whole.records) > BATCHED_SAMPLE * self.n:
+            return plan
+        trial = replace(plan, batched=True)
+        alone, together = self._linearization(plan, whole, f), self._linearization(trial, whole, f)
+        if together.shared(len(directions)) < len(directions):
+            return plan
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                found = together.gradients(directions)
+        except (RuntimeError, UserWarning):
+            return plan
+        return trial if self._agree(alone.gradients(directions), found) else plan
+
+    def _try_joined(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
+        """One backward pass to records and weights, where it brings to each what it brings alone: a hook on a record's
+        output, for one, is not seen there if the pass goes on. Not in float16, where small scores vanish."""
+        narrow = any(record.out.dtype == torch.float16 for record in whole.records)
+        if plan.looped or not whole.records or not f.requires_grad or narrow:
+            return plan
+        at, v = self._linearization(plan, whole, f), directions[:1]
+        rows, weights = at.jacobian_and_vjp(v, v[0], torch.ones(self.n, dtype=f.dtype, device=f.device))
+        assert isinstance(rows.rows, LazyRows)
+        both, alone = (_found(pair) for pair in ((rows.rows.gradients, weights), (at.gradients(v), at.vjp(v[0]))))
+        return replace(plan, joined=True) if len(both) == len(alone) and self._agree(alone, both) else plan
+
+    def _agree(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+        """Each by its own size: a small gradient may meet large inputs."""
+        total = sum(float(_norm(g)) for g in expected)
+        pairs = zip(expected, found, strict=True)
+        return all(_norm(got - g) <= self.rtol * (_norm(g) + 1e-6 * total) for g, got in pairs)
+
+
+def _found(pair: tuple[Gradients, dict[str, Tensor | None]]) -> list[Tensor]:
+    """The gradients of records and those of weights that have one."""
+    return [*pair[0], *(g.to_dense() for g in pair[1].values() if g is not None)]
+
+
+def _summed_squares(rows: Tensor) -> Tensor:
+    """Σ_{n, r} of the squares of (n, r, size), in float64, one row after the other."""
+    total = torch.zeros(rows.shape[-1], dtype=torch.float64, device=rows.device)
+    for row in rows.flatten(0, 1):
+        total.addcmul_(row.double(), row.double())
+    return total
+
+
+def _norm(t: Tensor) -> Tensor:
+    """In float64, of complex tensors too."""
+    return torch.linalg.vector_norm(t.abs() if t.is_complex() else t, dtype=torch.float64)
+
+
+def _different_rows(inputs: Inputs, size: int) -> Tensor:
+    """Up to CHECK_SAMPLES rows spread over the batch, no two alike."""
+    spread = torch.linspace(0, size - 1, min(size, 4 * CHECK_SAMPLES)).round().long().unique()
+    chosen: list[int] = []
+    for k in spread.tolist():
+        one = list(tensors_in(take(inputs, slice(k, k + 1), size)))
+        others = [list(tensors_in(take(inputs, slice(j, j + 1), size))) for j in chosen]
+        if not any(all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) for other in others):
+            chosen.append(k)
+    step = max(1, len(chosen) // CHECK_SAMPLES)
+    return torch.tensor(chosen[::step][:CHECK_SAMPLES])
+
+
+def _reaching(whole: Pass, f: Tensor) -> tuple[bool, ...]:
+    """Which records the outputs depend on."""
+    if not whole.records or not f.requires_grad:
+        return (False,) * len(whole.records)
+    edges = [record.edge for record in whole.records]
+    return tuple(g is not None for g in torch.autograd.grad(f.sum(), edges, retain_graph=True, allow_unused=True))
+
+
+def _to_generic(plan: Plan, whole: Pass, params: Params, bad: list[str]) -> Plan:
+    steps = tuple(
+        replace(s, method="generic", reason="its rule disagreed with autograd")
+        if s.method == "rule" and not s.names.isdisjoint(bad)
+        else s
+        for s in plan.steps
+    )
+    notes = (*plan.notes, f"generic rows for {', '.join(bad)}: the rule of their operation disagreed with autograd")
+    return make_plan(whole, steps, params, set(plan.looped), notes, plan.batched)
+
+
+def _to_loop(plan: Plan, whole: Pass, params: Params, bad: list[str]) -> Plan:
+    notes = (*plan.notes, f"a loop over samples for {', '.join(bad)}: rows from the tape disagreed with autograd")
+    return make_plan(whole, plan.steps, params, set(plan.looped) | set(bad), notes, plan.batched)
+
+
+def _notes(whole: Pass, steps: tuple[Step, ...], unseen: set[str]) -> tuple[str, ...]:
+    notes = []
+    if unseen:
+        notes.append(f"a loop over samples for {', '.join(sorted(unseen))}: used by an operation the tape cannot see")
+    for record, step in zip(whole.records, steps, strict=True):
+        if step.method == "loop":
+            notes.append(f"a loop over samples for {', '.join(sorted(step.names))} in {record.name}: {step.reason}")
+    return tuple(dict.fromkeys(notes))
