@@ -125,12 +125,9 @@ class Network:
     def _aliases(self) -> dict[str, Tensor]:
         return {name: p.detach().requires_grad_() for name, p in self._leaves().items()}
 
-    def _tape(self, inputs: Inputs) -> Pass:
-        return run(self.module, inputs, self._leaves())
-
     def plan(self, inputs: Inputs) -> Plan:
         """Read the network from a few samples, and check the rows against autograd (call inside `borrow()`)."""
-        return SelfCheck(self, inputs).plan()
+        return SelfCheck(self.module, self.params, self.outputs, inputs).plan()
 
 
 def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:

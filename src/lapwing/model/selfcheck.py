@@ -6,25 +6,21 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import DeferredRows, Rows
 from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.gradients import Gradients
-from lapwing.model.jacobian import LazyRows, Linearization
+from lapwing.model.jacobian import LazyRows, Linearization, Outputs
 from lapwing.model.module import output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
 from lapwing.model.samples import AMBIGUOUS, close
-from lapwing.model.tape import Pass
-
-if TYPE_CHECKING:
-    from lapwing.model.network import Network
+from lapwing.model.tape import Pass, run
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
 BATCHED_SAMPLE = 2**14  # numbers of all directions and layers of a sample up to which directions share a pass
@@ -34,8 +30,8 @@ CHECK_SAMPLES = 4
 class SelfCheck:
     """The self-check: where samples sit, what the tape missed, and whether its numbers are autograd's."""
 
-    def __init__(self, network: Network, inputs: Inputs) -> None:
-        self.network = network
+    def __init__(self, module: nn.Module, params: Params, outputs: Outputs, inputs: Inputs) -> None:
+        self.module, self.params, self.outputs = module, params, outputs
         size = batch_size(inputs)
         rows = _different_rows(inputs, size)
         self.distinct = len(rows)
@@ -45,10 +41,10 @@ class SelfCheck:
         # not the middle one: a batch that a network reverses would leave it in its place
         self.n, self.which = len(rows), (len(rows) - 1) // 2 if len(rows) != 3 else 0
         self.alone = take(inputs, rows[self.which : self.which + 1], size)
-        live = dict(network.module.named_parameters())
-        self.leaves: dict[str, Tensor] = {name: live[name] for name in network.params.names}
+        live = dict(module.named_parameters())
+        self.leaves: dict[str, Tensor] = {name: live[name] for name in params.names}
         self.ids = {id(p): name for name, p in self.leaves.items()}
-        types = [p.dtype for p in network.module.parameters() if p.is_floating_point()]
+        types = [p.dtype for p in module.parameters() if p.is_floating_point()]
         self.rtol = TOLERANCES.get(min(types, key=lambda d: torch.finfo(d).bits), 5e-2)
 
     def plan(self) -> Plan:
@@ -67,7 +63,7 @@ class SelfCheck:
             noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
             return t + noise * (0.1 * t.std(correction=0) if bool((t != t.flatten()[:1]).any()) else 1.0)
 
-        noisy = SelfCheck(self.network, map_tensors(shake, self.few))
+        noisy = SelfCheck(self.module, self.params, self.outputs, map_tensors(shake, self.few))
         try:
             plan = noisy._plan()
         except (UnsupportedModel, RuntimeError, ValueError):
@@ -75,19 +71,16 @@ class SelfCheck:
         return None if any(step.reason == AMBIGUOUS for step in plan.steps) else plan
 
     def _plan(self) -> Plan:
-        network = self.network
-        whole, single = network._tape(self.few), self._single()
-        f, f_alone = network.outputs(whole.outputs), network.outputs(single.outputs)
+        whole, single = self._tape(self.few), self._single()
+        f, f_alone = self.outputs(whole.outputs), self.outputs(single.outputs)
         if not aligned(whole, single):
             self._independent(f, f_alone, ())
-            return dynamic_plan(
-                network.params, "a loop over samples for all weights: the operations depend on the data"
-            )
+            return dynamic_plan(self.params, "a loop over samples for all weights: the operations depend on the data")
         steps = read_steps(whole, single, self.n, self.which, self.ids, self.rtol)
         self._independent(f, f_alone, steps)
         looped = unseen_names(whole, self.ids)
         notes = _notes(whole, steps, looped)
-        plan = make_plan(whole, steps, network.params, looped, notes, batched=False)
+        plan = make_plan(whole, steps, self.params, looped, notes, batched=False)
         directions = torch.randn(2, *f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(f)
         plan = self._settle(plan, whole, f, directions)
         plan = self._try_batched(plan, whole, f, directions)
@@ -98,7 +91,7 @@ class SelfCheck:
 
     def _kept(self) -> int:
         """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside."""
-        module = self.network.module
+        module = self.module
         own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
         sizes: dict[int, int] = {}
 
@@ -111,9 +104,12 @@ class SelfCheck:
             call(module, self.few)
         return sum(sizes.values())
 
+    def _tape(self, inputs: Inputs) -> Pass:
+        return run(self.module, inputs, self.leaves)
+
     def _single(self) -> Pass:
         try:
-            return self.network._tape(self.alone)
+            return self._tape(self.alone)
         except (RuntimeError, ValueError) as error:
             raise UnsupportedModel(
                 f"the network runs a batch but not one sample alone ({error}). A posterior needs independent samples: "
@@ -138,7 +134,7 @@ class SelfCheck:
 
     def _autograd(self, f: Tensor, directions: Tensor, start: int, length: int) -> Tensor:
         """Gradients of a few samples, one after the other, by plain autograd without the tape: (length, r, P)."""
-        params, leaves = self.network.params, list(self.leaves.values())
+        params, leaves = self.params, list(self.leaves.values())
         rows = torch.zeros(length, len(directions), params.total, dtype=params.dtype, device=f.device)
         for k, own in enumerate(rows, start):
             for v, row in zip(directions, own, strict=True):
@@ -151,9 +147,8 @@ class SelfCheck:
         return rows
 
     def _linearization(self, plan: Plan, whole: Pass, f: Tensor) -> Linearization:
-        network = self.network
-        every = replace(network.params, index=None)
-        return Linearization(network.module, every, plan, self.few, whole, network.outputs, f, self.leaves)
+        every = replace(self.params, index=None)
+        return Linearization(self.module, every, plan, self.few, whole, self.outputs, f, self.leaves)
 
     def _blocks(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> list[Rows]:
         """Rows from the tape, by block; kept in factors where they are of a matrix."""
@@ -162,7 +157,7 @@ class SelfCheck:
     def _wrong(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, tuple[float, float]]:
         """Parameters whose rows are not autograd's, with the norms of both."""
         names, blocks = list(self.leaves), self._blocks(plan, whole, f, directions)
-        graph = self.network.outputs(output_tensor(call(self.network.module, self.few)))
+        graph = self.outputs(output_tensor(call(self.module, self.few)))
         sums = torch.zeros(3, len(names), dtype=torch.float64, device=f.device)
         for start in range(0, self.n, 2):
             length = min(2, self.n - start)
@@ -181,7 +176,7 @@ class SelfCheck:
         Blocks are written out one at a time and for one sample (those made in pieces for two: pieces of one would not
         show a rule that confuses samples).
         """
-        params = self.network.params
+        params = self.params
         sums = torch.zeros(3, len(params.names), dtype=torch.float64, device=truth.device)
         ends = torch.tensor(params.offsets[1:], device=truth.device)
         for index, rows in zip(plan.layout.index, blocks, strict=True):
@@ -203,7 +198,7 @@ class SelfCheck:
                 return plan
             if downgrade is None:
                 break
-            plan = downgrade(plan, whole, self.network.params, list(bad))
+            plan = downgrade(plan, whole, self.params, list(bad))
         name, (expected, got) = next(iter(bad.items()))
         if not math.isfinite(expected):
             raise BadData(
@@ -226,7 +221,7 @@ class SelfCheck:
                 if step.method != "loop":
                     try:
                         only = tuple(s if j == k else replace(s, method="loop") for j, s in enumerate(plan.steps))
-                        trial = make_plan(whole, only, self.network.params, set(plan.looped), plan.notes, False)
+                        trial = make_plan(whole, only, self.params, set(plan.looped), plan.notes, False)
                         for rows in self._blocks(trial, whole, f, directions):
                             rows.narrow(0, min(2, self.n)).dense()
                     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
