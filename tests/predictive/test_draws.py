@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lapwing
 from lapwing.model import Network, Params
+from lapwing.model.backward import pull
 
 
 def fitted(outputs: int = 3, likelihood: str = "classification") -> lapwing.Laplace:
@@ -109,3 +110,117 @@ def test_values_of_a_pass_with_other_calls_are_not_taken() -> None:
     model.runs = 0
     v = torch.randn(2, truth.shape[1], dtype=torch.float64)
     torch.testing.assert_close(network_of(model).jvp(x, v)[1].flatten(1), v @ truth.T)
+
+
+class Order(nn.Module):
+    """Two layers of one shape, in the order of `turns`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.turns = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turns += 1
+        first = self.turns % 2
+        out = {k: self.layers[k](x) for k in (first, 1 - first)}
+        return out[0].tanh() + out[1].tanh()
+
+
+class Overwriting(nn.Module):
+    """Changes a value behind autograd's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        h.data.mul_(3)
+        return self.two(h.tanh())
+
+
+class Memory(nn.Module):
+    """Keeps what it made of its weights at its first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(3, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.layer.weight.exp()
+        return F.linear(x, self.kept)
+
+
+class Slope(nn.Module):
+    """Outputs with a gradient inside, as of a force field."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("make", [Order, Overwriting, Slope])
+@pytest.mark.parametrize("s", [1, 2, 3])
+def test_products_of_odd_networks(make: type[nn.Module], s: int) -> None:
+    torch.manual_seed(0)
+    model, x = make().double(), torch.randn(2, 3, dtype=torch.float64)
+    truth = dense(model, x)
+    v = torch.randn(s, truth.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(network_of(model).jvp(x, v)[1].flatten(1), v @ truth.T)
+
+
+def test_one_product_runs_the_network_once() -> None:
+    torch.manual_seed(0)
+    model, x = Memory().double(), torch.randn(2, 3, dtype=torch.float64)
+    truth = dense(model, x)
+    model.kept = None
+    v = torch.randn(1, truth.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(network_of(model).jvp(x, v)[1].flatten(1), v @ truth.T)
+
+
+def test_products_are_at_the_weights_of_the_fit() -> None:
+    la, x = fitted(), torch.randn(5, 4, dtype=torch.float64)
+    expected = la.predict(x, link="jvp").probs
+    later = la.predict(x, link="jvp")
+    with torch.no_grad():
+        for p in la.module.parameters():
+            p.mul_(2)
+    torch.testing.assert_close(later.probs, expected)
+
+
+def test_products_in_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted(), torch.randn(5, 4, dtype=torch.float64)
+    whole = la.predict(x, link="jvp").probs
+    monkeypatch.setattr("lapwing.predictive.linearized.CHUNK", 2 * la.plan.graph)
+    torch.testing.assert_close(la.predict(x, link="jvp").probs, whole)
+
+
+def test_cotangents_of_another_shape_are_refused() -> None:
+    f = torch.randn(1, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="shape"):
+        pull(f * 2, [f], torch.randn(2, 3))
+
+
+class Functional(nn.Module):
+    """torch.func inside, which refuses hooks on what autograd keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 1), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.func.grad(lambda z: self.layer(z).tanh().sum())(x))
+
+
+def test_networks_with_transforms_inside_are_fitted() -> None:
+    torch.manual_seed(0)
+    model, x = Functional().double(), torch.randn(6, 3, dtype=torch.float64)
+    la = lapwing.fit(model, (x, torch.randn(6, 3).double()), "regression", structure="full", progress=False)
+    truth = dense(model, x)
+    torch.testing.assert_close(la.curvature.dense(), truth.T @ truth)

@@ -112,9 +112,9 @@ class GGN(Factor):
 
     `tolerance` is the share of the curvature in output space, Σ tr Λ of a batch, that may be left out: the smallest
     directions are, and samples of which nothing is left cost a forward pass only. None leaves out what is below the
-    rounding of the network's dtype; 0 leaves out nothing. Confident classifiers gain most: `GGN(tolerance=1e-3)`
-    needs less than one of nine directions a sample on a trained CIFAR-10 network. The summary says what was dropped.
-    Matrix-free products leave out whole samples only.
+    rounding of the network's dtype; 0 leaves out nothing (but for the basis of `EKFAC`, see there). Confident
+    classifiers gain most: `GGN(tolerance=1e-3)` needs less than one of nine directions a sample on a trained CIFAR-10
+    network. The summary says what was dropped. Matrix-free products leave out whole samples only.
     """
 
     limit: int = DIRECTIONS

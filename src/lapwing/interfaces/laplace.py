@@ -371,7 +371,8 @@ class Laplace:
             by_draws = link == "jvp"
             if by_draws and (joint or differentiable or "mc" not in self.likelihood.links):
                 raise UnsupportedOperation(
-                    'link="jvp" has neither joint=True nor differentiable=True; use link="mc" for those'
+                    'link="jvp" is for likelihoods with Monte Carlo predictions ("mc"), without joint=True and '
+                    "differentiable=True"
                 )
             function = self._linearized(inputs).function(
                 inputs, joint=joint, differentiable=differentiable, by_draws=by_draws

@@ -16,6 +16,8 @@ from torch import Tensor
 
 def pull(f: Tensor, inputs: Sequence[Any], v: Tensor, *, create_graph: bool = False) -> tuple[Tensor | None, ...]:
     """vᵀ ∂f/∂input for tensors or edges of f's graph, which is kept; None where f does not depend on an input."""
+    if v.shape != f.shape:  # a product would broadcast
+        raise RuntimeError(f"cotangents of shape {tuple(v.shape)} for outputs of shape {tuple(f.shape)}")
     with torch.enable_grad():
         total = (f * v.to(f.dtype)).sum()
     return torch.autograd.grad(total, inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)

@@ -81,7 +81,7 @@ def level(module: nn.Module) -> int:
 
 def lacks_derivative(error: Exception) -> bool:
     text = str(error).lower()
-    return any(word in text for word in ("forward", "jvp", "derivative", "double backward"))
+    return any(word in text for word in ("forward", "jvp", "derivative", "double backward", "batching rule"))
 
 
 def push_forward(

@@ -137,7 +137,7 @@ class Products:
     def _by_one_pass(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
         """J v by forward mode around the values of the recorded pass, which then takes Jᵀ."""
         params, values = self.network.params, Values()
-        base = dict(zip(params.names, params.values, strict=True))
+        base = {name: p.detach() for name, p in self.network._leaves().items()}
         moved = [params.tangent(row) for row in v]
         with self.network.borrow():
             with Recording(values):

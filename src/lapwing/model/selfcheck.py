@@ -90,9 +90,11 @@ class SelfCheck:
         return replace(plan, distinct=self.distinct, width=width, graph=graph, reaching=_reaching(whole, f))
 
     def _kept(self) -> int:
-        """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside."""
+        """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside; 0
+        where the network does not let us look."""
         module = self.module
-        own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+        tensors = (t for t in (*module.parameters(), *module.buffers()) if t.layout == torch.strided)
+        own = {t.untyped_storage().data_ptr() for t in tensors}
         sizes: dict[int, int] = {}
 
         def see(t: Tensor) -> Tensor:
@@ -100,8 +102,11 @@ class SelfCheck:
                 sizes[place] = t.untyped_storage().nbytes()
             return t
 
-        with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
-            call(module, self.few)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+                call(module, self.few)
+        except (RuntimeError, NotImplementedError):  # torch.func inside the network
+            return 0
         return sum(sizes.values())
 
     def _tape(self, inputs: Inputs) -> Pass:

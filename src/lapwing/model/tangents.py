@@ -17,22 +17,29 @@ from torch.overrides import TorchFunctionMode
 class Values:
     """Outputs of the heavy operations of one pass, in order: later passes of the same inputs take them from here."""
 
-    kept: list[tuple[Any, Tensor, int]] = field(default_factory=list)
+    kept: list[tuple[Any, Tensor, int, Tensor]] = field(default_factory=list)
 
     def keep(self, call: Any, out: Tensor) -> None:
         out = out.detach()
-        self.kept.append((call, out, out._version))
+        self.kept.append((call, out, out._version, _sample(out)))
 
     def at(self, number: int, call: Any) -> Tensor | None:
         """The output of a call, or None if it was not kept or has been overwritten since."""
         if number >= len(self.kept):
             return None
-        kept, out, version = self.kept[number]
-        return out if kept == call and out._version == version else None
+        kept, out, version, sample = self.kept[number]
+        same = kept == call and out._version == version and torch.equal(_sample(out), sample)
+        return out if same else None
 
     @property
     def attends(self) -> bool:
-        return any(call[0] is F.scaled_dot_product_attention for call, _, _ in self.kept)
+        return any(call[0] is F.scaled_dot_product_attention for call, *_ in self.kept)
+
+
+def _sample(out: Tensor) -> Tensor:
+    """A few entries, which show what `.data` overwrites without a new version."""
+    flat = out.reshape(-1)
+    return flat[:: max(1, flat.numel() // 16)].clone()
 
 
 class Recording(TorchFunctionMode):
@@ -59,7 +66,9 @@ class Tangents(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = RULES.get(func)
-        if rule is None:
+        if (
+            rule is None or torch.is_grad_enabled()
+        ):  # a gradient taken inside the network needs the tangents of its graph
             return func(*args, **kwargs)
         known, self.number = self.values.at(self.number, _call(func, args)), self.number + 1
         found = rule(known, *args, **kwargs)
@@ -67,7 +76,17 @@ class Tangents(TorchFunctionMode):
 
 
 def _call(func: Any, args: tuple) -> tuple:
-    return func, *(tuple(a.shape) for a in args if isinstance(a, Tensor))
+    """What must be the same for a value to be that of a call: function, shapes, and where its weights are in memory."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    places = () if func is F.scaled_dot_product_attention else tuple(map(_place, tensors[1:]))
+    return func, places, *(tuple(t.shape) for t in tensors)
+
+
+def _place(tensor: Tensor) -> int:
+    try:
+        return forward_ad.unpack_dual(tensor).primal.data_ptr()
+    except RuntimeError:  # a tensor of torch.func
+        return -1
 
 
 def parts(*tensors: Tensor | None) -> tuple[list[Any], list[Any]]:
@@ -108,7 +127,7 @@ def _linear(known: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | 
         total = F.linear(x, dw, db)
     elif db is not None:
         total = db.expand_as(out).clone()
-    if dx is not None and total is not None and w.ndim == 2:
+    if dx is not None and total is not None and w.ndim == 2 and total.dtype == dx.dtype == w.dtype:
         flat = total.reshape(-1, total.shape[-1])
         return dual(out, flat.addmm_(dx.reshape(-1, dx.shape[-1]), w.T).reshape(out.shape))
     return dual(out, total, None if dx is None else F.linear(dx, w))

@@ -167,7 +167,9 @@ class Linearized:
     def _sample(self, inputs: Inputs, mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
         """(n, B, *event, C): one weight draw and one forward-mode pass each."""
         steps = self.draws(n, generator) - self.network.params.flat
-        return mean + self.network.jvp(inputs, steps)[1]
+        total, size = batch_size(inputs), max(1, CHUNK // max(1, self.plan.graph))
+        parts = (take(inputs, slice(k, k + size), total) for k in range(0, total, size))
+        return mean + torch.cat([self.network.jvp(part, steps)[1] for part in parts], 1)
 
 
 def _from_root(root: Tensor, spread: Tensor) -> Tensor:
