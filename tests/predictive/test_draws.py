@@ -207,6 +207,18 @@ def test_cotangents_of_another_shape_are_refused() -> None:
         pull(f * 2, [f], torch.randn(2, 3))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_cotangents_that_depend_on_the_outputs_are_constants(create_graph: bool) -> None:
+    w = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    f = w.sin()
+    (found,) = pull(f, [w], f.exp(), create_graph=create_graph)
+    torch.testing.assert_close(found, f.exp() * w.cos())
+    assert found is not None
+    if create_graph:
+        (second,) = torch.autograd.grad(found.sum(), w)
+        torch.testing.assert_close(second, f.exp() * w.cos() ** 2 - f.exp() * w.sin())
+
+
 class Functional(nn.Module):
     """torch.func inside, which refuses hooks on what autograd keeps."""
 

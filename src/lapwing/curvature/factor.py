@@ -139,7 +139,7 @@ class GGN(Factor):
         if weights is not None:
             root = root * weights.to(root).sqrt()[:, None, None, None]
             scale = None if scale is None else torch.where(weights > 0, scale / weights.to(scale).sqrt(), 0.0)
-        sizes = root.square().sum(2).flatten(1).double()
+        sizes = torch.linalg.vector_norm(root, dim=2).flatten(1).double().square()
         ranked = sizes if scale is None else torch.cat([torch.full_like(sizes[:, :1], torch.inf), sizes[:, 1:]], 1)
         order = ranked.sort(dim=-1, descending=True, stable=True).indices
         sizes = sizes.gather(-1, order)

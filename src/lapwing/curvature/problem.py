@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -321,10 +322,19 @@ class Problem:
         return min(self.memory // 8, TOGETHER if together else CHUNK)
 
     def _samples(self, directions: int, row_bytes: int, together: bool) -> int:
-        """How many to run at a time: as fit with the gradients of one direction, or of all, and with their graph."""
+        """How many to run at a time: as fit with the gradients of one direction, or of all, with their graph, and with
+        the directions themselves."""
         cap = self._cap(together)
         rows = cap // max(4 * self.plan.width + row_bytes, 1)
-        return max(1, min(rows // max(directions, 1) if together else rows, cap // max(self.plan.graph, 1)))
+        root = 4 * directions * (self.outputs // max(1, math.prod(self.event)))
+        return max(
+            1,
+            min(
+                rows // max(directions, 1) if together else rows,
+                cap // max(self.plan.graph, 1),
+                min(self.memory // 8, TOGETHER) // max(root, 1),
+            ),
+        )
 
     def _feed(
         self,

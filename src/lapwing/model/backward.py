@@ -16,11 +16,14 @@ from torch import Tensor
 
 def pull(f: Tensor, inputs: Sequence[Any], v: Tensor, *, create_graph: bool = False) -> tuple[Tensor | None, ...]:
     """vᵀ ∂f/∂input for tensors or edges of f's graph, which is kept; None where f does not depend on an input."""
+    v = v.to(f.dtype)
+    if create_graph or v.requires_grad:  # v may depend on f, and is a constant all the same
+        return torch.autograd.grad(f, inputs, v, retain_graph=True, create_graph=create_graph, allow_unused=True)
     if v.shape != f.shape:  # a product would broadcast
         raise RuntimeError(f"cotangents of shape {tuple(v.shape)} for outputs of shape {tuple(f.shape)}")
     with torch.enable_grad():
-        total = (f * v.to(f.dtype)).sum()
-    return torch.autograd.grad(total, inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
+        total = (f * v).sum()
+    return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
 
 
 def pull_all(f: Tensor, inputs: Sequence[Any], v: Tensor) -> tuple[Tensor | None, ...]:
