@@ -30,6 +30,7 @@ Update = Callable[[Jacobian, Tensor | None], None]
 
 
 CHUNK = 2**26  # bytes of back-propagated gradients under way at a time: more goes back to the system when it is freed
+SMALL = 2**22  # bytes of gradients below which several directions go into one update
 FEW = 255  # samples: a pass over no more of them takes no time worth any error
 TOGETHER = 2**28  # where all directions of a sample are wanted at once: backward passes of few samples are slow
 
@@ -347,12 +348,12 @@ class Problem:
         row_bytes: int,
         together: bool,
     ) -> None:
-        """Rows of a piece, as many directions at a time as fit, or as share a backward pass where that is enough; and
+        """Rows of a piece, as many directions at a time as fit, or as share a backward pass or are small; and
         the gradient of the log-likelihood, from the pass of the first direction where that is along the score."""
         row, count = at.n * (4 * self.plan.width + row_bytes), max(directions.count, 1)  # if of zeros
         length = max(1, self._cap(together) // max(row, 1))
         if not together:
-            length = max(1, min(length, at.shared(count)))
+            length = max(1, min(length, max(at.shared(count), SMALL // max(row, 1))))
         with torch.no_grad():
             if score is not None and (directions.scale is None or not at.joined):
                 self._add_gradient(sums, at.vjp(score))
