@@ -30,6 +30,7 @@ Update = Callable[[Jacobian, Tensor | None], None]
 
 
 CHUNK = 2**26  # bytes of back-propagated gradients under way at a time: more goes back to the system when it is freed
+KEPT = 2**25 - 2**14  # bytes; glibc gives back memory in pieces of twice the largest block that it has seen freed
 SMALL = 2**22  # bytes of gradients below which several directions go into one update
 FEW = 255  # samples: a pass over no more of them takes no time worth any error
 TOGETHER = 2**28  # where all directions of a sample are wanted at once: backward passes of few samples are slow
@@ -167,6 +168,7 @@ class Problem:
         journal: Journal | None,
     ) -> _Sums:
         factor = factor or self.factor
+        torch.empty(KEPT, dtype=torch.uint8)
         wanted = gradient and isinstance(factor, GGN)
         sums = _Sums()
         waiting = Regrouped()
