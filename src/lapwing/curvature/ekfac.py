@@ -66,7 +66,7 @@ class EKFAC(Structure):
 
     Two passes over the data. `basis` is the factor of the first pass; any orthonormal basis is valid. None takes the
     fit's own, but for the exact GGN of a classifier what holds 1e-3 of the curvature is left out of the basis (never of
-    the moments), which saves a third of the fit and changes no figure to speak of (decision 22); to insist, say
+    the moments), which saves about a fifth of the fit and changes no figure to speak of (decision 22); to insist, say
     `EKFAC(basis=GGN(tolerance=0))`. `sharing` is that of `Kron`.
     """
 

@@ -168,7 +168,7 @@ class Problem:
         journal: Journal | None,
     ) -> _Sums:
         factor = factor or self.factor
-        torch.empty(KEPT, dtype=torch.uint8)
+        torch.empty(KEPT, dtype=torch.uint8, device="cpu")  # freed at once, never written
         wanted = gradient and isinstance(factor, GGN)
         sums = _Sums()
         waiting = Regrouped()

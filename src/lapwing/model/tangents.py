@@ -66,9 +66,7 @@ class Tangents(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = RULES.get(func)
-        if (
-            rule is None or torch.is_grad_enabled()
-        ):  # a gradient taken inside the network needs the tangents of its graph
+        if rule is None or torch.is_grad_enabled():  # a gradient inside the network needs the tangents of its graph
             return func(*args, **kwargs)
         known, self.number = self.values.at(self.number, _call(func, args)), self.number + 1
         found = rule(known, *args, **kwargs)

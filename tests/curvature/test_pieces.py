@@ -1,0 +1,46 @@
+"""How a batch is cut into pieces: by what the graph keeps, and without any effect on the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing
+from lapwing.curvature import problem
+
+
+def fitted(structure: str) -> lapwing.Laplace:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(20, 4, dtype=torch.float64), torch.randint(3, (20,))
+    return lapwing.fit(model, (x, y), "classification", structure=structure, factor=lapwing.GGN(tolerance=0.0))
+
+
+def test_what_the_graph_keeps_is_inputs_and_activations() -> None:
+    plan = fitted("diag").plan
+    assert plan is not None
+    assert plan.graph == 8 * (4 + 6)  # x for the first weight; tanh(h) for the tanh and for the second weight
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac"])
+def test_pieces_do_not_change_the_numbers(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fitted(structure)
+    sizes: list[int] = []
+    feed = problem.Problem._feed
+
+    def seen(self: Any, update: Any, at: Any, *args: Any) -> None:
+        sizes.append(at.n)
+        feed(self, update, at, *args)
+
+    monkeypatch.setattr(problem.Problem, "_feed", seen)
+    for name in ("CHUNK", "TOGETHER"):
+        monkeypatch.setattr(problem, name, 80 * 3)  # three graphs
+    monkeypatch.setattr(problem, "SMALL", 0)
+    pieces = fitted(structure)
+    assert max(sizes) <= 3
+    torch.testing.assert_close(pieces.curvature.dense().trace(), whole.curvature.dense().trace())
+    if structure != "ekfac":  # whose basis is arbitrary where factors are singular
+        torch.testing.assert_close(pieces.curvature.dense(), whole.curvature.dense())
