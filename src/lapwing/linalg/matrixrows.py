@@ -268,7 +268,12 @@ def rotated(terms: tuple[Term, ...], left: Tensor, right: Tensor) -> tuple[Term,
 
 
 def _times(side: Tensor, matrix: Tensor) -> Tensor:
-    """side (n, r, t, q, a) times matrix (q, a, b) by groups; once where side is one tensor expanded over samples."""
+    """side (n, r, t, q, a) times matrix (q, a, b) by groups; once where side is one tensor expanded over samples.
+
+    Positions that lie next to each other, as those of a convolution, stay there: nothing is transposed by copying.
+    """
     if side.shape[0] > 1 and side.stride(0) == 0:
         return _times(side[:1], matrix).expand(side.shape[0], -1, -1, -1, -1)
+    if side.shape[3] == 1 and side.shape[2] > 1 and side.stride(2) == 1:
+        return (matrix.mT @ side.permute(0, 1, 3, 4, 2)).permute(0, 1, 4, 2, 3)
     return torch.einsum("nrtqa,qab->nrtqb", side, matrix)
