@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.linalg import DeferredRows, DenseRows, Extent, Jacobian, Layout, MatrixRows, Rows, Term
 from lapwing.linalg import rows as rows_module
+from lapwing.linalg.matrixrows import rotated
 
 N, R, Q, O, I = 5, 3, 2, 3, 4
 Draw = Callable[..., Tensor]
@@ -117,6 +118,30 @@ def test_rotation_multiplies_from_the_right(kind: str, draw: Draw) -> None:
     left, right = draw(Q, O, 2), draw(Q, I, 5)
     want = torch.einsum("nrqoi,qop,qij->nrqpj", rows.matrix(), left, right)
     torch.testing.assert_close(rows.rotate(left, right).matrix(), want)
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_rotation_where_positions_are_neighbors(expanded: bool, draw: Draw) -> None:
+    """As a convolution has them, (n, r, channels, positions): they stay neighbors."""
+    left = draw(N, R, 1, O, 6).permute(0, 1, 4, 2, 3)
+    right = draw(1 if expanded else N, 1, 1, I, 6).permute(0, 1, 4, 2, 3).expand(N, -1, -1, -1, -1)
+    bases = draw(1, O, O), draw(1, I, I)
+    (term,) = rotated((Term(left, right),), *bases)
+    assert term.left.stride(2) == term.right.stride(2) == 1
+    torch.testing.assert_close(term.left, torch.einsum("nrtqo,qop->nrtqp", left, bases[0]))
+    torch.testing.assert_close(term.right, torch.einsum("nrtqi,qij->nrtqj", right, bases[1]))
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("kind", ["shared", "tied", "deferred, shared"])
+def test_weights_of_both_signs_and_with_a_gradient(kind: str, draw: Draw) -> None:
+    rows = every_rows(draw)[kind]
+    w = draw(rows.size).requires_grad_()
+    j, cotangent = rows.dense(), draw(N, R, R)
+    want = torch.einsum("nrp,p,nsp->nrs", j, w, j)
+    torch.testing.assert_close(rows.weighted_gram(w.detach()), want)
+    (found,) = torch.autograd.grad(rows.weighted_gram(w), w, cotangent)
+    torch.testing.assert_close(found, torch.autograd.grad(want, w, cotangent)[0])
 
 
 @pytest.mark.usefixtures("chunked")

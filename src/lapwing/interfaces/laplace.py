@@ -34,11 +34,11 @@ from lapwing.evidence import (
     tune_evidence,
     tune_loo,
     tune_validation,
-    variational_bound,
 )
 from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
 from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
+from lapwing.interfaces.summary import summary
 from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.linalg.operator import Operator
@@ -63,11 +63,6 @@ from lapwing.predictive.sampled import sampled_function
 
 WEIGHT_DRAWS = 128  # weight samples where f is sampled through the network
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
-BOUNDS = {  # how a structure's evidence stands to that of the full GGN
-    "kron": "; KFAC's is no bound of the GGN's",
-    **dict.fromkeys(("diag", "blockdiag", "ekfac"), "; a lower bound of the full GGN's"),
-    **dict.fromkeys(("lowrank", "nystrom", "valla"), "; an upper bound of the full GGN's"),
-}
 INTERPOLATES = (
     "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
     "precision; check on held-out data"
@@ -680,61 +675,7 @@ class Laplace:
     @outside_inference
     def summary(self) -> str:
         """What was fitted, how, and what to know about it."""
-        curvature, params = self.curvature, self.params
-        lines = [
-            f"Laplace posterior over {params.size:,} weights of {type(self.module).__name__}",
-            f"  likelihood   {self.likelihood}",
-            f"  structure    {curvature.structure.name}, factor {type(curvature.factor).__name__}",
-            f"  data         {curvature.seen:g} seen, standing for {curvature.n_data:g}",
-            f"  prior        {self.prior}",
-            f"  temperature  {self.temperature}"
-            + (f", logits divided by {self.logit_temperature:.4g}" if self.logit_temperature != 1.0 else ""),
-            f"  log-likelihood at the weights  {float(self.log_likelihood):.6g}",
-        ]
-        deterministic = self.tuning is not None and self.tuning.deterministic
-        if not self.damped and not deterministic:
-            what = "log evidence" if self.temperature.is_bayes else "log evidence of the tempered likelihood"
-            lines.append(f"  {what}  {self._evidence_line()}")
-            lines += self._distance_line()
-        if self.posterior.increase:
-            lines.append(f"  prior precision raised by {self.posterior.increase:.3g} to make it positive definite")
-        if self.tuned:
-            lines.append(f"  tuned by {self.tuned}")
-        notes = [*curvature.notes, *(self.tuning.messages if self.tuning else ())]
-        return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
-
-    def _distance_line(self) -> list[str]:
-        """How far the weights are from a mode, where that is known without work and matters."""
-        if self.curvature.gradient is None or isinstance(self.posterior.precision, Operator):
-            return []
-        gain = self.stationarity
-        if gain < 1.0:
-            return []
-        return [
-            f"  the weights are no mode under this prior: that of the linearized model has {gain:.4g} nats more, which "
-            "log_evidence(at='linear-mode') counts"
-        ]
-
-    def _evidence_line(self) -> str:
-        """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
-        precision, name = self.posterior.precision, self.curvature.structure.name
-        if not isinstance(precision, Operator):
-            return f"{float(self.log_evidence()):.6g}{BOUNDS.get(name, '')}{self._variational_line()}"
-        if not precision.estimated:
-            return (
-                f"not estimated yet: log_evidence() takes {precision.solver.probes * precision.solver.steps} products"
-            )
-        error = 0.5 * float(precision.ratio_estimate().error)
-        return f"{float(self.log_evidence()):.6g} ± {error:.2g} (standard error)"
-
-    def _variational_line(self) -> str:
-        matrix = self._resolved_prior[1]
-        if "excess" not in self.curvature.state or not isinstance(matrix, Diagonal) or matrix.constant() is None:
-            return ""
-        bound = variational_bound(
-            self.curvature, self._resolved_prior, self.likelihood, mean=self.params.flat, temperature=self.temperature
-        )
-        return f", whose variational lower bound is {float(bound):.6g}"
+        return summary(self)
 
     @outside_inference
     def save(self, path: str | Path) -> None:

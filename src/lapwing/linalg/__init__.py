@@ -1,14 +1,14 @@
 """Matrices and rows of Jacobians. Knows no network and no data."""
 
 from lapwing.linalg.blockdiagonal import BlockDiagonal
-from lapwing.linalg.deferredrows import DeferredRows, Extent
+from lapwing.linalg.deferredrows import DeferredRows
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
 from lapwing.linalg.kronecker import Kronecker
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.lowrank import LowRank
-from lapwing.linalg.matrixrows import MatrixRows, Term
+from lapwing.linalg.matrixrows import Extent, MatrixRows, Term
 from lapwing.linalg.psd import PSD
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
 from lapwing.linalg.storage import move, pack, unpack

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lapwing.linalg.matrixrows import MatrixRows, Term, rotated
+from lapwing.linalg.matrixrows import Extent, MatrixRows, Term, rotated
 from lapwing.linalg.rows import chunks
 
 Make = Callable[[int, int], tuple[Term, ...]]
 """The terms of samples start … start + length − 1."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Sizes of rows: samples, directions, groups, outputs, inputs and positions."""
-
-    n: int
-    r: int
-    q: int
-    o: int
-    i: int
-    t: int
-
-    @property
-    def elements(self) -> int:
-        """Numbers a sample: gradients and inputs at all positions, blocks, and one array of their size."""
-        return self.q * (self.t * (self.r * self.o + self.i) + 2 * self.r * self.o * self.i)
 
 
 class DeferredRows(MatrixRows):
@@ -48,33 +30,12 @@ class DeferredRows(MatrixRows):
         vars(self).update(make=make, extent=extent, type=dtype, place=device, basis=basis)
 
     make: Make
-    extent: Extent
     type: torch.dtype
     place: torch.device
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
         return self.make(0, self.n)
-
-    @property
-    def n(self) -> int:
-        return self.extent.n
-
-    @property
-    def r(self) -> int:
-        return self.extent.r
-
-    @property
-    def q(self) -> int:
-        return self.extent.q
-
-    @property
-    def o(self) -> int:
-        return self.extent.o
-
-    @property
-    def i(self) -> int:
-        return self.extent.i
 
     @property
     def dtype(self) -> torch.dtype:

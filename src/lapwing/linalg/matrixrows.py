@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,6 +63,23 @@ def _products(many: Tensor, one: Tensor) -> Tensor:
     return torch.bmm(left, right).reshape(n, q, r, a, -1).transpose(1, 2)
 
 
+@dataclass(frozen=True)
+class Extent:
+    """Sizes of rows: samples, directions, groups, outputs, inputs and positions."""
+
+    n: int
+    r: int
+    q: int
+    o: int
+    i: int
+    t: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers a sample: gradients and inputs at all positions, blocks, and one array of their size."""
+        return self.q * (self.t * (self.r * self.o + self.i) + 2 * self.r * self.o * self.i)
+
+
 @dataclass(frozen=True, eq=False)
 class MatrixRows(Rows):
     """Rows J[n, r] = Σ_terms Σ_t left ⊗ right of a weight (q, o, i), flattened row-major.
@@ -83,25 +101,32 @@ class MatrixRows(Rows):
                 f"all terms need the same (n, q, o, i) and directions, got {sorted(kinds)} and {sorted(directions)}"
             )
 
+    @cached_property
+    def extent(self) -> Extent:
+        """Their sizes."""
+        (n, _, _, q, o), i = self.terms[0].left.shape, self.terms[0].right.shape[4]
+        r = max(side.shape[1] for term in self.terms for side in (term.left, term.right))
+        return Extent(n, r, q, o, i, sum(term.left.shape[2] for term in self.terms))
+
     @property
     def n(self) -> int:
-        return self.terms[0].left.shape[0]
+        return self.extent.n
 
     @property
     def r(self) -> int:
-        return max(side.shape[1] for term in self.terms for side in (term.left, term.right))
+        return self.extent.r
 
     @property
     def q(self) -> int:
-        return self.terms[0].left.shape[3]
+        return self.extent.q
 
     @property
     def o(self) -> int:
-        return self.terms[0].left.shape[4]
+        return self.extent.o
 
     @property
     def i(self) -> int:
-        return self.terms[0].right.shape[4]
+        return self.extent.i
 
     @property
     def size(self) -> int:
@@ -170,7 +195,7 @@ class MatrixRows(Rows):
             t.left[0, :, :, 0, 0].numel() * self.o**2 + t.right[0, :, :, 0, 0].numel() * self.i**2 for t in self.terms
         )
         after = self.r * self.o * self.i * (self.o + self.i)
-        if after < before and sum(t.left.shape[2] for t in self.terms) > 1:
+        if after < before and self.extent.t > 1:
             return MatrixRows(self.terms, (left, right))
         return MatrixRows(rotated(self.terms, left, right))
 
@@ -181,7 +206,7 @@ class MatrixRows(Rows):
         if self.basis is not None:
             left, right = self.basis
             return MatrixRows(self.terms).matvec((left @ v @ right.mT).reshape(*batch, self.size))
-        positions = sum(term.left.shape[2] for term in self.terms)
+        positions = self.extent.t
         if self.r * (positions + len(v)) < len(v) * positions:  # many vectors: forming each block once is cheaper
             pieces = [self._through_blocks(v, a, k) for a, k in self._block_chunks]
         else:
@@ -215,10 +240,15 @@ class MatrixRows(Rows):
         if self._outer:
             side, shared = self._weighed(w)
             return (side * shared[:, None]).flatten(2) @ side.flatten(2).mT
+        root = None if w.requires_grad or bool((w < 0).any()) else w.sqrt()
         pieces = []
         for start, length in self._block_chunks:
             block = self.narrow(start, length).dense()
-            pieces.append((block * w) @ block.mT)
+            if root is None or block.requires_grad:
+                pieces.append((block * w) @ block.mT)
+            else:  # no second array of their size
+                block *= root
+                pieces.append(block @ block.mT)
         return torch.cat(pieces) if pieces else w.new_zeros(0, self.r, self.r)
 
     def weighted_norm(self, w: Tensor) -> Tensor:

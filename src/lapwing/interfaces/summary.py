@@ -1,0 +1,75 @@
+"""What a posterior says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lapwing.evidence import variational_bound
+from lapwing.linalg import Diagonal
+from lapwing.linalg.operator import Operator
+
+BOUNDS = {  # how a structure's evidence stands to that of the full GGN
+    "kron": "; KFAC's is no bound of the GGN's",
+    **dict.fromkeys(("diag", "blockdiag", "ekfac"), "; a lower bound of the full GGN's"),
+    **dict.fromkeys(("lowrank", "nystrom", "valla"), "; an upper bound of the full GGN's"),
+}
+
+
+def summary(la: Any) -> str:
+    """What was fitted, how, and what to know about it, of a Laplace object."""
+    curvature, params = la.curvature, la.params
+    lines = [
+        f"Laplace posterior over {params.size:,} weights of {type(la.module).__name__}",
+        f"  likelihood   {la.likelihood}",
+        f"  structure    {curvature.structure.name}, factor {type(curvature.factor).__name__}",
+        f"  data         {curvature.seen:g} seen, standing for {curvature.n_data:g}",
+        f"  prior        {la.prior}",
+        f"  temperature  {la.temperature}"
+        + (f", logits divided by {la.logit_temperature:.4g}" if la.logit_temperature != 1.0 else ""),
+        f"  log-likelihood at the weights  {float(la.log_likelihood):.6g}",
+    ]
+    deterministic = la.tuning is not None and la.tuning.deterministic
+    if not la.damped and not deterministic:
+        what = "log evidence" if la.temperature.is_bayes else "log evidence of the tempered likelihood"
+        lines.append(f"  {what}  {_evidence_line(la)}")
+        lines += _distance_line(la)
+    if la.posterior.increase:
+        lines.append(f"  prior precision raised by {la.posterior.increase:.3g} to make it positive definite")
+    if la.tuned:
+        lines.append(f"  tuned by {la.tuned}")
+    notes = [*curvature.notes, *(la.tuning.messages if la.tuning else ())]
+    return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
+
+
+def _distance_line(la: Any) -> list[str]:
+    """How far the weights are from a mode, where that is known without work and matters."""
+    if la.curvature.gradient is None or isinstance(la.posterior.precision, Operator):
+        return []
+    gain = la.stationarity
+    if gain < 1.0:
+        return []
+    return [
+        f"  the weights are no mode under this prior: that of the linearized model has {gain:.4g} nats more, which "
+        "log_evidence(at='linear-mode') counts"
+    ]
+
+
+def _evidence_line(la: Any) -> str:
+    """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
+    precision, name = la.posterior.precision, la.curvature.structure.name
+    if not isinstance(precision, Operator):
+        return f"{float(la.log_evidence()):.6g}{BOUNDS.get(name, '')}{_variational_line(la)}"
+    if not precision.estimated:
+        return f"not estimated yet: log_evidence() takes {precision.solver.probes * precision.solver.steps} products"
+    error = 0.5 * float(precision.ratio_estimate().error)
+    return f"{float(la.log_evidence()):.6g} ± {error:.2g} (standard error)"
+
+
+def _variational_line(la: Any) -> str:
+    matrix = la._resolved_prior[1]
+    if "excess" not in la.curvature.state or not isinstance(matrix, Diagonal) or matrix.constant() is None:
+        return ""
+    bound = variational_bound(
+        la.curvature, la._resolved_prior, la.likelihood, mean=la.params.flat, temperature=la.temperature
+    )
+    return f", whose variational lower bound is {float(bound):.6g}"
