@@ -6,6 +6,7 @@ Curvature × Prior × Likelihood → Posterior → Prediction.
 from lapwing.curvature import (
     EKFAC,
     GGN,
+    KFRA,
     BlockDiag,
     Diag,
     EmpiricalFisher,
@@ -76,6 +77,7 @@ __all__ = [
     "GGN",
     "Gaussian",
     "Hessian",
+    "KFRA",
     "HeteroscedasticGaussian",
     "IncompatiblePrior",
     "Kron",
