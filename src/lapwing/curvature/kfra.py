@@ -1,7 +1,7 @@
 """KFRA: Kronecker factors of a feed-forward network whose output sides come from a recursion over its layers.
 
 Botev, Ritter, Barber (2017), "Practical Gauss–Newton optimisation for deep learning"; Ritter, Botev, Barber (2018), "A
-scalable Laplace approximation for neural networks", Eq. 13 without its diagonal term.
+scalable Laplace approximation for neural networks", Eq. 15 in expectation and without D, as Gauss–Newton has it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class KFRA(KroneckerFactor):
 
         B_L = Σ_n J_nᵀ Λ_n J_n,  J_n = ∂f_n/∂h_L;    B_l = (W_{l+1}ᵀ B_{l+1} W_{l+1}) ∘ E[b bᵀ]
 
-    where KFAC has Σ_n of the exact terms: no gradient is back-propagated beyond the last layer, one forward pass and
-    products of matrices do. Exact for one datum, and for the last layer; otherwise farther from the GGN than KFAC with
-    `factor="ggn"`, which is to be preferred where its cost does not matter.
+    where KFAC has Σ_n of the exact terms: no direction is back-propagated beyond the last layer. Exact for one datum, and
+    KFAC's at the last layer; deeper down KFAC (`factor="ggn"`) is the closer to the GGN as a rule.
 
     The recursion runs over the selected layers; whatever comes after the last of them is part of J. What is not such a
     chain (convolutions, shared weights, skip connections, norms of a sample, outputs with positions) is refused. Since
