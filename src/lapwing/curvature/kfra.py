@@ -38,8 +38,8 @@ class KFRA(KroneckerFactor):
 
         B_L = Σ_n J_nᵀ Λ_n J_n,  J_n = ∂f_n/∂h_L;    B_l = (W_{l+1}ᵀ B_{l+1} W_{l+1}) ∘ E[b bᵀ]
 
-    where KFAC has Σ_n of the exact terms: no direction is back-propagated beyond the last layer. Exact for one datum, and
-    KFAC's at the last layer; deeper down KFAC (`factor="ggn"`) is the closer to the GGN as a rule.
+    where KFAC has Σ_n of the exact terms: no direction is back-propagated beyond the last layer. Exact for one datum,
+    and KFAC's at the last layer; deeper down KFAC (`factor="ggn"`) is the closer to the GGN as a rule.
 
     The recursion runs over the selected layers; whatever comes after the last of them is part of J. What is not such a
     chain (convolutions, shared weights, skip connections, norms of a sample, outputs with positions) is refused. Since
