@@ -210,6 +210,13 @@ def test_float32_noise_temperature_and_front_door() -> None:
     assert_same(tempered.posterior.precision.dense(), expected + eye, 1e-4)
 
 
+def test_half_precision() -> None:
+    module, (x, y) = build(mlp, dtype=torch.bfloat16), data()
+    found = fit(module, (x.bfloat16(), y)).curvature.dense()
+    assert found.dtype == torch.float32
+    assert_same(found, fit(module.double(), (x.bfloat16().double(), y)).curvature.dense(), 5e-2)
+
+
 def test_evidence_and_its_gradient_are_those_of_the_dense_matrix() -> None:
     module, (x, y) = build(mlp), data()
     log_tau = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
