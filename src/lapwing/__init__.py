@@ -6,6 +6,7 @@ Curvature × Prior × Likelihood → Posterior → Prediction.
 from lapwing.curvature import (
     EKFAC,
     GGN,
+    KFRA,
     BlockDiag,
     Diag,
     EmpiricalFisher,
@@ -78,6 +79,7 @@ __all__ = [
     "Hessian",
     "HeteroscedasticGaussian",
     "IncompatiblePrior",
+    "KFRA",
     "Kron",
     "Laplace",
     "LapwingError",

@@ -9,7 +9,8 @@ from torch import distributed, multiprocessing, nn
 
 import lapwing
 
-STRUCTURES = ("diag", "blockdiag", "kron", "ekfac", "full")
+STRUCTURES = {name: {"structure": name} for name in ("diag", "blockdiag", "kron", "ekfac", "full")}
+STRUCTURES["kfra"] = {"structure": "kron", "factor": "kfra"}
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -28,9 +29,9 @@ def work(rank: int, folder: str) -> None:
     distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
     model, x, y = problem()
     part = slice(0, 20) if rank == 0 else slice(20, None)
-    for structure in STRUCTURES:
-        la = lapwing.fit(model, list(zip(x[part].split(7), y[part].split(7))), "classification", structure=structure)
-        torch.save(found(la), f"{folder}/{structure}-{rank}.pt")
+    for name, choice in STRUCTURES.items():
+        la = lapwing.fit(model, list(zip(x[part].split(7), y[part].split(7))), "classification", **choice)
+        torch.save(found(la), f"{folder}/{name}-{rank}.pt")
     with pytest.raises(lapwing.UnsupportedOperation, match="processes"):
         lapwing.fit(model, (x, y), "classification", structure="functional")
     distributed.destroy_process_group()
@@ -39,9 +40,9 @@ def work(rank: int, folder: str) -> None:
 def test_processes_add_up(tmp_path: Path) -> None:
     multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
     model, x, y = problem()
-    for structure in STRUCTURES:
-        whole = found(lapwing.fit(model, (x, y), "classification", structure=structure))
-        first, second = (torch.load(tmp_path / f"{structure}-{rank}.pt") for rank in range(2))
+    for name, choice in STRUCTURES.items():
+        whole = found(lapwing.fit(model, (x, y), "classification", **choice))
+        first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
         for a, b, expected in zip(first, second, whole, strict=True):
             assert torch.equal(a, b)
             torch.testing.assert_close(a, expected, rtol=1e-9, atol=1e-11)

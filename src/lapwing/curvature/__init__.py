@@ -13,6 +13,7 @@ from lapwing.curvature.ekfac import EKFAC
 from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, Hessian, MCFisher
 from lapwing.curvature.full import Full
 from lapwing.curvature.functional import Functional, Nystrom
+from lapwing.curvature.kfra import KFRA
 from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
@@ -41,6 +42,7 @@ FACTORS: dict[str, type[Factor]] = {
     "mc": MCFisher,
     "empirical": EmpiricalFisher,
     "hessian": Hessian,
+    "kfra": KFRA,
 }
 FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights
 FUNCTIONAL_BELOW = 512  # "auto" keeps all Jacobian rows up to this many
@@ -72,8 +74,11 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
     """The structure for "auto", and why."""
     params, plan = problem.network.params, problem.plan
     itemsize = torch.finfo(params.dtype).bits // 8
-    if params.index is not None or isinstance(problem.factor, Hessian):
+    served = problem.factor.structures
+    if params.index is not None:
         return Full(), "full, because the selection asks for a dense structure"
+    if served:
+        return STRUCTURES[served[0]](), f"{served[0]}, because factor {type(problem.factor).__name__} asks for it"
     if params.size <= FULL_BELOW and Full().bytes(plan, itemsize) <= problem.memory:
         return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
     rows = _rows_at_most(problem)
@@ -143,11 +148,13 @@ def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:
 
 
 def _require(problem: Problem, structure: Structure) -> None:
-    if isinstance(problem.factor, Hessian) and not isinstance(structure, Full | BlockDiag | Diag):
-        raise UnsupportedOperation(
-            f"the exact Hessian needs a dense structure (full, blockdiag, diag), not {structure.name}"
-        )
     structure.require(problem)
+    served = problem.factor.structures
+    if served and structure.name not in served:
+        raise UnsupportedOperation(
+            f"factor {type(problem.factor).__name__} needs structure={' or '.join(map(repr, served))}, not "
+            f"{structure.name!r}. Use one of these, or factor='ggn'."
+        )
 
 
 def _robustly(
@@ -195,6 +202,7 @@ __all__ = [
     "EKFAC",
     "FACTORS",
     "GGN",
+    "KFRA",
     "STRUCTURES",
     "Accumulator",
     "BlockDiag",

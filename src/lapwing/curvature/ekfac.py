@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor
-from lapwing.curvature.kron import KronAccumulator, Sharing, kept_as, resolve_sharing
+from lapwing.curvature.kron import KroneckerFactor, Sharing, kept_as, sums_of
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, MatrixRows
 from lapwing.model import Plan
@@ -67,7 +68,8 @@ class EKFAC(Structure):
     Two passes over the data. `basis` is the factor of the first pass; any orthonormal basis is valid. None takes the
     fit's own, but for the exact GGN of a classifier what holds 1e-3 of the curvature is left out of the basis (never of
     the moments), which saves about a fifth of the fit and changes no figure to speak of (decision 22); to insist, say
-    `EKFAC(basis=GGN(tolerance=0))`. `sharing` is that of `Kron`.
+    `EKFAC(basis=GGN(tolerance=0))`. `EKFAC(basis=KFRA())` back-propagates nothing in the first pass, for feed-forward
+    networks. `sharing` is that of `Kron`.
     """
 
     basis: Factor | None = None
@@ -91,14 +93,21 @@ class EKFAC(Structure):
         return total
 
     def estimate(self, problem: Problem) -> Estimate:
-        sharing = resolve_sharing(self.sharing, problem)
-        first = KronAccumulator(problem, sharing)
-        label = "fit (basis)"
         basis, notes = self._basis(problem)
-        problem.sweep(first.update, basis, label, gradient=False, inputs=first.inputs, state=first.tensors)
+        first = sums_of(problem, self.sharing, basis)
+        first.sweep(problem, "fit (basis)", gradient=False)
         moments = MomentAccumulator(problem, first.finish())
         totals = problem.sweep(moments.update, label="fit (moments)", together=True, state=moments.tensors)
-        return Estimate(moments.finish(), totals, notes=(f"weight sharing of the basis: {sharing}", *notes))
+        return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
+
+    def require(self, problem: Problem) -> None:
+        super().require(problem)
+        if isinstance(problem.factor, KroneckerFactor):
+            name = type(problem.factor).__name__
+            raise UnsupportedOperation(
+                f"the moments of structure='ekfac' need the directions of every sample, which factor {name} does not "
+                f"have. Use structure='kron', or EKFAC(basis={name}()) with factor='ggn'."
+            )
 
     def _basis(self, problem: Problem) -> tuple[Factor | None, tuple[str, ...]]:
         """The factor of the first pass, and what to say of it."""

@@ -1,7 +1,12 @@
-"""Kronecker factors: Σ_n E[g gᵀ] ⊗ E[a aᵀ] for every weight matrix (KFAC), with weight sharing expanded or reduced."""
+"""Kronecker factors: Σ_n E[g gᵀ] ⊗ E[a aᵀ] for every weight matrix (KFAC), with weight sharing expanded or reduced.
+
+A `KroneckerFactor` brings sums of its own in place of those.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -9,9 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lapwing.curvature.problem import Problem
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.problem import Problem, Totals
 from lapwing.curvature.structure import Accumulator, Estimate, Structure, layout_of
 from lapwing.errors import UnsupportedOperation
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
 from lapwing.model import Block, LazyRows, Plan
 
@@ -40,11 +47,51 @@ def _key(k: int, swapped: bool) -> str:
     return f"{k}.{'swapped' if swapped else 'plain'}"
 
 
-class KronAccumulator(Accumulator):
+class KroneckerSums(Accumulator):
+    """Sums that end in Kronecker factors, and the pass over the data that fills them."""
+
+    note: str  # what to say of them
+
+    @abstractmethod
+    def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
+        """Pass over the data once."""
+
+    @abstractmethod
+    def finish(self) -> BlockDiagonal: ...
+
+
+class KroneckerFactor(Factor):
+    """A factor without directions, which has its own sums for Kronecker structures."""
+
+    structures = ("kron",)
+
+    @abstractmethod
+    def sums(self, problem: Problem) -> KroneckerSums:
+        """Empty sums for a problem; refuses networks that they cannot be made for."""
+
+    def directions(
+        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
+    ) -> Iterator[Tensor]:
+        raise UnsupportedOperation(f"factor {type(self).__name__} has no directions: use factor='ggn' here")
+
+    def width(self, outputs: int) -> int:
+        return 0
+
+
+def sums_of(problem: Problem, sharing: Sharing, factor: Factor | None = None) -> KroneckerSums:
+    """Empty Kronecker sums for the problem's factor, or for another."""
+    factor = problem.factor if factor is None else factor
+    if isinstance(factor, KroneckerFactor):
+        return factor.sums(problem)
+    return KronAccumulator(problem, resolve_sharing(sharing, problem), factor)
+
+
+class KronAccumulator(KroneckerSums):
     """Sums for each block: input and gradient covariances of each orientation, or a dense or diagonal block."""
 
-    def __init__(self, problem: Problem, sharing: Literal["expand", "reduce"]) -> None:
+    def __init__(self, problem: Problem, sharing: Literal["expand", "reduce"], factor: Factor) -> None:
         params = problem.network.params
+        self.factor, self.note = factor, f"weight sharing: {sharing}"
         self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
         zeros = partial(torch.zeros, dtype=params.dtype, device=params.device)
         self.tensors: dict[str, Tensor] = {}
@@ -61,6 +108,9 @@ class KronAccumulator(Accumulator):
                     self.tensors[f"{key}.left"] = zeros(q, o, o)
                     self.tensors[f"{key}.right"] = zeros(q, i, i)
                     self.tensors[f"{key}.rows"] = torch.zeros((), dtype=torch.float64, device=params.device)
+
+    def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
+        return problem.sweep(self.update, self.factor, label, gradient=gradient, inputs=self.inputs, state=self.tensors)
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         if fresh is not None:
@@ -172,9 +222,8 @@ class Kron(Structure):
         return self._sweep(problem, state)
 
     def _sweep(self, problem: Problem, state: dict[str, Tensor]) -> Estimate:
-        sharing = resolve_sharing(self.sharing, problem)
-        accumulator = KronAccumulator(problem, sharing)
-        totals = problem.sweep(accumulator.update, inputs=accumulator.inputs, state=accumulator.tensors)
+        accumulator = sums_of(problem, self.sharing)
+        totals = accumulator.sweep(problem)
         for name, value in state.items():
             accumulator.tensors[name] = accumulator.tensors[name] + value.to(accumulator.tensors[name])
-        return Estimate(accumulator.finish(), totals, accumulator.tensors, (f"weight sharing: {sharing}",))
+        return Estimate(accumulator.finish(), totals, accumulator.tensors, (accumulator.note,))

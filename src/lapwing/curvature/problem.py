@@ -27,6 +27,8 @@ from lapwing.model.tape import run
 
 Update = Callable[[Jacobian, Tensor | None], None]
 """Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
+MakeRows = Callable[[Linearization, Tensor], Jacobian]
+"""Rows of a network at a batch, for directions (r, n, *event, c)."""
 
 
 CHUNK = 2**26  # bytes of back-propagated gradients under way at a time: more goes back to the system when it is freed
@@ -133,6 +135,7 @@ class Problem:
         inputs: Update | None = None,
         together: bool = False,
         state: Mapping[str, Tensor] | None = None,
+        rows: MakeRows | None = None,
     ) -> Totals:
         """Pass over the data once, handing rows to `update` for a few samples and directions at a time.
 
@@ -141,15 +144,16 @@ class Problem:
         exact factors only). `inputs` sees every sample that is run again when it is first run, without directions.
         `together` hands over all directions of fewer samples, rather than fewer directions of all samples. With
         `state`, the tensors that `update` adds to, an interrupted pass goes on where the problem keeps a journal.
+        `rows` makes them in place of `Linearization.jacobian`, of every batch as it comes: no samples are regrouped.
         """
         journal = None if self.resume is None or state is None else self.resume.journal(label, self.plan.signature)
         try:
-            sums = self._sweep(update, factor, label, row_bytes, gradient, inputs, together, state or {}, journal)
+            sums = self._sweep(update, factor, label, row_bytes, gradient, inputs, together, state or {}, journal, rows)
         except OtherBatches:
             self.batches.require_reiterable("a checkpoint of other batches")
             assert journal is not None
             journal.path.unlink(missing_ok=True)
-            return self.sweep(update, factor, label, row_bytes, gradient, inputs, together, state)
+            return self.sweep(update, factor, label, row_bytes, gradient, inputs, together, state, rows)
         if state is not None and sharded():
             add_up(state)
             sums.add_up()
@@ -166,6 +170,7 @@ class Problem:
         together: bool,
         state: Mapping[str, Tensor],
         journal: Journal | None,
+        rows: MakeRows | None,
     ) -> _Sums:
         factor = factor or self.factor
         torch.empty(KEPT, dtype=torch.uint8, device="cpu")  # freed at once, never written
@@ -190,14 +195,14 @@ class Problem:
                     directions, score = self._directions(part, at.f, factor, wanted, sums)
                     ones = torch.ones(at.n, dtype=self.network.params.dtype, device=at.f.device)
                     fresh = ones if part.weights is None else part.weights.to(ones)
-                    if waiting.admit(part.inputs, directions, score, factor, batch.number):
+                    if rows is None and waiting.admit(part.inputs, directions, score, factor, batch.number):
                         if inputs is not None:
                             inputs(at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)), fresh)
                         del at
                         run(waiting.full())
                     else:
                         checked = self._finite(update, f"batch {batch.number}: ")
-                        self._feed(checked, at, directions, score, sums, fresh, row_bytes, together)
+                        self._feed(checked, at, directions, score, sums, fresh, row_bytes, together, rows)
                         del at
                 self._pause(journal, run, waiting, state, sums)
             run(waiting.rest())
@@ -307,7 +312,8 @@ class Problem:
         sums.gradient = flat if sums.gradient is None else sums.gradient + flat
 
     def _finite(self, update: Update, where: str) -> Update:
-        """The same update, refusing rows that are not finite (a square root at zero) with batch and parameters."""
+        """The same update, refusing rows that are not finite (a square root at zero) with batch and parameters; what
+        the update itself refuses gets the batch too."""
 
         def checked(jacobian: Jacobian, fresh: Tensor | None) -> None:
             rows = jacobian.rows
@@ -316,7 +322,10 @@ class Problem:
                 bad = [j for j, g in enumerate(rows.gradients) if not bool(g.isfinite().all())]
                 if bad:
                     raise BadData(where + _no_derivative(rows, bad[-1]))
-            update(jacobian, fresh)
+            try:
+                update(jacobian, fresh)
+            except BadData as error:
+                raise BadData(where + str(error)) from error
 
         return checked
 
@@ -349,6 +358,7 @@ class Problem:
         fresh: Tensor | None,
         row_bytes: int,
         together: bool,
+        rows: MakeRows | None = None,
     ) -> None:
         """Rows of a piece, as many directions at a time as fit, or as share a backward pass or are small; and
         the gradient of the log-likelihood, from the pass of the first direction where that is along the score."""
@@ -357,7 +367,7 @@ class Problem:
         if not together:
             length = max(1, min(length, max(at.shared(count), SMALL // max(row, 1))))
         with torch.no_grad():
-            if score is not None and (directions.scale is None or not at.joined):
+            if score is not None and (rows is not None or directions.scale is None or not at.joined):
                 self._add_gradient(sums, at.vjp(score))
                 score = None
             for start in range(0, count, length):
@@ -367,7 +377,7 @@ class Problem:
                     self._add_gradient(sums, gradient)
                     score = None
                 else:
-                    jacobian = at.jacobian(chosen)
+                    jacobian = at.jacobian(chosen) if rows is None else rows(at, chosen)
                 update(jacobian, fresh)
                 del jacobian  # before the next pass takes as much
                 fresh = None

@@ -72,6 +72,14 @@ class Linearization:
         looped = self._loop(directions) if self.plan.looped else {}
         return self._from(LazyRows(self, self.gradients(directions), looped, directions.shape[0]))
 
+    def jacobian_at(self, k: int, directions: Tensor) -> Jacobian:
+        """The same with gradients at one record alone, by passes that end there; zero at the others."""
+        records, r = self.finished.records, directions.shape[0]
+        found: list[tuple[Tensor, ...]] = [(torch.zeros(()).expand(r, *record.out.shape),) for record in records]
+        if r and self.f.requires_grad:
+            found[k] = _shaped([(1, self._pull([records[k].edge], v)) for v in directions], 0, records[k].out)
+        return self._from(LazyRows(self, Gradients(tuple(found)), {}, r))
+
     @property
     def joined(self) -> bool:
         """Whether `jacobian_and_vjp` may be used."""

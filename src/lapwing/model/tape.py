@@ -231,10 +231,12 @@ def unseen_parameters(finished: Pass) -> list[Tensor]:
     return leaves
 
 
-def first_reached(finished: Pass, through: Callable[[Record], bool]) -> list[Record]:
-    """Records met on the way from the outputs, going on past those for which `through` is true."""
+def first_reached(
+    finished: Pass, through: Callable[[Record], bool] = lambda _: False, start: tuple[Any, ...] | None = None
+) -> list[Record]:
+    """Records met on the way from the outputs (or from other nodes), going on past those that `through` lets."""
     recorded = {record.edge.node: record for record in finished.records}
-    seen, stack, found = set(), [finished.outputs.grad_fn], []
+    seen, stack, found = set(), [finished.outputs.grad_fn] if start is None else [*start], []
     while stack:
         node = stack.pop()
         if node is None or node in seen:
