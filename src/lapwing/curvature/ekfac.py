@@ -102,6 +102,11 @@ class EKFAC(Structure):
 
     def require(self, problem: Problem) -> None:
         super().require(problem)
+        if self.basis is not None and "kron" not in (self.basis.structures or ("kron",)):
+            raise UnsupportedOperation(
+                f"an eigenbasis needs Kronecker factors, which factor {type(self.basis).__name__} does not have. Use "
+                "EKFAC() or EKFAC(basis=GGN())."
+            )
         if isinstance(problem.factor, KroneckerFactor):
             name = type(problem.factor).__name__
             raise UnsupportedOperation(

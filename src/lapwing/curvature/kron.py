@@ -161,7 +161,7 @@ class KronAccumulator(KroneckerSums):
     def _pair(self, k: int, swapped: bool) -> tuple[Tensor, Tensor]:
         key = _key(k, swapped)
         left, right, rows = (self.tensors[f"{key}.{part}"] for part in ("left", "right", "rows"))
-        count = max(float(rows), 1.0)
+        count = float(rows) or 1.0  # no sample that counts: both are zero
         return (left / count, right) if swapped else (left, right / count)
 
 

@@ -192,9 +192,7 @@ class Problem:
                     continue
                 for part in parts_of(batch, self._samples(factor.width(self.outputs), row_bytes, together)):
                     at = self.network.linearize(self.plan, part.inputs)
-                    directions, score = self._directions(part, at.f, factor, wanted, sums)
-                    ones = torch.ones(at.n, dtype=self.network.params.dtype, device=at.f.device)
-                    fresh = ones if part.weights is None else part.weights.to(ones)
+                    directions, score, fresh = self._directions(part, at.f, factor, wanted, sums)
                     if rows is None and waiting.admit(part.inputs, directions, score, factor, batch.number):
                         if inputs is not None:
                             inputs(at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)), fresh)
@@ -226,8 +224,8 @@ class Problem:
 
     def _directions(
         self, batch: Batch, f: Tensor, factor: Factor, wanted: bool, sums: _Sums
-    ) -> tuple[Directions, Tensor | None]:
-        """Directions and scores of a batch, counted."""
+    ) -> tuple[Directions, Tensor | None, Tensor]:
+        """Directions, scores and weights (n,) of a batch, counted; samples without a target that counts weigh 0."""
         y, f = self.prepare(batch, f), f.detach()
         with torch.no_grad():
             scored = {"scored": True} if wanted else {}
@@ -235,12 +233,15 @@ class Problem:
             score = self._score(f, y, batch) if wanted else None
             sums.add(self.likelihood.statistics(f, y, batch.weights), directions)
             sums.seen += self.likelihood.count(f, y, batch.weights)
-        return directions, score
+            ones = torch.ones(len(f), dtype=self.network.params.dtype, device=f.device)
+            fresh = ones if batch.weights is None else batch.weights.to(ones)
+            mask = self.likelihood.mask(f, y)
+        return directions, score, fresh if mask is None else fresh * mask.reshape(len(f), -1).any(1)
 
     def _wait(self, batch: Batch, factor: Factor, wanted: bool, waiting: Regrouped, sums: _Sums) -> bool:
         """Bring the samples of a batch to those that wait, by a forward pass without a graph; or decline it."""
         counted = _Sums()
-        directions, score = self._directions(batch, self.network.forward(batch.inputs), factor, wanted, counted)
+        directions, score, _ = self._directions(batch, self.network.forward(batch.inputs), factor, wanted, counted)
         if not waiting.admit(batch.inputs, directions, score, factor, batch.number):
             return False
         sums.join(counted)
