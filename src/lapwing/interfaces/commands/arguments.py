@@ -17,6 +17,7 @@ from lapwing.interfaces.laplace import Laplace
 from lapwing.likelihoods import Gaussian, Likelihood, resolve_likelihood
 from lapwing.likelihoods.registry import NAMES
 
+LEARNED = ("prior", "temperature", "logit_temperature", "noise")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
 
@@ -68,7 +69,7 @@ def add_factor(parser: argparse.ArgumentParser) -> None:
 def add_tuning(parser: argparse.ArgumentParser) -> None:
     """What tuning chooses."""
     parser.add_argument(
-        "--learn", type=names, metavar="NAMES", help="of prior, temperature, logit_temperature, noise, with commas"
+        "--learn", type=learned, metavar="NAMES", help=f"what to choose: of {', '.join(LEARNED)}, with commas"
     )
     parser.add_argument(
         "--tune-prior",
@@ -158,6 +159,14 @@ def positive(text: str) -> int:
 def names(text: str) -> tuple[str, ...]:
     """Names with commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def learned(text: str) -> tuple[str, ...]:
+    """Names of what tuning chooses."""
+    found = names(text)
+    if not found or not set(found) <= set(LEARNED):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(LEARNED)}")
+    return found
 
 
 def memory(text: str) -> int:

@@ -73,7 +73,8 @@ def _tuned(la: Laplace, held_out: Any, options: argparse.Namespace) -> Laplace:
     try:
         return arguments.tuned(la, held_out, options)
     except LapwingError as error:
-        raise LapwingError(f"{error} The fit itself is done: {options.out} holds it, untuned.") from error
+        words = str(error).rstrip(".")
+        raise LapwingError(f"{words}. The fit itself is done: {options.out} holds it, untuned") from error
 
 
 COMMAND = Command(

@@ -23,6 +23,7 @@ from lapwing.model import Batches, batch_size, take, tensors_in
 from lapwing.model.batches import call, map_tensors
 from lapwing.model.module import borrowed
 
+COLUMNS = " (which columns are targets, and so no inputs, say --target and --no-target)"
 FORMATS = ".safetensors, .npz or .csv, or file.py:name"
 
 
@@ -119,7 +120,7 @@ def require_readable(data: Any, module: nn.Module, text: str) -> None:
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(inputs))
         raise BadData(
             f"the model cannot take inputs of shape {shapes}, the first batch of {text}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{COLUMNS if text.endswith('.csv') else ''}"
         ) from error
 
 
