@@ -203,6 +203,9 @@ def _obstacle(problem: Problem, structure: Structure, needed: int | None) -> str
 
 
 def _bytes(count: int) -> str:
+    """As refusals write it, but for what no machine has."""
+    if count >= 1e12:
+        return f"{count / 1e9:,.0f} GB"
     return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
 
 
@@ -212,16 +215,18 @@ def _time_lines(problem: Problem) -> list[str]:
     products = Products(problem.network, problem.batches, False)
     seconds = min(_gradient_seconds(products, batch.inputs) for _ in range(2))
     length = problem.batches.length
-    epoch = (
-        f"about {seconds * length:.2g} s for all data in such batches" if length else "as often as there are batches"
-    )
+    whole = f", about {_seconds(seconds * length)} for all data in such batches" if length else ""
     width = problem.factor.width(problem.outputs)
     return [
-        f"a gradient of {problem.batch} samples takes {seconds:.2g} s, {epoch}; an estimate from one batch",
+        f"a gradient of {problem.batch} samples takes {_seconds(seconds)}{whole}; an estimate from one batch",
         f"one reading of the data takes up to {width:,} such gradients, one for each output direction of the "
         f"{type(problem.factor).__name__}; fewer where the network is confident or small",
         MatrixFree().cost(problem),
     ]
+
+
+def _seconds(count: float) -> str:
+    return f"{count:,.0f} s" if count >= 10 else f"{count:.2g} s"
 
 
 def _gradient_seconds(products: Products, inputs: Any) -> float:
