@@ -261,7 +261,10 @@ def test_a_matrix_free_posterior_reads_its_data_again(folder: Path, capsys: pyte
     assert predict("--out", "p.npz") == 1
     assert "--train DATA" in capsys.readouterr().err
     assert predict("--out", "p.npz", "--train", "train.npz") == 0
-    exact = lapwing.fit(model(), data("train"), "classification", structure="full").predict(data("test")[0]).probs
+    x, y = data("train")
+    np.savetxt("train.csv", np.c_[x, y], "%.9g", ",", header="a,b,c,d,y", comments="")
+    assert predict("--out", "q.npz", "--train", "train.csv") == 0
+    exact = lapwing.fit(model(), (x, y), "classification", structure="full").predict(data("test")[0]).probs
     with np.load("p.npz") as written:
         torch.testing.assert_close(torch.from_numpy(written["probs"]), exact, rtol=2e-3, atol=2e-4)
 

@@ -18,6 +18,7 @@ from lapwing.interfaces.files.objects import read_object
 from lapwing.interfaces.files.predictions import write_predictions
 
 NET = """
+import functools
 import torch
 from torch import nn
 from parts import Part
@@ -27,6 +28,7 @@ class Nested:
     inner = nn.Linear(2, 3)
 
 def make(): return Part()
+partial = functools.partial(nn.Linear, 2, 3)
 def sized(width): return nn.Linear(width, 3)
 def broken(): raise KeyError("weights")
 def text(): return "model"
@@ -63,7 +65,9 @@ def read(text: str, model: nn.Module | None = None, **options: object) -> Rows:
 # --- objects and models -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["net.py:model", "net.py:make", "net.py:Nested.inner", "./net.py:make", "parts:Part"])
+@pytest.mark.parametrize(
+    "text", ["net.py:model", "net.py:make", "net.py:Nested.inner", "net.py:partial", "./net.py:make", "parts:Part"]
+)
 def test_models_by_name(folder: Path, text: str) -> None:
     assert isinstance(read_model(text), nn.Linear)
 
@@ -119,6 +123,22 @@ def test_counters_of_batch_norm_may_be_missing(folder: Path) -> None:
     state.pop("num_batches_tracked")
     save_file(dict(state), folder / "w.safetensors")
     assert read_model("norm.py:make", folder / "w.safetensors").num_batches_tracked == 0
+
+
+def test_second_names_of_tied_weights_may_be_missing(folder: Path) -> None:
+    (folder / "tied.py").write_text(
+        "from torch import nn\ndef make():\n    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))\n"
+        "    net[1].weight = net[0].weight\n    return net\n"
+    )
+    state = {
+        name: torch.randn(3, 3) if "weight" in name else torch.ones(3) for name in ("0.weight", "0.bias", "1.bias")
+    }
+    save_file(state, folder / "w.safetensors")
+    found = read_model("tied.py:make", folder / "w.safetensors")
+    assert torch.equal(found[1].weight, state["0.weight"])
+    save_file({name: value for name, value in state.items() if name != "1.bias"}, folder / "v.safetensors")
+    with pytest.raises(BadData, match=r"it lacks 1\.bias"):
+        read_model("tied.py:make", folder / "v.safetensors")
 
 
 class Unsafe:

@@ -14,7 +14,8 @@ from lapwing.interfaces.api import load
 from lapwing.interfaces.files.data import Reading
 from lapwing.interfaces.files.models import read_model
 from lapwing.interfaces.laplace import Laplace
-from lapwing.likelihoods import Gaussian, Likelihood, resolve_likelihood
+from lapwing.interfaces.storage import read
+from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.likelihoods.registry import NAMES
 
 LEARNED = ("prior", "temperature", "logit_temperature", "noise")
@@ -96,7 +97,10 @@ def reading_of(options: argparse.Namespace, labeled: bool = True) -> Reading:
 
 def posterior_of(options: argparse.Namespace, model: nn.Module) -> Laplace:
     """The posterior of a file; errors name the options that may be missing."""
-    train = None if options.train is None else reading_of(options).read(options.train, model)
+    train = None
+    if options.train is not None:
+        family = likelihood_from_spec(read(options.posterior)[1]["likelihood"])
+        train = reading_of(options).read(options.train, model, family)
     try:
         return load(options.posterior, model, data=train)
     except UnsupportedModel as error:

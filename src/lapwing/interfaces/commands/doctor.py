@@ -25,6 +25,7 @@ from lapwing.curvature.kron import kept_as
 from lapwing.errors import BadData, LapwingError, TooLarge
 from lapwing.interfaces.commands import arguments
 from lapwing.interfaces.commands.command import Command
+from lapwing.interfaces.files.data import Rows, suited
 from lapwing.interfaces.files.inputs import SAMPLES, Repeated, made_up
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, last_layer, select_names
@@ -89,10 +90,11 @@ def _model_lines(model: nn.Module) -> list[str]:
 def _examined(options: argparse.Namespace, model: nn.Module) -> tuple[Any, str, str]:
     """Data to look with, the name of their likelihood, and where they come from."""
     if options.data is not None:
-        reading = arguments.reading_of(options)
-        batch = next(iter(Batches(reading.read(options.data, model), model, _device(model))))
+        data = arguments.reading_of(options).read(options.data, model)
+        batch = next(iter(Batches(data, model, _device(model))))
         likelihood = options.likelihood or _guessed(_outputs(model, batch.inputs), batch.targets)
-        return reading.read(options.data, model, resolve_likelihood(likelihood)), likelihood, options.data
+        data = suited(data, model, resolve_likelihood(likelihood)) if isinstance(data, Rows) else data
+        return data, likelihood, options.data
     x = made_up(model, options.input)
     f = _outputs(model, x)
     likelihood = options.likelihood or _guessed(f)

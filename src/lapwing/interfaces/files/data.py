@@ -70,7 +70,7 @@ class Reading:
         if isinstance(data, Rows):
             if data.targets is None and self.labeled:
                 raise BadData(f"{text} has no targets: name the array of targets 'y'")
-            data = _suited(data, module, likelihood)
+            data = suited(data, module, likelihood)
         require_readable(data, module, text)
         return data
 
@@ -140,7 +140,7 @@ def _rows(inputs: Any, targets: Tensor | None, size: int, text: str) -> Rows:
     return Rows(inputs, targets, size)
 
 
-def _suited(rows: Rows, module: nn.Module, likelihood: Likelihood | None) -> Rows:
+def suited(rows: Rows, module: nn.Module, likelihood: Likelihood | None) -> Rows:
     """Floating-point numbers in the dtype of the network; classes as integers."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     inputs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, rows.inputs)

@@ -57,10 +57,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Put weights into a model, or say which keys and shapes do not fit. BatchNorm's step counters may be missing."""
+    """Put weights into a model, or say which keys and shapes do not fit.
+
+    Step counters of batch norms and second names of tied weights may be missing.
+    """
     live = model.state_dict()
     given = _without_prefix(tensors, live)
-    missing = [key for key in live if key not in given and not key.endswith("num_batches_tracked")]
+    places = {live[key].data_ptr() for key in given if key in live}
+    missing = [
+        key
+        for key, value in live.items()
+        if key not in given and not key.endswith("num_batches_tracked") and value.data_ptr() not in places
+    ]
     unexpected = [key for key in given if key not in live]
     if missing or unexpected:
         raise BadData(f"{name} does not belong to this model: it {_lacks(missing, unexpected)}")

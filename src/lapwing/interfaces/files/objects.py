@@ -36,7 +36,7 @@ def read_object(text: str) -> Any:
 
 def made(value: Any, text: str) -> Any:
     """What a callable without required arguments returns; any other value as it is."""
-    if not (inspect.isclass(value) or inspect.isroutine(value)):
+    if not callable(value):
         return value
     required = [
         p.name for p in _parameters(value) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
