@@ -122,7 +122,9 @@ def test_likelihoods_are_guessed_from_outputs_and_targets(capsys: pytest.Capture
 
 
 def test_many_outputs_and_parts_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "too many for the exact GGN (up to 2,048): fit with --factor auto" in doctor(capsys, "many")
+    said = doctor(capsys, "many")
+    assert "too many for the exact GGN (up to 2,048): fit with --factor auto" in said
+    assert "lapwing fit net.py:many DATA --likelihood LIKELIHOOD --factor auto " in said
     assert "full, because 410 weights are few" in doctor(capsys, "mlp", "--select", "last_layer")
 
 

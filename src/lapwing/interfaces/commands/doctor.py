@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> None:
     _print("memory", _structure_lines(problem))
     _print("time", _time_lines(problem))
     _print("auto", [choose_structure(problem)[1]])
-    _print("next", [_next(options)])
+    _print("next", [_next(options, problem)])
 
 
 def _print(title: str, lines: list[str]) -> None:
@@ -221,7 +221,7 @@ def _time_lines(problem: Problem) -> list[str]:
     width = problem.factor.width(problem.outputs)
     return [
         f"a gradient of {problem.batch} samples takes {_seconds(seconds)}{whole}; an estimate from one batch",
-        f"one reading of the data takes up to {width:,} such gradients, one for each output direction of the "
+        f"backward passes for each reading of the data: up to {width:,}, one an output direction of the "
         f"{type(problem.factor).__name__}; fewer where the network is confident or small",
         MatrixFree().cost(problem),
     ]
@@ -237,10 +237,11 @@ def _gradient_seconds(products: Products, inputs: Any) -> float:
     return time.perf_counter() - begin
 
 
-def _next(options: argparse.Namespace) -> str:
+def _next(options: argparse.Namespace, problem: Problem) -> str:
     weights = f" --weights {options.weights}" if options.weights else ""
-    data, likelihood = options.data or "DATA", options.likelihood or "LIKELIHOOD"
-    return f"lapwing fit {options.model} {data}{weights} --likelihood {likelihood} --tune HELD_OUT --out model.lapwing"
+    factor = "" if isinstance(problem.factor, GGN) else " --factor auto"
+    settings = f"--likelihood {options.likelihood or 'LIKELIHOOD'}{factor} --tune HELD_OUT --out model.lapwing"
+    return f"lapwing fit {options.model} {options.data or 'DATA'}{weights} {settings}"
 
 
 def shape(text: str) -> tuple[int, ...]:
