@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -43,9 +41,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # of many kinds, by what the file is
         raise BadData(
-            f"{path.name} is no file of weights alone: write one with torch.save(model.state_dict(), ...) or as "
+            f"{path.name} is no file of tensors alone: write the model's state_dict() and nothing else, as .pt or "
             f".safetensors ({str(error).strip().partition(chr(10))[0][:120]})"
         ) from error
     for key in WRAPPED:
