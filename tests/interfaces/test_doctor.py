@@ -72,6 +72,16 @@ def test_its_memory_is_that_of_refusals(folder: Path, capsys: pytest.CaptureFixt
     assert re.search(r"diag +[\d.]+ MB +reads the data 1 ×$", said, re.MULTILINE)
 
 
+def test_the_memory_of_rows_is_that_of_refusals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = doctor(capsys, "mlp", "--data", "net.py:pair", "--memory", "1MB")
+    stated = re.search(r"functional +([\d.]+) MB .*, too large", said)
+    live = sys.modules[f"net@{folder}"]
+    with pytest.raises(lapwing.TooLarge) as caught:
+        lapwing.fit(live.mlp, live.pair, "classification", structure="functional", memory=10**6)
+    assert stated is not None
+    assert f"about {float(stated[1]) / 1e3:.3g} GB, the budget is 0.001 GB" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["mlp", "odd"])
 def test_it_says_what_auto_does(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     said = doctor(capsys, name)
