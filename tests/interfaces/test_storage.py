@@ -268,8 +268,14 @@ def test_a_folder_is_no_place_for_a_file(tmp_path: Path) -> None:
 def test_no_pickle(path: Path) -> None:
     """Neither in the sources nor in the file, which is a length, JSON and bare numbers."""
     forbidden = r"torch\.(save|load)\(|import (cloudpickle|dill|pickle)|from pickle|joblib|marshal|shelve"
-    for source in Path(lapwing.__file__).parent.rglob("*.py"):
-        assert not re.search(forbidden, source.read_text()), source
+    package = Path(lapwing.__file__).parent
+    weights = package / "interfaces" / "files" / "models.py"  # reads the user's own checkpoint, tensors alone
+    for source in package.rglob("*.py"):
+        text = source.read_text()
+        if source == weights:
+            text, count = re.subn(r"torch\.load\([^()]*, weights_only=True\)", "", text)
+            assert count == 1
+        assert not re.search(forbidden, text), source
     fitted().save(path)
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")

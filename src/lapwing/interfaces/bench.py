@@ -34,5 +34,6 @@ def repository(start: Path | None = None) -> Path:
             if (folder / "benchmarks" / "__main__.py").exists():
                 return folder
     raise BadData(
-        "the benchmark is not part of the installed package: get Lapwing's repository and run `make bench` there"
+        "benchmarks and experiments are not part of the installed package: get Lapwing's repository, for "
+        "`make bench` or `lapwing reproduce` there"
     )

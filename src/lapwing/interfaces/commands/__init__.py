@@ -1,0 +1,1 @@
+"""The commands of `lapwing`, one a file; `lapwing.interfaces.cli` lists them."""
