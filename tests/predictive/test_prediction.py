@@ -5,7 +5,7 @@ import torch
 
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
-from lapwing.predictive import GaussianFunction, predict_targets
+from lapwing.predictive import GaussianFunction, SampledFunction, predict_targets
 
 
 def make(*shape, seed=0):
@@ -167,3 +167,22 @@ def test_half_precision_outputs():
     mean = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     f = GaussianFunction(Categorical().outputs(mean.bfloat16()), torch.eye(4).expand(3, 4, 4))
     assert predict_targets(f, Categorical()).probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("points", [1, 50])
+def test_intervals_of_counts_from_few_points_of_f(points):
+    """A network without a posterior, or a small ensemble: quantiles of Poisson by adding up its probabilities."""
+    rates = torch.tensor([0.7, 4.0, 30.0], dtype=torch.float64)
+    f = rates.log()[None, :, None].expand(points, -1, -1)
+    p = predict_targets(SampledFunction(None, f), Poisson())
+    lower, upper = p.interval(0.9)
+    counts = torch.arange(100, dtype=torch.float64)
+    mass = (counts * rates.log()[:, None] - rates[:, None] - torch.lgamma(counts + 1)).exp().cumsum(1)
+    for bound, level in ((lower, 0.05), (upper, 0.95)):
+        exact = (mass >= level).int().argmax(1).double()
+        assert ((bound[:, 0] - exact).abs() <= 1).all()  # one count: the quantile of 1,024 draws
+    assert (upper > lower).all()
+    several = predict_targets(SampledFunction(None, torch.cat([f, f], -1)), Poisson())  # no quadrature for two outputs
+    log_mass = mass.diff(dim=1, prepend=torch.zeros(3, 1)).clamp(min=1e-300).log()
+    entropy = -(log_mass.exp() * log_mass).sum(1)
+    torch.testing.assert_close(several.entropy, 2 * entropy, rtol=0.1, atol=0.1)

@@ -87,7 +87,7 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
         if needed <= problem.memory:
             return Functional(), (
                 f"functional, because the data have at most {rows:,} output directions, fewer than {params.size:,} "
-                f"weights: the exact posterior, in {needed / 1e6:,.3g} MB"
+                f"weights: exact for this factor, in {needed / 1e6:,.3g} MB"
             )
     if problem.batches.reiterable and EKFAC().bytes(plan, itemsize) <= problem.memory:
         exact = MatrixFree().bytes(plan, itemsize)

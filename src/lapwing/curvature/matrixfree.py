@@ -135,7 +135,7 @@ class MatrixFree(Structure):
         begin = time.perf_counter()
         products.vjp(batch.inputs, lambda f: f[None])
         seconds, length = time.perf_counter() - begin, problem.batches.length
-        whole = f"{seconds * length:.2g} s" if length else f"{seconds:.2g} s for each batch"
+        whole = f"{seconds * length:,.3g} s" if length else f"{seconds:.3g} s for each batch"
         return (
             f"matrix-free: {megabytes:,.3g} MB for {self.rank} + 6 × {max(self.columns, self.probes)} vectors of "
             f"{problem.network.params.size:,} weights and {self.steps} × {self.probes} of the log-determinant. A "

@@ -26,6 +26,9 @@ from lapwing.predictive.links import LINKS, ClassLaw, entropy, inner_law
 SAMPLES = 1024
 """Points of f in a Monte Carlo expectation; a power of two suits their sequence."""
 
+TARGETS = 1024
+"""Draws of y, at least, where its law has no quantiles or entropy in closed form."""
+
 _CLASSES = ("probs", "label", "confidence")
 _VALUES = ("variance", "stddev", "interval")
 
@@ -319,8 +322,13 @@ class ValuePrediction(Prediction):
 
     @cached_property
     def _targets(self) -> Tensor:
-        """(S, *shape of y), y_s ~ p(y | f_s): every item with the same random numbers, whatever batch it is in."""
+        """(S, *shape of y), y_s ~ p(y | f_s): every item with the same random numbers, whatever batch it is in.
+
+        Where f has fewer points than `TARGETS` (one, of a network without a posterior), each of them is drawn from as
+        often as the others.
+        """
         points = self._points
+        points = points.repeat(-(-TARGETS // len(points)), *[1] * (points.ndim - 1))
         items = points.reshape(len(points), -1, points.shape[-1])
         device = points.device
         draws = [self.likelihood.sample_target(items[:, i], fixed_generator(device)) for i in range(items.shape[1])]
