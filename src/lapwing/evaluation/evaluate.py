@@ -126,8 +126,8 @@ class Reader:
 
     def unlabeled(self) -> Iterator[tuple[Any, None]]:
         """(inputs, None) of each batch that is not empty, whether it has targets or not."""
-        for raw in self._bar(self._batches.raw()):
-            inputs = map_tensors(lambda t: t.to(self.run.device), self._batches.inputs_of(raw))
+        for raw in self._bar(self._batches.unlabeled()):
+            inputs = map_tensors(lambda t: t.to(self.run.device), raw)
             if batch_size(inputs):
                 yield inputs, None
 

@@ -90,6 +90,14 @@ def concatenate(pieces: Sequence[Inputs]) -> Inputs:
     return map_tensors(lambda _: torch.cat([next(stream) for stream in streams]), pieces[0])
 
 
+def _alike(data: Any) -> bool:
+    """Whether data is a list of two tensors that differ in their rows alone: batches of inputs rather than (X, y)."""
+    if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        return False
+    one, two = data
+    return one.ndim > 1 and one.shape[1:] == two.shape[1:] and one.dtype == two.dtype
+
+
 def _looks_like_tensors(data: Any) -> bool:
     """Whether data is one pair (X, y) of whole tensors rather than a sequence of batches."""
     if not (isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor)):
@@ -179,6 +187,13 @@ class Batches:
                 f"data is a {type(source).__name__}; expected a DataLoader, a list of batches or a pair (X, y)"
             )
         yield from source
+
+    def unlabeled(self) -> Iterator[Inputs]:
+        """The inputs of every batch; targets are left unread. Two tensors of a kind in a list are two batches."""
+        if _alike(self.data):
+            yield from self.data
+        else:
+            yield from map(self.inputs_of, self.raw())
 
     def inputs_of(self, raw: Any) -> Inputs:
         """The inputs of a batch that may come without targets."""
