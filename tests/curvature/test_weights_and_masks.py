@@ -89,3 +89,23 @@ def test_data_without_a_target_that_counts_have_no_curvature(network, data):
 def test_a_basis_without_kronecker_factors_is_refused(network, data):
     with pytest.raises(lapwing.UnsupportedOperation, match="Hessian"):
         lapwing.fit(network, data, "classification", structure=lapwing.EKFAC(basis=lapwing.Hessian()), progress=False)
+
+
+def test_samples_with_some_ignored_tokens_keep_all_their_inputs():
+    """B adds up what counts; A is the mean over all positions of every sample that counts at all."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 3, 5, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, 2, (4, 3), generator=generator)
+    y[0, 1:], y[1] = -100, -100  # the second sample does not count
+    torch.manual_seed(0)
+    network = nn.Linear(5, 2, bias=False).double()
+    la = lapwing.fit(network, (x, y), "classification", structure="kron", progress=False)
+    left, right, count = torch.zeros(2, 2).double(), torch.zeros(5, 5).double(), 0
+    for n in (0, 2, 3):
+        for t in range(3):
+            right, count = right + torch.outer(x[n, t], x[n, t]), count + 1
+            if y[n, t] >= 0:
+                p = network(x[n, t]).softmax(-1).detach()
+                left += torch.diag(p) - torch.outer(p, p)
+    torch.testing.assert_close(la.curvature.dense(), torch.kron(left, right / count))
+    assert la.n_data == 4  # N counts samples as they were read

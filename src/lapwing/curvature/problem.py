@@ -235,8 +235,8 @@ class Problem:
             sums.seen += self.likelihood.count(f, y, batch.weights)
             ones = torch.ones(len(f), dtype=self.network.params.dtype, device=f.device)
             fresh = ones if batch.weights is None else batch.weights.to(ones)
-            mask = self.likelihood.mask(f, y)
-        return directions, score, fresh if mask is None else fresh * mask.reshape(len(f), -1).any(1)
+            fresh = fresh * self.likelihood.counted(f, y)
+        return directions, score, fresh
 
     def _wait(self, batch: Batch, factor: Factor, wanted: bool, waiting: Regrouped, sums: _Sums) -> bool:
         """Bring the samples of a batch to those that wait, by a forward pass without a graph; or decline it."""

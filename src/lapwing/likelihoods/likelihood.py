@@ -87,6 +87,13 @@ class Likelihood(ABC):
         """Number of data: samples (not tokens), or the sum of their weights."""
         return float(f.shape[0]) if weights is None else float(weights.double().sum())
 
+    def counted(self, f: Tensor, y: Tensor) -> Tensor:
+        """(B,), True where any target of a sample counts."""
+        mask = self.mask(f, y)
+        return (
+            torch.ones(len(f), dtype=torch.bool, device=f.device) if mask is None else mask.reshape(len(f), -1).any(1)
+        )
+
     # --- derivatives of log p(y | f) -------------------------------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
