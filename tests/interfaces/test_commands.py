@@ -20,7 +20,9 @@ from lapwing.interfaces import cli
 NET = """
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+)
 
 model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, 3))
 tokens = nn.Sequential(nn.Linear(4, 3))
@@ -31,6 +33,18 @@ inputs = X
 dataset = TensorDataset(X, Y)
 loader = DataLoader(dataset, 7)
 shuffled = DataLoader(dataset, 7, shuffle=True)
+weighted = DataLoader(dataset, 7, sampler=WeightedRandomSampler(torch.ones(30), 30))
+some = DataLoader(dataset, 7, sampler=SubsetRandomSampler(range(30)))
+shuffled_batches = DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 7, False))
+two_batches = [X[:15], X[15:]]
+empty = nn.Flatten()
+
+def broken():
+    class Broken:
+        def __iter__(self):
+            yield X[:5], Y[:5]
+            raise RuntimeError("the disk is gone")
+    return Broken()
 batches = [(X[:10], Y[:10]), (X[10:], Y[10:])]
 once = iter(batches)
 sequences = (torch.randn(6, 5, 4, generator=generator), torch.randint(3, (6, 5), generator=generator))
@@ -343,7 +357,6 @@ def test_a_user_in_a_shell(folder: Path) -> None:
         (["--noise", "0.1"], "--noise is for --likelihood regression"),
         (["--factor", "mc", "--tolerance", "0.1"], "--tolerance is for --factor ggn"),
         (["--select", "body.*"], "matches no parameter"),
-        (["--n-data", "-3"], "n_data must be positive"),
         (["--memory", "1KB", "--structure", "full"], "the budget is"),
         (["--device", "mars"], "moving the model to mars failed"),
         (["--tune", "nowhere.npz"], "there is no data file 'nowhere.npz'"),
@@ -414,8 +427,70 @@ def test_posteriors_that_do_not_belong(folder: Path, capsys: pytest.CaptureFixtu
 
 def test_shuffled_data_are_refused_where_the_order_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lap("fit", "net.py:model", "net.py:shuffled", "--likelihood", "classification", "--out", "s.lapwing") == 0
-    assert lap("predict", "net.py:model", "s.lapwing", "net.py:shuffled", "--out", "p.csv") == 1
-    assert "shuffle=False" in capsys.readouterr().err
+    for name in ("shuffled", "weighted", "some", "shuffled_batches"):
+        assert lap("predict", "net.py:model", "s.lapwing", f"net.py:{name}", "--out", "p.csv") == 1
+        assert "shuffle=False" in capsys.readouterr().err
+
+
+def test_two_batches_of_inputs_are_two(folder: Path) -> None:
+    assert lap("fit", "net.py:model", "net.py:pair", "--likelihood", "classification", "--out", "s.lapwing") == 0
+    for name in ("two_batches", "inputs", "loader"):
+        assert lap("predict", "net.py:model", "s.lapwing", f"net.py:{name}", "--out", f"{name}.csv") == 0
+    two, inputs, loader = (
+        np.loadtxt(f"{name}.csv", delimiter=",", skiprows=1) for name in ("two_batches", "inputs", "loader")
+    )
+    assert len(two) == 30
+    np.testing.assert_allclose(two, inputs, rtol=1e-5)  # batches of other sizes round differently
+    np.testing.assert_allclose(two, loader, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["net.py", "net.pt", "train.npz", "val.npz"])
+def test_no_force_replaces_an_input(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path(name).read_bytes()
+    assert fit("--structure", "diag", "--tune", "val.npz", "--force", out=name) == 1
+    assert "is also an input" in capsys.readouterr().err
+    assert Path(name).read_bytes() == before
+
+
+def test_a_posterior_may_be_tuned_in_its_place(folder: Path) -> None:
+    assert fit("--structure", "diag") == 0
+    words = ("tune", "net.py:make", "net.lapwing", "val.npz", "--weights", "net.pt", "--out", "net.lapwing", "--force")
+    assert lap(*words) == 0
+    assert "tuned by validation" in lapwing.load("net.lapwing", model()).summary()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("net.py", "is also an input"),
+        ("test.npz", "is also an input"),
+        ("val.npz", "is also an input"),
+        ("other.csv", "a report is an HTML page"),
+    ],
+)
+def test_reports_replace_nothing_else(folder: Path, out: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.csv").write_text("a,y\n")
+    assert fit("--structure", "diag") == 0
+    before = Path(out).read_bytes()
+    assert lap("report", "net.py:make", "net.lapwing", "test.npz", "--weights", "net.pt", "--ood", "other=val.npz",
+               "--out", out) == 1  # fmt: skip
+    assert message in capsys.readouterr().err
+    assert Path(out).read_bytes() == before
+
+
+def test_what_nobody_foresaw_is_one_line_too(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("fit", "net.py:model", "net.py:broken", "--likelihood", "classification", "--out", "b.lapwing")
+    assert lap(*words) == 1
+    said = capsys.readouterr().err.strip()
+    assert "RuntimeError: the disk is gone" in said
+    assert "\n" not in said
+    monkeypatch.setenv("LAPWING_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        lap(*words)
+    assert lap("fit", "net.py:empty", "net.py:pair", "--likelihood", "classification", "--out", "b.lapwing") == 1
+    assert "no parameters" in capsys.readouterr().err
 
 
 COMMANDS = ["doctor", "fit", "tune", "predict", "report", "reproduce"]
@@ -440,6 +515,10 @@ def test_help_has_an_example_that_parses(name: str, capsys: pytest.CaptureFixtur
         ["fit", "m", "d", "--likelihood", "regression", "--out", "x", "--learn", "weights"],
         ["fit", "m", "d", "--likelihood", "regression", "--out", "x", "--memory", "much"],
         ["fit", "m", "d", "--likelihood", "regression", "--out", "x", "--memory", "0GB"],
+        ["fit", "m", "d", "--likelihood", "regression", "--out", "x", "--memory", "inf"],
+        ["fit", "m", "d", "--likelihood", "regression", "--out", "x", "--n-data", "-3"],
+        ["fit", "m", "d", "--likelihood", "regression", "--out", "x", "--seed", "99999999999999999999"],
+        ["doctor", "m", "--n-data", "-3"],
         ["predict", "m", "p", "d", "--out", "x.csv", "--level", "95"],
         ["predict", "m", "p", "d", "--out", "x.csv", "--target", "a", "--no-target"],
         ["predict", "m", "p", "d", "--out", "x.csv", "--batch-size", "0"],

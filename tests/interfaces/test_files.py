@@ -155,6 +155,11 @@ class Unsafe:
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(3), "extra": torch.zeros(1)}, "has extra, which the model"),
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(4)}, r"bias \(4,\) instead of \(3,\)"),
         ({f"layer{k}": torch.zeros(1) for k in range(9)}, "layer3 and 5 more"),
+        (
+            {"weight": torch.zeros(3, 2, dtype=torch.complex64), "bias": torch.zeros(3)},
+            r"weight complex \(3, 2\) instead",
+        ),
+        ({0: torch.zeros(3, 2), 1: torch.zeros(3)}, "holds no state dict"),
         ({"epoch": 3}, "holds no state dict"),
         (torch.zeros(3), "holds no state dict"),
         (Unsafe(), "is no file of tensors alone"),
@@ -207,7 +212,7 @@ def test_whole_numbers_as_inputs_stay_so(folder: Path) -> None:
 
 
 def test_columns_of_a_table(folder: Path) -> None:
-    Path("t.csv").write_text("\ufeffa, b,c\n1,2,0\n3,4e0,1\n\n", encoding="utf-8")
+    Path("t.csv").write_text("\ufeff\na, b,c\n1,2,0\n3,4e0,1\n\n", encoding="utf-8")
     rows = read("t.csv")
     assert rows.inputs.tolist() == [[1, 2], [3, 4]]
     assert rows.targets is not None
@@ -232,13 +237,16 @@ def test_columns_of_a_table(folder: Path) -> None:
         ("a,b,y\n1,2\n", "line 2: 2 cells under 3 columns"),
         ("a,b,y\n1,2,0\n1,2,cat\n", "line 3, column 'y': 'cat' is no number"),
         ("a,b,y\n1,,0\n", "line 2, column 'b': '' is no number"),
+        ("a,b,y\n1,2_000,0\n", "line 2, column 'b': '2_000' is no number"),
+        (b"\xff\xfea\x00,\x00y\x00", "in UTF-8 with commas"),
+        ("a,b,y\n1,2," + "0" * 200_000 + "\n", "in UTF-8 with commas"),
         ("a,b,y\n", "holds no rows"),
         ("y\n1\n", "no column but the target"),
         ("a,y\n1,2\n", "--no-target"),
     ],
 )
-def test_tables_that_cannot_be_read(folder: Path, content: str, message: str) -> None:
-    Path("t.csv").write_text(content)
+def test_tables_that_cannot_be_read(folder: Path, content: str | bytes, message: str) -> None:
+    Path("t.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(BadData, match=message):
         read("t.csv")
 
@@ -247,7 +255,7 @@ def test_a_target_that_is_not_there(folder: Path) -> None:
     Path("t.csv").write_text("a,b,c\n1,2,3\n")
     with pytest.raises(BadData, match="has no column 'price'; it has a, b, c"):
         read("t.csv", targets=("price",))
-    with pytest.raises(BadData, match=r"t\.csv has no targets"):
+    with pytest.raises(BadData, match=r"t\.csv has no targets: --target names their columns"):
         read("t.csv", nn.Linear(3, 3), targets=())
 
 
@@ -321,3 +329,11 @@ def test_an_interrupted_file_leaves_the_old_one(tmp_path: Path, name: str) -> No
         write_predictions(path, batches())
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_targets_keep_single_precision(folder: Path) -> None:
+    """A network of few bits, targets of many: 1001 is no bfloat16."""
+    np.savez("few.npz", x=np.zeros((4, 2)), y=1001.0 + np.arange(4.0))
+    rows = Reading().read("few.npz", nn.Linear(2, 1).bfloat16(), Gaussian())
+    assert rows.inputs.dtype == torch.bfloat16
+    assert rows.targets.tolist() == [1001, 1002, 1003, 1004]

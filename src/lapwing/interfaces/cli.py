@@ -39,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LapwingError, ImportError, OSError) as error:
         print(f"lapwing: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except Exception as error:  # the user's own code, or a defect of ours
+        if os.environ.get("LAPWING_DEBUG"):
+            raise
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"lapwing: {words} (LAPWING_DEBUG=1 shows where)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("lapwing: interrupted", file=sys.stderr)
         return 130

@@ -391,8 +391,8 @@ class Laplace:
     def predict_loader(self, data: Any, **options: Any) -> Iterator[Prediction]:
         """One prediction a batch, in order. Batches may be inputs alone or come with targets, which are left unread."""
         batches = Batches(data, self.module, self.params.device, self.options.split)
-        for raw in batches.raw():
-            yield self.predict(batches.inputs_of(raw), **options)
+        for inputs in batches.unlabeled():
+            yield self.predict(inputs, **options)
 
     @outside_inference
     def ensemble(self, n: int, generator: torch.Generator | None = None) -> Ensemble:
@@ -664,8 +664,8 @@ class Laplace:
         data = [data] if isinstance(data, Tensor) else data
         batches = Batches(data, self.module, self.params.device, self.options.split)
         generator = torch.Generator(self.params.device).manual_seed(0)
-        for raw in batches.raw():
-            inputs = self._inputs(batches.inputs_of(raw))
+        for raw in batches.unlabeled():
+            inputs = self._inputs(raw)
             for linearization, rows in self._linearized(inputs).jacobians(inputs, contrast=self._contrast(link)):
                 f = linearization.f.detach()
                 yield f, self.likelihood.sample_target(f, generator), rows

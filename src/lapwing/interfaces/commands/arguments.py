@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lapwing.likelihoods.registry import NAMES
 
 LEARNED = ("prior", "temperature", "logit_temperature", "noise")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+READ = ("model", "weights", "posterior", "data", "train", "tune")  # options that name what is read
 DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
 
 
@@ -52,7 +54,7 @@ def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--select", type=names, default=("all",), metavar="NAMES", help="all, last_layer or globs (all)"
     )
-    parser.add_argument("--n-data", type=float, metavar="N", help="size of the data set that the data stand for")
+    parser.add_argument("--n-data", type=above_zero, metavar="N", help="size of the data set that the data stand for")
     parser.add_argument(
         "--memory", type=memory, metavar="SIZE", help="what may be used, such as 4GB (half of what is free)"
     )
@@ -88,7 +90,10 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def model_of(options: argparse.Namespace) -> nn.Module:
     """The network with its weights, on its device."""
-    return read_model(options.model, options.weights, options.device)
+    model = read_model(options.model, options.weights, options.device)
+    if not any(True for _ in model.parameters()):
+        raise BadData("the model has no parameters: there is nothing to put a posterior on")
+    return model
 
 
 def reading_of(options: argparse.Namespace, labeled: bool = True) -> Reading:
@@ -144,11 +149,15 @@ def require_free(path: Path, force: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def require_other(path: Path, *inputs: str | Path | None) -> None:
-    """Refuse to write over what is read."""
+def require_other(options: argparse.Namespace, but: str = "") -> None:
+    """Refuse to write over what is read: files of MODEL, DATA and all others; `but` names one that may be replaced."""
+    path = options.out
     if path.is_dir():
         raise BadData(f"--out {path} is a folder; name a file")
-    if any(path.resolve() == Path(each).resolve() for each in inputs if each is not None):
+    read = [getattr(options, name, None) for name in READ if name != but]
+    texts = [str(each) for each in (*read, *(data for _, data in getattr(options, "ood", ()))) if each is not None]
+    files = [*texts, *(text.rpartition(":")[0] for text in texts if ":" in text)]
+    if any(path.resolve() == Path(file).resolve() for file in files):
         raise BadData(f"--out {path} is also an input; choose another name")
 
 
@@ -179,7 +188,20 @@ def memory(text: str) -> int:
     for unit, size in UNITS.items():
         if text.upper().endswith(unit):
             number, factor = text[: -len(unit)], size
-    value = int(float(number) * factor)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return int(above_zero(number) * factor) or 1
+
+
+def above_zero(text: str) -> float:
+    """A finite number above zero."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero and finite")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number that fits 64 bits."""
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2**63")
     return value

@@ -22,7 +22,7 @@ from lapwing.curvature import (
     pose,
 )
 from lapwing.curvature.kron import kept_as
-from lapwing.errors import BadData, LapwingError, TooLarge
+from lapwing.errors import LapwingError, TooLarge
 from lapwing.interfaces.commands import arguments
 from lapwing.interfaces.commands.command import Command
 from lapwing.interfaces.files.data import Rows, suited
@@ -69,8 +69,6 @@ def _print(title: str, lines: list[str]) -> None:
 def _model_lines(model: nn.Module) -> list[str]:
     """Size, and what often surprises: training mode, norms that never saw data, frozen weights."""
     params = list(model.parameters())
-    if not params:
-        raise BadData("the model has no parameters: there is nothing to put a posterior on")
     total, frozen = sum(p.numel() for p in params), sum(p.numel() for p in params if not p.requires_grad)
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
     lines = [f"{type(model).__name__}, {total:,} weights in {len(params)} tensors, {dtypes} on {params[0].device}"]

@@ -33,11 +33,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--tune-evidence", action="store_true", help="choose the prior by the evidence, without such data")
     arguments.add_tuning(parser)
     parser.add_argument("--checkpoint", metavar="DIR", help="folder in which an interrupted fit goes on")
-    parser.add_argument("--seed", type=int, default=0, help="of every draw of the fit (%(default)s)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of every draw of the fit (%(default)s)")
     arguments.add_reading(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
+    arguments.require_other(options)
     arguments.require_free(options.out, options.force)
     family = arguments.likelihood_of(options)
     model = arguments.model_of(options)

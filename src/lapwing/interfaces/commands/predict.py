@@ -30,7 +30,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    arguments.require_other(options.out, options.data, options.posterior, options.weights)
+    arguments.require_other(options)
     writer_for(options.out)
     model = arguments.model_of(options)
     la = arguments.posterior_of(options, model)

@@ -29,7 +29,9 @@ def _run(options: argparse.Namespace) -> None:
     outside = dict(options.ood)
     if len(outside) < len(options.ood):
         raise BadData("two --ood data sets have the same name")
-    arguments.require_other(options.out, options.data, options.posterior, options.weights, *outside.values())
+    arguments.require_other(options)
+    if options.out.suffix not in (".html", ".htm"):
+        raise BadData(f"a report is an HTML page: name it .html, not {options.out.name!r}")
     model = arguments.model_of(options)
     la = arguments.posterior_of(options, model)
     unlabeled = arguments.reading_of(options, labeled=False)

@@ -19,6 +19,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    arguments.require_other(options, but="posterior")  # the same curvature: --force may put it in its place
     arguments.require_free(options.out, options.force)
     model = arguments.model_of(options)
     la = arguments.posterior_of(options, model)

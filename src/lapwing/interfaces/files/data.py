@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from lapwing.errors import BadData, LapwingError, NotReiterable
 from lapwing.interfaces.files.objects import guarded, made, read_object
@@ -69,7 +69,8 @@ class Reading:
         data = self._source(text)
         if isinstance(data, Rows):
             if data.targets is None and self.labeled:
-                raise BadData(f"{text} has no targets: name the array of targets 'y'")
+                how = "--target names their columns" if text.endswith(".csv") else "name the array of targets 'y'"
+                raise BadData(f"{text} has no targets: {how}")
             data = suited(data, module, likelihood)
         require_readable(data, module, text)
         return data
@@ -126,10 +127,20 @@ def require_readable(data: Any, module: nn.Module, text: str) -> None:
 
 def require_order(data: Any, text: str) -> None:
     """Refuse a loader that shuffles: nobody could tell which prediction belongs to which item."""
-    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
+    if isinstance(data, DataLoader) and not _in_order(data):
         raise BadData(
-            f"{text} shuffles, and predictions are written in the order they come: name one with shuffle=False"
+            f"{text} shuffles or has its own sampler, and predictions are written in the order they come: name one "
+            "with shuffle=False"
         )
+
+
+def _in_order(loader: DataLoader) -> bool:
+    batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    if batches is None:
+        return type(loader.sampler) is SequentialSampler
+    return type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
 
 
 def _rows(inputs: Any, targets: Tensor | None, size: int, text: str) -> Rows:
@@ -147,7 +158,7 @@ def suited(rows: Rows, module: nn.Module, likelihood: Likelihood | None) -> Rows
     y = rows.targets
     if y is not None and y.is_floating_point():
         classes = isinstance(likelihood, Categorical | BradleyTerry) and y.ndim == 1 and bool((y == y.round()).all())
-        y = y.long() if classes else y.to(dtype)
+        y = y.long() if classes else y.to(torch.promote_types(dtype, torch.float32))  # as likelihoods compute
     return replace(rows, inputs=inputs, targets=y)
 
 
@@ -178,11 +189,14 @@ def _pair(found: dict[str, Tensor], path: Path) -> tuple[Tensor, Tensor | None]:
 
 def _from_csv(path: Path, reading: Reading) -> tuple[Tensor, Tensor | None]:
     """Columns of numbers under a header: the targets, and all others, in their order, as features."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = csv.reader(file)
-        header = [name.strip() for name in next(lines, [])]
-        _require_header(header, path)
-        table = [_numbers(row, header, path, lines.line_num) for row in lines if row]
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = csv.reader(file)
+            header = [name.strip() for name in next(filter(None, lines), [])]
+            _require_header(header, path)
+            table = [_numbers(row, header, path, lines.line_num) for row in lines if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadData(f"{path.name} is no table of numbers in UTF-8 with commas: {error}") from error
     values = torch.tensor(table, dtype=torch.float64).reshape(len(table), len(header))
     chosen = [header.index(name) for name in _targets(header, reading, path)]
     features = [k for k in range(len(header)) if k not in chosen]
@@ -214,7 +228,7 @@ def _numbers(row: list[str], header: list[str], path: Path, line: int) -> list[f
     if len(row) != len(header):
         raise BadData(f"{path.name}, line {line}: {len(row)} cells under {len(header)} columns")
     try:
-        return [float(cell) for cell in row]
+        return [_number(cell) for cell in row]
     except ValueError:
         name, cell = next((n, c) for n, c in zip(header, row, strict=True) if not _is_number(c))
         raise BadData(
@@ -222,9 +236,15 @@ def _numbers(row: list[str], header: list[str], path: Path, line: int) -> list[f
         ) from None
 
 
+def _number(cell: str) -> float:
+    if "_" in cell:  # which Python allows between digits
+        raise ValueError
+    return float(cell)
+
+
 def _is_number(cell: str) -> bool:
     try:
-        float(cell)
+        _number(cell)
     except ValueError:
         return False
     return True

@@ -49,7 +49,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for key in WRAPPED:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(found, Mapping) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()
+    ):
         raise BadData(f"{path.name} holds no state dict, nor one under any of {', '.join(WRAPPED)}")
     return dict(found)
 
@@ -71,9 +73,9 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
     if missing or unexpected:
         raise BadData(f"{name} does not belong to this model: it {_lacks(missing, unexpected)}")
     wrong = [
-        f"{key} {tuple(value.shape)} instead of {tuple(live[key].shape)}"
+        f"{key} {_kind(value)} instead of {_kind(live[key])}"
         for key, value in given.items()
-        if value.shape != live[key].shape
+        if value.shape != live[key].shape or value.is_complex() != live[key].is_complex()
     ]
     if wrong:
         raise BadData(f"{name} does not belong to this model: it has {_some(wrong)}")
@@ -86,6 +88,10 @@ def _without_prefix(tensors: Mapping[str, Tensor], live: Mapping[str, Tensor]) -
         if tensors and all(key.startswith(prefix) for key in tensors) and not any(k.startswith(prefix) for k in live):
             return {key.removeprefix(prefix): value for key, value in tensors.items()}
     return tensors
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{'complex ' if tensor.is_complex() else ''}{tuple(tensor.shape)}"
 
 
 def _lacks(missing: list[str], unexpected: list[str]) -> str:
