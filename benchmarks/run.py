@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     peers = None if options.ours_only else options.peers
     if peers is not None and not Path(peers).exists():
-        print(f"{peers} is missing: `make peers-env` makes it, or pass --ours-only", file=sys.stderr)
+        print(f"{peers} is missing: `make bench` makes it, or pass --ours-only", file=sys.stderr)
         return 1
     place = Place(options.python, peers, limit=options.limit)
     for workload in options.workload.split(","):

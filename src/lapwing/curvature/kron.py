@@ -6,6 +6,7 @@ A `KroneckerFactor` brings sums of its own in place of those.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from lapwing.curvature.structure import Accumulator, Estimate, Structure, layout
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
+from lapwing.linalg.spectrum import Spectrum
 from lapwing.model import Block, LazyRows, Plan
 
 Sharing = Literal["auto", "expand", "reduce"]
@@ -95,6 +97,9 @@ class KronAccumulator(KroneckerSums):
         self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
         zeros = partial(torch.zeros, dtype=params.dtype, device=params.device)
         self.tensors: dict[str, Tensor] = {}
+        self.inner: Counter[str] = Counter()  # outer products that the factors are sums of, here and now: a resumed
+        self.outer: Counter[str] = Counter()  # pass or another process may have added more
+        self.positions: dict[str, int] = {}
         for k, block in enumerate(self.blocks):
             if kept_as(block) == "dense":
                 self.tensors[f"{k}.dense"] = zeros(block.size, block.size)
@@ -128,6 +133,7 @@ class KronAccumulator(KroneckerSums):
                 for swapped in orientations(block):
                     key = f"{_key(k, swapped)}.{'right' if swapped else 'left'}"
                     self.tensors[key] += jacobian.rows.gradient_gram(block, swapped, self.sharing == "reduce")
+                    self.outer[_key(k, swapped)] += jacobian.n * jacobian.r * self.positions[_key(k, swapped)]
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """The input side: once a sample, it does not depend on the directions."""
@@ -142,6 +148,8 @@ class KronAccumulator(KroneckerSums):
                 found, positions = jacobian.rows.input_gram(block, swapped, self.sharing == "reduce", weights)
                 self.tensors[key] += found
                 self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
+                self.inner[_key(k, swapped)] += len(fresh) * positions
+                self.positions[_key(k, swapped)] = positions
 
     def finish(self) -> BlockDiagonal:
         names = tuple(", ".join(block.names) for block in self.blocks)
@@ -155,8 +163,15 @@ class KronAccumulator(KroneckerSums):
         if kept == "diag":
             return Diagonal(self.tensors[f"{k}.diag"])
         pairs = [self._pair(k, swapped) for swapped in orientations(block)]
-        left, right = pairs[0] if len(pairs) == 1 else _nearest_product(pairs)
-        return Kronecker(left, right)
+        if len(pairs) > 1:
+            return Kronecker(*_nearest_product(pairs))
+        (left, right), (swapped,) = pairs[0], orientations(block)
+        ranks = self.outer[_key(k, swapped)], self.inner[_key(k, swapped)]
+        spectra = (
+            Spectrum(factor, factor.dtype, rank)
+            for factor, rank in zip((left, right), ranks[::-1] if swapped else ranks, strict=True)
+        )
+        return Kronecker(left, right, 1.0, *spectra)
 
     def _pair(self, k: int, swapped: bool) -> tuple[Tensor, Tensor]:
         key = _key(k, swapped)

@@ -77,10 +77,10 @@ class Kronecker(PSD):
         for spectrum, side in ((self.left_spectrum, "left (output)"), (self.right_spectrum, "right (input)")):
             _require_definite(spectrum, side)
 
-    def _product(self) -> Tensor:
-        """Eigenvalues of factor · G ⊗ A, (q, o, i)."""
+    def _product(self, over: Scalar = 1.0) -> Tensor:
+        """Eigenvalues of factor · G ⊗ A, (q, o, i), divided by a number before they become many."""
         left, right = self.eigenvalues
-        return self._factor * left[:, :, None] * right[:, None, :]
+        return (self._factor / over * left)[:, :, None] * right[:, None, :]
 
     def _eigen(self, values: Tensor) -> EigenKronecker:
         return EigenKronecker(self.left_spectrum.vectors, self.right_spectrum.vectors, values)
@@ -155,7 +155,7 @@ class Kronecker(PSD):
         require_positive(prior.values)
         constant = prior.constant()
         if constant is not None:
-            return (self._product() / constant).log1p().sum()
+            return self._product(constant).log1p().sum()
         ratio = self._whitened(prior)[0]._product().log1p().sum()
         if not prior.values.requires_grad:
             return ratio

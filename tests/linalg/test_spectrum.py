@@ -1,0 +1,90 @@
+"""Decompositions within the span of few outer products, against `eigh` and closed forms."""
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing
+from lapwing.linalg.spectrum import Spectrum, within_span
+
+F64 = torch.float64
+
+
+def few(p: int, rank: int, dtype: torch.dtype = F64, batch: tuple[int, ...] = ()) -> torch.Tensor:
+    """A sum of `rank` outer products whose sizes span five orders of magnitude."""
+    generator = torch.Generator().manual_seed(p + rank)
+    rows = torch.randn(*batch, rank, p, dtype=F64, generator=generator)
+    rows = (rows * torch.logspace(0, -2.5, rank, dtype=F64)[:, None]).to(dtype)
+    return rows.mT @ rows
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_few_outer_products_are_decomposed_within_their_span(batch, dtype):
+    matrix = few(60, 7, dtype, batch)
+    found, exact = Spectrum(matrix, dtype, rank=7), Spectrum(matrix, dtype)
+    assert within_span(matrix.double(), 15, 64 * torch.finfo(dtype).eps) is not None
+    top = exact.values[..., -1:]
+    assert bool(((found.values - exact.values).abs() <= 60 * torch.finfo(dtype).eps * top).all())
+    assert bool((found.values[..., 1:] >= found.values[..., :-1]).all())
+    assert bool((found.values[..., :40] == 0).all())
+    vectors = found.vectors.double()
+    tight = 1e-13 if dtype == F64 else 1e-6
+    eye = torch.eye(60, dtype=F64).expand(*batch, 60, 60)
+    torch.testing.assert_close(vectors.mT @ vectors, eye, atol=tight, rtol=0)
+    again = vectors * found.values[..., None, :] @ vectors.mT
+    torch.testing.assert_close(again, matrix.double(), atol=float(tight * matrix.abs().max() * 10), rtol=0)
+
+
+def test_a_matrix_that_reaches_beyond_is_decomposed_as_a_whole():
+    """A rank that is too small is noticed, also where what it would lose is a thousandth."""
+    matrix = few(60, 7) + 1e-3 * few(60, 30)
+    assert within_span(matrix, 15, 1e-6) is None
+    found = Spectrum(matrix, F64, rank=7)
+    torch.testing.assert_close(found.values, torch.linalg.eigvalsh(matrix).clamp(min=0))
+
+
+def test_nothing_at_all():
+    found = Spectrum(torch.zeros(50, 50, dtype=F64), F64, rank=0)
+    assert float(found.values.abs().max()) == 0
+    torch.testing.assert_close(found.vectors.mT @ found.vectors, torch.eye(50, dtype=F64))
+
+
+@pytest.mark.parametrize(
+    ("structure", "factor"),  # not EKFAC of sampled targets: those of its second pass leave the span of the first
+    [("kron", "ggn"), ("kron", "mc"), ("kron", "empirical"), ("ekfac", "ggn"), ("ekfac", "empirical")],
+)
+def test_few_data_of_a_wide_network(structure, factor, monkeypatch):
+    """Three samples, sixty units: the posterior is that of whole decompositions."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 3)).double()
+    x, y = torch.randn(3, 50, dtype=F64), torch.tensor([0, 1, 2])
+    calls: list[int] = []
+    sketch = within_span
+    monkeypatch.setattr("lapwing.linalg.spectrum.within_span", lambda m, k, tol: calls.append(k) or sketch(m, k, tol))
+
+    def fitted() -> lapwing.Laplace:
+        generator = torch.Generator().manual_seed(1)
+        return lapwing.fit(
+            network, (x, y), "classification", structure=structure, factor=factor, generator=generator, progress=False
+        )
+
+    found = fitted()
+    evidence, covariance = found.log_evidence(), found.predict(x).function.covariance
+    assert min(calls) == 3 + 8  # the inputs' side of both layers
+    monkeypatch.setattr("lapwing.linalg.spectrum.PAYS", 0.0)
+    whole = fitted()
+    torch.testing.assert_close(evidence, whole.log_evidence())
+    torch.testing.assert_close(covariance, whole.predict(x).function.covariance)
+
+
+def test_more_data_than_were_counted():
+    """`update` adds to the sums of an earlier fit, which nobody counted here."""
+    torch.manual_seed(0)
+    network = nn.Linear(50, 2).double()
+    x, y = torch.randn(40, 50, dtype=F64), torch.arange(40) % 2
+    first = lapwing.fit(network, (x[:37], y[:37]), "classification", structure="kron", progress=False)
+    both = first.update((x[37:], y[37:]))
+    whole = lapwing.fit(network, (x, y), "classification", structure="kron", progress=False)
+    torch.testing.assert_close(both.log_evidence(), whole.log_evidence())
+    torch.testing.assert_close(both.posterior.variance, whole.posterior.variance)
