@@ -50,10 +50,16 @@ def pays(shape: torch.Size, kernel: Sides, edges: tuple[Sides, Sides]) -> bool:
     if c < CHANNELS or not h * w:
         return False
     places = (h + sum(edges[0]) - kh + 1) * (w + sum(edges[1]) - kw + 1)
+    return multiplications(shape, kernel, edges) < WORTH * (kh * kw * c) ** 2 * places
+
+
+def multiplications(shape: torch.Size, kernel: Sides, edges: tuple[Sides, Sides]) -> int:
+    """Of one image (1, c, h, w)."""
+    (kh, kw), (_, c, h, w) = kernel, shape
     taken = kh * (2 * kw - 1) * h * w
     taken += sum((kw * (last - first)) ** 2 * (w + kw - 1) for _, first, last in _outside(h, kh, edges[0]))
     taken += sum((kh * (last - first)) ** 2 * (h + sum(edges[0])) for _, first, last in _outside(w, kw, edges[1]))
-    return taken < WORTH * (kh * kw) ** 2 * places
+    return c**2 * taken
 
 
 def _outside(size: int, kernel: int, edges: Sides) -> Iterator[Part]:
