@@ -67,6 +67,13 @@ def test_import_is_light() -> None:
     assert out.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_import_leaves_the_garbage_collector_as_it_was(before: str) -> None:
+    program = f"import gc; gc.{before}(); import lapwing; print(gc.isenabled())"
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == str(before == "enable")
+
+
 def test_a_fit_does_not_import_sympy() -> None:
     """`torch.autograd.grad` with cotangents does, for half a second and 44 MB."""
     program = (

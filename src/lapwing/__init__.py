@@ -1,7 +1,13 @@
+# ruff: noqa: E402
 """Lapwing: a posterior over the weights of any trained PyTorch network, by the Laplace approximation.
 
 Curvature × Prior × Likelihood → Posterior → Prediction.
 """
+
+import gc
+
+_collecting = gc.isenabled()
+gc.disable()  # a full collection of all that torch has made would take a third of this import
 
 from lapwing.curvature import (
     EKFAC,
@@ -60,6 +66,9 @@ from lapwing.predictive import Prediction
 from lapwing.predictive.mixture import Mixture
 
 __version__ = "0.1.0.dev0"
+
+if _collecting:
+    gc.enable()
 
 __all__ = [
     "Affine",
