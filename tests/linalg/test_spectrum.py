@@ -78,13 +78,22 @@ def test_few_data_of_a_wide_network(structure, factor, monkeypatch):
     torch.testing.assert_close(covariance, whole.predict(x).function.covariance)
 
 
-def test_more_data_than_were_counted():
-    """`update` adds to the sums of an earlier fit, which nobody counted here."""
+@pytest.mark.parametrize("counted", [True, False])
+def test_data_are_added_to_data(counted, monkeypatch):
+    """`update` adds to the sums of an earlier fit, and to its count; that of a file that did not count is unknown."""
     torch.manual_seed(0)
     network = nn.Linear(50, 2).double()
     x, y = torch.randn(40, 50, dtype=F64), torch.arange(40) % 2
     first = lapwing.fit(network, (x[:37], y[:37]), "classification", structure="kron", progress=False)
+    names = [name for name in first.curvature.state if name.endswith(("inner", "outer"))]
+    assert len(names) == 2
+    if not counted:
+        for name in names:
+            del first.curvature.state[name]
     both = first.update((x[37:], y[37:]))
+    (block,) = both.curvature.matrix.blocks
+    assert (block.left_spectrum.rank, block.right_spectrum.rank) == ((40, 40) if counted else (None, None))
+    monkeypatch.setattr("lapwing.linalg.spectrum.PAYS", 0.0)
     whole = lapwing.fit(network, (x, y), "classification", structure="kron", progress=False)
     torch.testing.assert_close(both.log_evidence(), whole.log_evidence())
     torch.testing.assert_close(both.posterior.variance, whole.posterior.variance)

@@ -6,10 +6,10 @@ A `KroneckerFactor` brings sums of its own in place of those.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Literal
 
 import torch
@@ -27,6 +27,7 @@ from lapwing.model import Block, LazyRows, Plan
 Sharing = Literal["auto", "expand", "reduce"]
 
 DENSE_ROWS = 512  # small parameters (norms, raw tensors) keep a dense block up to this size, a diagonal beyond
+COUNTS = ("rows", "inner", "outer")  # summed weights of inputs; inputs and gradients that were multiplied, for ranks
 LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary) keeps its diagonal
 
 
@@ -97,8 +98,6 @@ class KronAccumulator(KroneckerSums):
         self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
         zeros = partial(torch.zeros, dtype=params.dtype, device=params.device)
         self.tensors: dict[str, Tensor] = {}
-        self.inner: Counter[str] = Counter()  # outer products that the factors are sums of, here and now: a resumed
-        self.outer: Counter[str] = Counter()  # pass or another process may have added more
         self.positions: dict[str, int] = {}
         for k, block in enumerate(self.blocks):
             if kept_as(block) == "dense":
@@ -112,7 +111,8 @@ class KronAccumulator(KroneckerSums):
                     key = _key(k, swapped)
                     self.tensors[f"{key}.left"] = zeros(q, o, o)
                     self.tensors[f"{key}.right"] = zeros(q, i, i)
-                    self.tensors[f"{key}.rows"] = torch.zeros((), dtype=torch.float64, device=params.device)
+                    for count in COUNTS:
+                        self.tensors[f"{key}.{count}"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
     def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         return problem.sweep(self.update, self.factor, label, gradient=gradient, inputs=self.inputs, state=self.tensors)
@@ -133,7 +133,8 @@ class KronAccumulator(KroneckerSums):
                 for swapped in orientations(block):
                     key = f"{_key(k, swapped)}.{'right' if swapped else 'left'}"
                     self.tensors[key] += jacobian.rows.gradient_gram(block, swapped, self.sharing == "reduce")
-                    self.outer[_key(k, swapped)] += jacobian.n * jacobian.r * self.positions[_key(k, swapped)]
+                    rows = jacobian.n * jacobian.r * self.positions[_key(k, swapped)]
+                    self.tensors[f"{_key(k, swapped)}.outer"] += rows
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """The input side: once a sample, it does not depend on the directions."""
@@ -148,7 +149,7 @@ class KronAccumulator(KroneckerSums):
                 found, positions = jacobian.rows.input_gram(block, swapped, self.sharing == "reduce", weights)
                 self.tensors[key] += found
                 self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
-                self.inner[_key(k, swapped)] += len(fresh) * positions
+                self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
                 self.positions[_key(k, swapped)] = positions
 
     def finish(self) -> BlockDiagonal:
@@ -166,10 +167,10 @@ class KronAccumulator(KroneckerSums):
         if len(pairs) > 1:
             return Kronecker(*_nearest_product(pairs))
         (left, right), (swapped,) = pairs[0], orientations(block)
-        ranks = self.outer[_key(k, swapped)], self.inner[_key(k, swapped)]
+        counts = [float(self.tensors[f"{_key(k, swapped)}.{side}"]) for side in ("outer", "inner")]
         spectra = (
-            Spectrum(factor, factor.dtype, rank)
-            for factor, rank in zip((left, right), ranks[::-1] if swapped else ranks, strict=True)
+            Spectrum(factor, factor.dtype, int(count) if isfinite(count) else None)
+            for factor, count in zip((left, right), counts[::-1] if swapped else counts, strict=True)
         )
         return Kronecker(left, right, 1.0, *spectra)
 
@@ -239,6 +240,8 @@ class Kron(Structure):
     def _sweep(self, problem: Problem, state: dict[str, Tensor]) -> Estimate:
         accumulator = sums_of(problem, self.sharing)
         totals = accumulator.sweep(problem)
+        for name in accumulator.tensors.keys() - state.keys() if state else ():  # of a file that did not count them
+            accumulator.tensors[name] = torch.full_like(accumulator.tensors[name], torch.inf)
         for name, value in state.items():
             accumulator.tensors[name] = accumulator.tensors[name] + value.to(accumulator.tensors[name])
         return Estimate(accumulator.finish(), totals, accumulator.tensors, (accumulator.note,))
