@@ -28,6 +28,7 @@ def test_few_outer_products_are_decomposed_within_their_span(batch, dtype):
     assert bool(((found.values - exact.values).abs() <= 60 * torch.finfo(dtype).eps * top).all())
     assert bool((found.values[..., 1:] >= found.values[..., :-1]).all())
     assert bool((found.values[..., :40] == 0).all())
+    assert found.vectors.stride() == exact.vectors.stride()
     vectors = found.vectors.double()
     tight = 1e-13 if dtype == F64 else 1e-6
     eye = torch.eye(60, dtype=F64).expand(*batch, 60, 60)

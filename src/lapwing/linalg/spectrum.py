@@ -93,4 +93,5 @@ def within_span(matrix: Tensor, columns: int, tolerance: float) -> tuple[Tensor,
         return None
     small = inside @ span
     values, vectors = torch.linalg.eigh((small + small.mT) / 2)
-    return torch.cat([values.new_zeros(*batch, p - columns), values], -1), torch.cat([rest, span @ vectors], -1)
+    every = torch.cat([rest.mT, vectors.mT @ span.mT], -2).mT  # columns in memory as those of `eigh`
+    return torch.cat([values.new_zeros(*batch, p - columns), values], -1), every
