@@ -116,6 +116,7 @@ class Spoiled:
             "scaled": lambda rows: rows * 1.02,
             "zero": torch.zeros_like,
             "samples rolled": lambda rows: rows.roll(1, 0),
+            "samples averaged": lambda rows: rows.mean(0, keepdim=True).expand_as(rows),
             "last entries flipped": lambda rows: rows.flip(-1),
             "raises": self.fail,
         }[how]
@@ -142,10 +143,12 @@ def truth(module, x):
     return oracle.ggn(j, oracle.hessian_gaussian(f))
 
 
-HOWS = ["scaled", "zero", "samples rolled", "last entries flipped", "raises"]
+HOWS = ["scaled", "zero", "samples rolled", "samples averaged", "last entries flipped", "raises"]
 FIRST = {id(rule): function for function, rule in reversed(RULES.items())}  # one function a rule meets every fault
 FAULTS = [
-    (function, how) for function, rule in RULES.items() for how in HOWS[: 5 if FIRST[id(rule)] == function else 1]
+    (function, how)
+    for function, rule in RULES.items()
+    for how in HOWS[: len(HOWS) if FIRST[id(rule)] == function else 1]
 ]
 
 
