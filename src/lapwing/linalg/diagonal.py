@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows
 
@@ -114,5 +115,5 @@ class Diagonal(PSD):
         self._matches(prior)
         if isinstance(prior, Diagonal):
             require_positive(self.values.double() + prior.values.double())  # a Hessian's diagonal may be negative
-            return (self.values.double() / require_positive(prior.values).double()).log1p().sum()
+            return sum_log1p(self.values.double() / require_positive(prior.values).double())
         return super().logdet_ratio(prior)

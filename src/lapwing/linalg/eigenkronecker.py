@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior
 from lapwing.linalg.diagonal import Diagonal
+from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.matrixrows import MatrixRows
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import DenseRows, Rows, chunks
@@ -176,7 +177,7 @@ class EigenKronecker(PSD):
         if not isinstance(prior, Diagonal):
             return super().logdet_ratio(prior)
         require_positive(prior.values)
-        return (self.values / self._constant(prior)).log1p().sum()
+        return sum_log1p(self.values / self._constant(prior))
 
     def whiten(self, rows: Rows) -> Tensor:
         return self._rotated(rows).dense() * self._positive.rsqrt().to(self.dtype).reshape(-1)

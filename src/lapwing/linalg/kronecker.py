@@ -10,6 +10,7 @@ from torch import Tensor
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
+from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows
 from lapwing.linalg.spectrum import Spectrum
@@ -155,8 +156,8 @@ class Kronecker(PSD):
         require_positive(prior.values)
         constant = prior.constant()
         if constant is not None:
-            return self._product(constant).log1p().sum()
-        ratio = self._whitened(prior)[0]._product().log1p().sum()
+            return sum_log1p(self._product(constant))
+        ratio = sum_log1p(self._whitened(prior)[0]._product())
         if not prior.values.requires_grad:
             return ratio
         fixed = Diagonal(prior.values.detach())
