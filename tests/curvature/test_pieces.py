@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.curvature import problem
+from lapwing.curvature import sweep
 
 
 def fitted(structure: str) -> lapwing.Laplace:
@@ -29,16 +29,16 @@ def test_what_the_graph_keeps_is_inputs_and_activations() -> None:
 def test_pieces_do_not_change_the_numbers(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fitted(structure)
     sizes: list[int] = []
-    feed = problem.Problem._feed
+    feed = sweep._Pass._feed
 
-    def seen(self: Any, update: Any, at: Any, *args: Any) -> None:
+    def seen(self: Any, at: Any, *args: Any) -> None:
         sizes.append(at.n)
-        feed(self, update, at, *args)
+        feed(self, at, *args)
 
-    monkeypatch.setattr(problem.Problem, "_feed", seen)
+    monkeypatch.setattr(sweep._Pass, "_feed", seen)
     for name in ("CHUNK", "TOGETHER"):
-        monkeypatch.setattr(problem, name, 80 * 3)  # three graphs
-    monkeypatch.setattr(problem, "SMALL", 0)
+        monkeypatch.setattr(sweep, name, 80 * 3)  # three graphs
+    monkeypatch.setattr(sweep, "SMALL", 0)
     pieces = fitted(structure)
     assert max(sizes) <= 3
     torch.testing.assert_close(pieces.curvature.dense().trace(), whole.curvature.dense().trace())

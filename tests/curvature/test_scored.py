@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.curvature.problem import Problem
+from lapwing.curvature.sweep import _Pass
 from lapwing.model.jacobian import Linearization
 
 CLASSES = 4
@@ -27,8 +27,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Linearization, "jacobian_and_vjp", counted)
     # the self-check tries it too: count from the first pass over data on
-    sweep = Problem._sweep
-    monkeypatch.setattr(Problem, "_sweep", lambda self, *a, **k: passes.clear() or sweep(self, *a, **k))
+    over = _Pass.over
+    monkeypatch.setattr(_Pass, "over", lambda self, label: passes.clear() or over(self, label))
     return passes
 
 

@@ -17,8 +17,9 @@ from lapwing.curvature.kfra import KFRA
 from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.curvature.problem import Problem, Totals, available_memory, pose
+from lapwing.curvature.problem import Problem, available_memory, pose
 from lapwing.curvature.structure import CHEAPER, Accumulator, Curvature, Estimate, Structure, layout_of
+from lapwing.curvature.totals import Totals
 from lapwing.curvature.valla import VaLLA
 from lapwing.errors import UnsupportedOperation
 from lapwing.model import PlanChanged, batch_size, dynamic_plan

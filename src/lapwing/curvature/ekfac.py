@@ -11,6 +11,7 @@ from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.kron import KroneckerFactor, Sharing, kept_as, sums_of
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.curvature.sweep import sweep
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, MatrixRows
@@ -97,7 +98,7 @@ class EKFAC(Structure):
         first = sums_of(problem, self.sharing, basis)
         first.sweep(problem, "fit (basis)", gradient=False)
         moments = MomentAccumulator(problem, first.finish())
-        totals = problem.sweep(moments.update, label="fit (moments)", together=True, state=moments.tensors)
+        totals = sweep(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 
     def require(self, problem: Problem) -> None:
@@ -127,7 +128,7 @@ class EKFAC(Structure):
         """Add second moments in the basis of the first fit: a valid EKFAC of the union, not the one a new fit finds."""
         assert isinstance(matrix, BlockDiagonal)
         moments = MomentAccumulator(problem, matrix)
-        totals = problem.sweep(moments.update, label="update (moments)", together=True, state=moments.tensors)
+        totals = sweep(problem, moments.update, label="update (moments)", together=True, state=moments.tensors)
         total: list[PSD] = []
         for old, new in zip(matrix.blocks, moments.finish().blocks, strict=True):
             if isinstance(old, EigenKronecker) and isinstance(new, EigenKronecker):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor
-from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import curvature_of_outputs, totals_of, whole_factor
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.curvature.sweep import sweep
+from lapwing.curvature.totals import Totals
 from lapwing.errors import BadData, TooLarge, UnsupportedOperation
 from lapwing.linalg import Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
@@ -92,12 +94,12 @@ class Functional(Structure):
     def estimate(self, problem: Problem) -> Estimate:
         accumulator = RowsAccumulator(problem)
         if self.points is None:
-            totals = problem.sweep(accumulator.update)
+            totals = sweep(problem, accumulator.update)
             return Estimate(accumulator.finish(), totals, notes=(self._note(accumulator, 1.0),))
         totals = totals_of(problem)
         chosen = _subset(problem.batches, self.points, self.seed)
         part = replace(problem, batches=chosen, first=None, rest=None)
-        ratio = totals.seen / part.sweep(accumulator.update).seen
+        ratio = totals.seen / sweep(part, accumulator.update).seen
         return Estimate(accumulator.finish().scale(ratio), totals, notes=(self._note(accumulator, ratio),))
 
     def _note(self, accumulator: RowsAccumulator, ratio: float) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Estimate
+from lapwing.curvature.totals import Totals
 from lapwing.errors import TooLarge
 from lapwing.linalg import PSD
 from lapwing.model.batches import call
@@ -28,7 +29,7 @@ def hessian_estimate(problem: Problem, wrap: Callable[[Tensor], PSD]) -> Estimat
     statistics, seen = torch.zeros((), dtype=torch.float64), 0.0
     gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
     with problem.network.borrow(differentiable=True):
-        for batch in problem._batches("fit (Hessian)"):
+        for batch in problem.read("fit (Hessian)"):
             f = problem.network.outputs(output_tensor(call(problem.network.module, batch.inputs)))
             y = problem.prepare(batch, f)
             statistics = statistics + problem.likelihood.statistics(f.detach(), y, batch.weights)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from lapwing.curvature.factor import GGN
 from lapwing.curvature.kron import LARGEST_FACTOR, KroneckerFactor, KroneckerSums, kept_as
-from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import layout_of
+from lapwing.curvature.sweep import sweep
+from lapwing.curvature.totals import Totals
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
 from lapwing.model import Block, LazyRows, Linearization, batch_size, take
@@ -129,7 +131,9 @@ class RecursiveSums(KroneckerSums):
 
     def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         exact, state = GGN(limit=problem.outputs, tolerance=0.0), self.tensors
-        return problem.sweep(self.update, exact, label, 0, gradient, together=True, state=state, rows=self._rows)
+        return sweep(
+            problem, self.update, exact, label=label, gradient=gradient, together=True, state=state, rows=self._rows
+        )
 
     def _rows(self, at: Linearization, directions: Tensor) -> Jacobian:
         if not self.checked:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure, layout_of
+from lapwing.curvature.sweep import sweep
+from lapwing.curvature.totals import Totals
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
@@ -115,7 +117,9 @@ class KronAccumulator(KroneckerSums):
                         self.tensors[f"{key}.{count}"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
     def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
-        return problem.sweep(self.update, self.factor, label, gradient=gradient, inputs=self.inputs, state=self.tensors)
+        return sweep(
+            problem, self.update, self.factor, label=label, gradient=gradient, inputs=self.inputs, state=self.tensors
+        )
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         if fresh is not None:

@@ -12,6 +12,7 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.curvature.sweep import sweep
 from lapwing.errors import BadData
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
@@ -126,7 +127,7 @@ class LowRank(Structure):
         return self._sweep(problem, accumulator)
 
     def _sweep(self, problem: Problem, accumulator: LowRankAccumulator) -> Estimate:
-        totals = problem.sweep(accumulator.update, row_bytes=32 * problem.network.params.size)
+        totals = sweep(problem, accumulator.update, row_bytes=32 * problem.network.params.size)
         matrix = accumulator.finish()
         dropped = accumulator.tensors["dropped"]
         total = float(dropped) + float(matrix.trace())

@@ -14,9 +14,11 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.lowrank import LowRankAccumulator
-from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor
 from lapwing.curvature.structure import Estimate, Structure
+from lapwing.curvature.sweep import sweep
+from lapwing.curvature.totals import Totals
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Policy, Sketch, nystrom
@@ -155,7 +157,7 @@ class MatrixFree(Structure):
             return Sketch.empty(torch.empty(0, params.size, dtype=params.dtype, device=params.device)), 0.0
         accumulator = SketchAccumulator(problem, self.rank)
         factor = GGN(tolerance=NEGLIGIBLE) if isinstance(problem.factor, GGN) else problem.factor
-        problem.sweep(accumulator.update, factor, label="sketch", gradient=False)
+        sweep(problem, accumulator.update, factor, label="sketch", gradient=False)
         sketch = Sketch.of_rows(accumulator.tensors["rows"])
         return Sketch(sketch.basis[: self.rank], sketch.values[: self.rank]), accumulator.trace
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.problem import Problem
+from lapwing.curvature.sweep import sweep
 from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Policy, Solution
 from lapwing.linalg.krylov.results import gram
@@ -76,7 +77,7 @@ class _Dual:
             self.parts[number] = new
             number += 1
 
-        problem.sweep(update, label="solve")
+        sweep(problem, update, label="solve")
         return state[0]
 
     def product(self, problem: Problem, x: Tensor) -> Tensor:
@@ -87,5 +88,5 @@ class _Dual:
             rows = self.rows(jacobian)
             total.add_(gram(x, rows) @ rows.double())
 
-        problem.sweep(update, label="residual")
+        sweep(problem, update, label="residual")
         return total

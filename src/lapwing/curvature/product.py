@@ -10,7 +10,9 @@ from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.minibatch import solve_by_batches
-from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.problem import Problem
+from lapwing.curvature.sweep import sweep
+from lapwing.curvature.totals import Totals
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Jacobian
@@ -112,7 +114,7 @@ class CurvatureProduct(Product):
             def update(jacobian: Jacobian, fresh: Tensor | None) -> None:
                 total.add_(jacobian.square_sum())
 
-            problem.sweep(update, label="diagonal", gradient=False)
+            sweep(problem, update, label="diagonal", gradient=False)
             return total
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
         return xdiag(self.matvec, like, 32, torch.Generator(self.device).manual_seed(self.seed)).value

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import Factor, Hessian
-from lapwing.curvature.problem import Problem, Totals
+from lapwing.curvature.problem import Problem
 from lapwing.curvature.shards import sharded
+from lapwing.curvature.sweep import sweep
+from lapwing.curvature.totals import Totals
 from lapwing.errors import TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, Jacobian, Layout
 from lapwing.model import Block, Params, Plan
@@ -134,7 +136,7 @@ def layout_of(problem: Problem) -> Layout:
 
 def one_pass(problem: Problem, accumulator: Accumulator, notes: tuple[str, ...] = (), row_bytes: int = 0) -> Estimate:
     """Feed an accumulator from one sweep."""
-    totals = problem.sweep(accumulator.update, row_bytes=row_bytes, together=True, state=accumulator.tensors)
+    totals = sweep(problem, accumulator.update, row_bytes=row_bytes, together=True, state=accumulator.tensors)
     return Estimate(accumulator.finish(), totals, notes=notes)
 
 

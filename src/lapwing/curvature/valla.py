@@ -11,6 +11,7 @@ from torch import Tensor
 from lapwing.curvature.functional import _subset
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.curvature.sweep import sweep
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
@@ -80,7 +81,7 @@ class VaLLA(Structure):
             raise UnsupportedOperation("inducing inputs need a network whose operations do not depend on the data")
         basis = self._basis(problem)
         accumulator = ProjectionAccumulator(basis)
-        totals = problem.sweep(accumulator.update)
+        totals = sweep(problem, accumulator.update)
         matrix, trace = accumulator.finish(), accumulator.tensors["trace"]
         excess = (trace - matrix.values.sum()).clamp(min=0)
         note = (
@@ -95,7 +96,7 @@ class VaLLA(Structure):
         accumulator = ProjectionAccumulator(matrix.basis)
         accumulator.tensors["core"] += torch.diag(matrix.values.double())
         accumulator.tensors["trace"] += matrix.values.double().sum() + state["excess"]
-        totals = problem.sweep(accumulator.update)
+        totals = sweep(problem, accumulator.update)
         grown = accumulator.finish()
         excess = (accumulator.tensors["trace"] - grown.values.sum()).clamp(min=0)
         return Estimate(grown, totals, {"excess": excess})

@@ -1,0 +1,277 @@
+"""One loop over data for every structure: forward with the tape, directions, rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.factor import GGN, Directions, Factor
+from lapwing.curvature.problem import Problem
+from lapwing.curvature.regroup import Group, Regrouped
+from lapwing.curvature.resume import Journal, OtherBatches
+from lapwing.curvature.shards import add_up, sharded
+from lapwing.curvature.totals import Sums, Totals
+from lapwing.errors import BadData
+from lapwing.linalg import Jacobian
+from lapwing.model import Batch, LazyRows, Linearization
+from lapwing.model.batches import parts_of
+
+Update = Callable[[Jacobian, Tensor | None], None]
+"""Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
+MakeRows = Callable[[Linearization, Tensor], Jacobian]
+"""Rows of a network at a batch, for directions (r, n, *event, c)."""
+
+CHUNK = 2**26  # bytes of back-propagated gradients under way at a time: more goes back to the system when it is freed
+KEPT = 2**25 - 2**14  # bytes; glibc gives back memory in pieces of twice the largest block that it has seen freed
+SMALL = 2**22  # bytes of gradients below which several directions go into one update
+TOGETHER = 2**28  # where all directions of a sample are wanted at once: backward passes of few samples are slow
+
+
+def sweep(
+    problem: Problem,
+    update: Update,
+    factor: Factor | None = None,
+    *,
+    label: str = "fit",
+    row_bytes: int = 0,
+    gradient: bool = True,
+    inputs: Update | None = None,
+    together: bool = False,
+    state: Mapping[str, Tensor] | None = None,
+    rows: MakeRows | None = None,
+) -> Totals:
+    """Pass over the data once, handing rows to `update` for a few samples and directions at a time.
+
+    Where samples need different numbers of directions, those that need alike are brought together and run again.
+    `row_bytes` is what the structure itself needs for each row, `gradient` asks for that of the log-likelihood (of
+    exact factors only). `inputs` sees every sample that is run again when it is first run, without directions.
+    `together` hands over all directions of fewer samples, rather than fewer directions of all samples. With
+    `state`, the tensors that `update` adds to, an interrupted pass goes on where the problem keeps a journal.
+    `rows` makes them in place of `Linearization.jacobian`, of every batch as it comes: no samples are regrouped.
+    """
+    factor = factor or problem.factor
+    scored, pieces = gradient and isinstance(factor, GGN), Pieces(problem, row_bytes, together)
+    resume = None if state is None else problem.resume
+
+    def run() -> Sums:
+        journal = None if resume is None else resume.journal(label, problem.plan.signature)
+        return _Pass(problem, update, factor, pieces, scored, inputs, rows, state or {}, journal).over(label)
+
+    try:
+        sums = run()
+    except OtherBatches:
+        problem.batches.require_reiterable("a checkpoint of other batches")
+        assert resume is not None
+        resume.journal(label, problem.plan.signature).path.unlink(missing_ok=True)
+        sums = run()
+    if state is not None and sharded():
+        add_up(state)
+        sums.add_up()
+    return sums.totals()
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How many samples and directions are under way at a time."""
+
+    problem: Problem
+    row_bytes: int  # what a structure itself needs for each row
+    together: bool  # all directions of fewer samples, rather than fewer directions of all
+
+    @property
+    def cap(self) -> int:
+        """Bytes that the rows under way may take."""
+        return min(self.problem.memory // 8, TOGETHER if self.together else CHUNK)
+
+    @property
+    def row(self) -> int:
+        """Bytes of one direction of a sample."""
+        return max(4 * self.problem.plan.width + self.row_bytes, 1)
+
+    def samples(self, directions: int) -> int:
+        """As many as fit with the gradients of one direction, or of all, with their graph, and with the directions
+        themselves."""
+        problem, rows = self.problem, self.cap // self.row
+        root = 4 * directions * (problem.outputs // max(1, math.prod(problem.event)))
+        return max(
+            1,
+            min(
+                rows // max(directions, 1) if self.together else rows,
+                self.cap // max(problem.plan.graph, 1),
+                min(problem.memory // 8, TOGETHER) // max(root, 1),
+            ),
+        )
+
+    def directions(self, at: Linearization, count: int) -> int:
+        """As many as fit, or as share a backward pass or are small."""
+        row = max(at.n * self.row, 1)
+        length = max(1, self.cap // row)
+        return length if self.together else max(1, min(length, max(at.shared(count), SMALL // row)))
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One pass over the data, and what it has added up so far."""
+
+    problem: Problem
+    update: Update
+    factor: Factor
+    pieces: Pieces
+    scored: bool  # whether the gradient of the log-likelihood is wanted
+    inputs: Update | None
+    rows: MakeRows | None
+    state: Mapping[str, Tensor]
+    journal: Journal | None
+    sums: Sums = field(default_factory=Sums)
+    waiting: Regrouped = field(default_factory=Regrouped)
+
+    def over(self, label: str) -> Sums:
+        """All batches."""
+        torch.empty(KEPT, dtype=torch.uint8, device="cpu")  # freed at once, never written
+        journal = self.journal
+        with self.problem.network.borrow():
+            for batch in self.problem.read(label):
+                if journal is not None and journal.skips(batch):
+                    self._restore(journal)
+                    continue
+                if self._wait(batch):
+                    self._run(self.waiting.full())
+                else:
+                    self._take(batch)
+                if journal is not None and journal.pauses:  # from time to time leave no sample waiting
+                    self._run(self.waiting.rest())
+                    self._save(journal)
+            self._run(self.waiting.rest())
+        if journal is not None:
+            journal.require_end()
+            self._save(journal, last=True)
+        return self.sums
+
+    def _restore(self, journal: Journal) -> None:
+        if journal.restores:
+            kept = journal.restore(self.state, self.problem.generator)
+            vars(self.sums).update(kept["sums"])
+            self.waiting.size, self.waiting.taking = kept["waiting"]
+
+    def _save(self, journal: Journal, **options: bool) -> None:
+        """Write down what there is, where no sample waits."""
+        kept = {"sums": dict(vars(self.sums)), "waiting": [self.waiting.size, self.waiting.taking]}
+        journal.save(self.state, kept, self.problem.generator, **options)
+
+    def _wait(self, batch: Batch) -> bool:
+        """Bring the samples of a batch to those that wait, by a forward pass without a graph; or decline it."""
+        if not self.waiting.taking or self.inputs is not None:
+            return False
+        counted = Sums()
+        directions, score, _ = self._directions(batch, self.problem.network.forward(batch.inputs), counted)
+        if not self.waiting.admit(batch.inputs, directions, score, self.factor, batch.number):
+            return False
+        self.sums.join(counted)
+        return True
+
+    def _take(self, batch: Batch) -> None:
+        """Rows of a batch, or of those that came to wait with it."""
+        problem = self.problem
+        for part in parts_of(batch, self.pieces.samples(self.factor.width(problem.outputs))):
+            if self._admitted(part, problem.network.linearize(problem.plan, part.inputs)):
+                self._run(self.waiting.full())
+
+    def _admitted(self, batch: Batch, at: Linearization) -> bool:
+        """Whether the samples wait for others; what the structure wants of them now is done."""
+        directions, score, fresh = self._directions(batch, at.f, self.sums)
+        if self.rows is None and self.waiting.admit(batch.inputs, directions, score, self.factor, batch.number):
+            if self.inputs is not None:
+                self.inputs(at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)), fresh)
+            return True
+        self._feed(at, directions, score, fresh, f"batch {batch.number}: ")
+        return False
+
+    def _run(self, groups: Iterable[Group]) -> None:
+        """Rows of samples that were brought together."""
+        network, plan = self.problem.network, self.problem.plan
+        for group in groups:
+            for part in group.parts(self.pieces.samples(group.directions.count)):
+                where = f"batch {' or '.join(map(str, part.batches))}: "
+                self._feed(network.linearize(plan, part.inputs), part.directions, part.score, None, where)
+
+    def _directions(self, batch: Batch, f: Tensor, sums: Sums) -> tuple[Directions, Tensor | None, Tensor]:
+        """Directions, scores and weights (n,) of a batch, counted; samples without a target that counts weigh 0."""
+        problem, likelihood = self.problem, self.problem.likelihood
+        y, f = problem.prepare(batch, f), f.detach()
+        with torch.no_grad():
+            scored: dict[str, Any] = {"scored": True} if self.scored else {}
+            directions = self.factor.choose(likelihood, f, y, batch.weights, problem.generator, **scored)
+            score = None
+            if self.scored:  # φ·∇_f log p(y | f)
+                score = _weighted(likelihood.score(f, y) * likelihood.dispersion.detach().to(f), batch.weights)
+            sums.add(likelihood.statistics(f, y, batch.weights), directions)
+            sums.seen += likelihood.count(f, y, batch.weights)
+            ones = torch.ones(len(f), dtype=problem.network.params.dtype, device=f.device)
+            fresh = ones if batch.weights is None else batch.weights.to(ones)
+            fresh = fresh * likelihood.counted(f, y)
+        return directions, score, fresh
+
+    def _feed(
+        self, at: Linearization, directions: Directions, score: Tensor | None, fresh: Tensor | None, where: str
+    ) -> None:
+        """Rows of a piece, as many directions at a time as fit; and the gradient of the log-likelihood, from the pass
+        of the first direction where that is along the score."""
+        count = max(directions.count, 1)  # if of zeros
+        length = self.pieces.directions(at, count)
+        with torch.no_grad():
+            if score is not None and (self.rows is not None or directions.scale is None or not at.joined):
+                self._add_gradient(at.vjp(score))
+                score = None
+            for start in range(0, count, length):
+                chosen = directions.between(start, min(start + length, count))
+                if score is not None and directions.scale is not None:
+                    jacobian, gradient = at.jacobian_and_vjp(chosen, score, directions.scale)
+                    self._add_gradient(gradient)
+                    score = None
+                else:
+                    jacobian = at.jacobian(chosen) if self.rows is None else self.rows(at, chosen)
+                self._hand_over(jacobian, fresh, where)
+                del jacobian  # before the next pass takes as much
+                fresh = None
+
+    def _hand_over(self, jacobian: Jacobian, fresh: Tensor | None, where: str) -> None:
+        """Refuse rows that are not finite (a square root at zero) with batch and parameters; what the update itself
+        refuses gets the batch too."""
+        rows = jacobian.rows
+        # what is not finite spreads to the earliest layers and to their sum, so one number tells
+        if isinstance(rows, LazyRows) and rows.gradients and not bool(rows.gradients[0].sum().isfinite()):
+            bad = [j for j, g in enumerate(rows.gradients) if not bool(g.isfinite().all())]
+            if bad:
+                raise BadData(where + _no_derivative(rows, bad[-1]))
+        try:
+            self.update(jacobian, fresh)
+        except BadData as error:
+            raise BadData(where + str(error)) from error
+
+    def _add_gradient(self, found: Mapping[str, Tensor | None]) -> None:
+        """Σ_n φ·∇_θ log p(y_n | f_n), flat: how far the weights are from a mode."""
+        network = self.problem.network
+        params, live = network.params, dict(network.module.named_parameters())
+        flat = params.flatten(
+            {name: torch.zeros_like(live[name]) if g is None else g.to_dense() for name, g in found.items()}
+        )
+        flat = (flat if params.index is None else flat[params.index]).double()
+        self.sums.gradient = flat if self.sums.gradient is None else self.sums.gradient + flat
+
+
+def _no_derivative(rows: LazyRows, k: int) -> str:
+    layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
+    return (
+        f"the gradient of the outputs at layer {layer} is not finite, although the outputs are: an operation after it "
+        "has no derivative there (a square root or a norm at zero)"
+    )
+
+
+def _weighted(s: Tensor, weights: Tensor | None) -> Tensor:
+    """Directions (n, ...) times one weight a sample."""
+    return s if weights is None else s * weights.to(s).reshape(-1, *(1,) * (s.ndim - 1))
