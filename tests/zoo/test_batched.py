@@ -51,3 +51,28 @@ def test_wrong_batches_of_directions_are_noticed(scale: float) -> None:
         curvature = torch.diag(p[n]) - torch.outer(p[n], p[n])
         diagonal += torch.einsum("cp,cd,dp->p", rows, curvature, rows)
     torch.testing.assert_close(la.curvature.matrix.diagonal(), diagonal, rtol=1e-4, atol=1e-7)
+
+
+class Prototypes(nn.Module):
+    """Distances to prototypes, whose derivative has a kernel of its own for few points that vmap gets wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.c, self.head = nn.Linear(3, 4), nn.Parameter(torch.randn(5, 4)), nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.exp(-torch.cdist(self.enc(x), self.c.expand(len(x), -1, -1))).mean(1))
+
+
+def test_kernels_that_the_first_batch_does_not_meet() -> None:
+    model = Prototypes().double()
+    data = [(torch.randn(6, k, 3, dtype=torch.float64), torch.zeros(6, 2, dtype=torch.float64)) for k in (30, 10, 12)]
+    params, truth = list(model.parameters()), torch.zeros(())
+    for x, _ in data:
+        for one in x:
+            for f in model(one[None])[0]:
+                row = torch.cat([g.flatten() for g in torch.autograd.grad(f, params, retain_graph=True)])
+                truth = truth + torch.outer(row, row)
+    la = lapwing.fit(model, data, "regression", structure="full")
+    torch.testing.assert_close(la.curvature.dense(), truth, rtol=1e-9, atol=1e-9 * float(truth.abs().max()))

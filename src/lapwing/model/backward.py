@@ -28,35 +28,8 @@ def pull(f: Tensor, inputs: Sequence[Any], v: Tensor, *, create_graph: bool = Fa
 
 def pull_all(f: Tensor, inputs: Sequence[Any], v: Tensor) -> tuple[Tensor | None, ...]:
     """The same for cotangents (r, *f.shape) in one pass, (r, *input.shape) each. Raises where vmap has no rule."""
-    v = v.detach().to(f.dtype)
-    if v.shape[1:] != f.shape:
-        raise RuntimeError(f"cotangents of shape {tuple(v.shape)} for outputs of shape {tuple(f.shape)}")
-    given: list[Tensor] = []
-    with torch.enable_grad():
-        start = _Start.apply(f, given)
-    reached: list[int] = []
-
-    def one(v: Tensor) -> tuple[Tensor, ...]:
-        given[:] = [v]
-        found = torch.autograd.grad(start, inputs, retain_graph=True, allow_unused=True)
-        reached[:] = [k for k, g in enumerate(found) if g is not None]
-        return tuple(found[k] for k in reached)
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-        found = dict(zip(reached, torch.vmap(one)(v), strict=True))
-    return tuple(found.get(k) for k in range(len(inputs)))
-
-
-class _Start(torch.autograd.Function):
-    """A number whose gradient with respect to f is what was put in a list, so that the list may hold what vmap makes
-    of the cotangents."""
-
-    @staticmethod
-    def forward(ctx: Any, f: Tensor, given: list[Tensor]) -> Tensor:
-        ctx.given = given
-        return f.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.given[0], None
+        return torch.autograd.grad(
+            f, inputs, v.to(f.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
