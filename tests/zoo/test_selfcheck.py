@@ -106,6 +106,13 @@ def build(function, dtype=torch.float64):
     return module.to(dtype).eval(), x.to(dtype)
 
 
+def in_pairs(rows):
+    """(J₀, J₁) → (2 J₁, J₀ / 2): what weights of 1 and 2 would not see."""
+    even = len(rows) // 2 * 2
+    first, second = rows[0:even:2], rows[1:even:2]
+    return torch.cat([torch.stack([2 * second, first / 2], 1).flatten(0, 1), rows[even:]])
+
+
 class Spoiled:
     """A copy of a rule, one of whose answers is wrong; counts how often it was asked."""
 
@@ -114,8 +121,10 @@ class Spoiled:
         names = ("left", "right") if isinstance(rule, MatrixRule) else ("weight_rows", "bias_rows")
         spoil = {
             "scaled": lambda rows: rows * 1.02,
+            "scaled by half": lambda rows: rows * 1.5,
             "zero": torch.zeros_like,
             "samples rolled": lambda rows: rows.roll(1, 0),
+            "samples in pairs": in_pairs,
             "samples averaged": lambda rows: rows.mean(0, keepdim=True).expand_as(rows),
             "last entries flipped": lambda rows: rows.flip(-1),
             "raises": self.fail,
@@ -143,7 +152,7 @@ def truth(module, x):
     return oracle.ggn(j, oracle.hessian_gaussian(f))
 
 
-HOWS = ["scaled", "zero", "samples rolled", "samples averaged", "last entries flipped", "raises"]
+HOWS = ["scaled", "zero", "samples rolled", "samples in pairs", "samples averaged", "last entries flipped", "raises"]
 FIRST = {id(rule): function for function, rule in reversed(RULES.items())}  # one function a rule meets every fault
 FAULTS = [
     (function, how)
@@ -212,3 +221,15 @@ def test_uses_that_the_tape_cannot_see_are_named():
         la = lapwing.fit(module, [(x, torch.zeros(4, 2).double())], "regression", structure="diag")
         said = " ".join(la.curvature.notes)
         assert all(p in said for p in parameters), f"{name}: {said!r} does not name {parameters}"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 2e4])
+def test_broken_rule_is_noticed_where_gradients_overflow(scale, monkeypatch):
+    """Sums over samples leave the range of float16 before the gradients of any one of them do."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).half()
+    net = Net(lambda s, x: s.body(x) * scale, body=module)
+    x = 0.5 * torch.randn(4, 3).half()
+    monkeypatch.setitem(RULES, F.linear, Spoiled(RULES[F.linear], "scaled by half").rule)
+    la = lapwing.fit(net, [(x, torch.zeros(4, 2).half())], "regression", structure="diag")
+    assert any("disagreed with autograd" in note for note in la.curvature.notes)
