@@ -16,6 +16,7 @@ import torch
 from benchmarks.workloads import WORKLOADS, Task
 from lapwing.likelihoods import Categorical
 from lapwing.model import Linearization, Network, Params
+from lapwing.model.rules import bands
 from lapwing.model.rules.autocorrelation import multiplications
 from lapwing.model.rules.convolution import Convolution
 
@@ -75,9 +76,12 @@ def layer(at: Linearization, record: int, q: int, o: int, i: int) -> Layer:
     rule, call = at.bound[record]
     t = rule.positions(call, 1)  # type: ignore[attr-defined]
     square = q * t * i**2
-    if isinstance(rule, Convolution) and call.weight is not None and rule._correlates(call):
-        height, width = call.weight.shape[2:]
-        square = multiplications(call.data.shape, (height, width), call.options["edges"])
+    if isinstance(rule, Convolution) and call.weight is not None:
+        (height, width), options = call.weight.shape[2:], call.options
+        if rule.correlates(call):
+            square = multiplications(call.data.shape, (height, width), options["edges"])
+        elif rule.banded(call):
+            square = bands.multiplications(call.data.shape, (height, width), t, options["stride"], options["edges"])
     return Layer(q, o, i, t, square)
 
 

@@ -6,6 +6,8 @@ from benchmarks.workloads import Task
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lapwing.model.rules.bands import band_gram
+
 
 def network() -> Task:
     torch.manual_seed(0)
@@ -49,7 +51,8 @@ def test_rows_and_their_rotation_are_the_products_that_make_them():
         assert each.rotation(r) == min(ways)
         grams = multiplied(lambda g=g: g.flatten(0, 1).T @ g.flatten(0, 1))
         assert each.factors(r) - each.square == grams
-    assert second.square == multiplied(lambda: torch.randn(second.i, second.t) @ torch.randn(second.t, second.i))
+    x, none = torch.randn(1, 16, 12, 12), ((0, 0), (0, 0))
+    assert second.square == multiplied(lambda: band_gram(x, (3, 3), (2, 2), 1, none))  # stride 2: products of rows
     assert first.square < first.t * first.i**2  # stride 1: products of images
     assert last.rows(r) == 0
     assert last.rotation(r) == r * last.o**2 + last.i**2

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lapwing.model.rules import autocorrelation
+from lapwing.linalg import rows
+from lapwing.model.rules import autocorrelation, bands
 from lapwing.model.rules.autocorrelation import patch_gram, pays
-from lapwing.model.rules.convolution import Axis, Convolution
+from lapwing.model.rules.convolution import Axis, Convolution, TransposedConvolution
 from lapwing.model.samples import Samples
 
 
@@ -68,16 +69,76 @@ def test_covariances_by_products_of_images(pixels: int, monkeypatch: pytest.Monk
     sizes, kernels = ((1, 1), (2, 5), (7, 4)), ((1, 1), (3, 3), (2, 4), (5, 1))
     edges = ((0, 0), (1, 1), (0, 2), (5, 3))
     tried = 0
-    for (h, w), (kh, kw), rows, columns in itertools.product(sizes, kernels, edges, edges):
-        if h + sum(rows) < kh or w + sum(columns) < kw:
+    for (h, w), (kh, kw), above, beside in itertools.product(sizes, kernels, edges, edges):
+        if h + sum(above) < kh or w + sum(beside) < kw:
             continue
         x = torch.randn(3, 2, h, w, dtype=torch.float64, generator=generator)
-        patches = F.unfold(F.pad(x, (*columns, *rows)), (kh, kw))
+        patches = F.unfold(F.pad(x, (*beside, *above)), (kh, kw))
         truth = torch.einsum("nit,njt->ij", patches, patches)
-        found = patch_gram(x, (kh, kw), (rows, columns))
-        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12, msg=f"{(h, w)} {(kh, kw)} {rows} {columns}")
+        found = patch_gram(x, (kh, kw), (above, beside))
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12, msg=f"{(h, w)} {(kh, kw)} {above} {beside}")
         tried += 1
     assert tried > 100
+
+
+@pytest.mark.parametrize("chunk", [1, rows.CHUNK_BYTES])
+def test_covariances_by_products_of_rows(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel, stride, dilation along the width and padding, where it pays and where it does not."""
+    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk)
+    generator = torch.Generator().manual_seed(0)
+    sizes, kernels = ((1, 1), (2, 5), (9, 6)), ((1, 1), (3, 3), (2, 4), (5, 1))
+    strides, edges = ((1, 1), (2, 1), (1, 3), (4, 2)), ((0, 0), (1, 1), (0, 2), (5, 3))
+    tried = 0
+    for (h, w), (kh, kw), stride, dilation, above, beside in itertools.product(
+        sizes, kernels, strides, (1, 2), edges, edges
+    ):
+        if h + sum(above) < kh or w + sum(beside) < dilation * (kw - 1) + 1:
+            continue
+        x = torch.randn(3, 2, h, w, dtype=torch.float64, generator=generator)
+        patches = F.unfold(F.pad(x, (*beside, *above)), (kh, kw), (1, dilation), 0, stride)
+        truth = torch.einsum("nit,njt->ij", patches, patches)
+        found = bands.band_gram(x, (kh, kw), stride, dilation, (above, beside))
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+        tried += 1
+    assert tried > 500
+
+
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_convolutions_use_products_of_rows(ones: bool, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, own = [], bands.band_gram
+    monkeypatch.setattr(bands, "band_gram", lambda *a: calls.append(a) or own(*a))
+    x = torch.randn(4 * repeats, 3, 15, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.zeros(5, 3, 5, 3, dtype=torch.float64)
+    for stride, padding, dilation in ((1, 0, 1), (2, (2, 1), 1), ((1, 3), "valid", (1, 2))):
+        before = len(calls)
+        call = Convolution(2).bind(x, weight, None, stride, padding, dilation)
+        assert call is not None
+        patches = F.unfold(x, (5, 3), dilation, 0 if padding == "valid" else padding, stride)
+        if ones:
+            patches = torch.cat([patches, torch.ones_like(patches[:, :1])], 1)
+        found, positions = Convolution(2).right_gram(call, Samples(0), 4, ones, None, torch.float64)
+        torch.testing.assert_close(found[0], torch.einsum("nit,njt->ij", patches, patches), rtol=1e-12, atol=1e-12)
+        assert positions == repeats * patches.shape[-1]
+        assert len(calls) == before + 1
+    others = (
+        Convolution(2).bind(x, weight, None, 1, 0, (2, 1)),
+        Convolution(2).bind(x, weight[:, :1], None, 1, 0, 1, 3),
+        TransposedConvolution(2).bind(x, weight.transpose(0, 1), None, 1, 0),
+    )
+    before = len(calls)
+    for rule, other in zip((Convolution(2), Convolution(2), TransposedConvolution(2)), others, strict=True):
+        assert other is not None
+        rule.right_gram(other, Samples(0), 4, ones, None, torch.float64)
+    assert len(calls) == before, "dilation along the height, groups and transposed convolutions have other patches"
+
+
+def test_products_of_rows_are_for_few_numbers() -> None:
+    none = ((0, 0), (0, 0))
+    assert bands.pays(torch.Size((1, 6, 14, 14)), (5, 5), (1, 1), none)
+    assert not bands.pays(torch.Size((1, 6, 14, 14)), (1, 1), (1, 1), none)  # patches are pixels
+    assert not bands.pays(torch.Size((1, 6, 5, 9)), (5, 5), (1, 1), none)  # one row of patches
+    assert not bands.pays(torch.Size((1, 256, 14, 14)), (3, 3), (2, 2), none)  # 60 MB of products
 
 
 @pytest.mark.parametrize("ones", [False, True])

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lapwing.linalg.rows import chunks
+from lapwing.model.rules import bands
 from lapwing.model.rules.autocorrelation import patch_gram, pays
 from lapwing.model.rules.rule import Call, MatrixRule, with_ones
 from lapwing.model.samples import Samples
@@ -135,8 +136,10 @@ class Convolution(MatrixRule):
     def right_gram(
         self, call: Call, samples: Samples, n: int, ones: bool, weights: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, int]:
-        if weights is None and dtype in (torch.float32, torch.float64) and self._correlates(call):
-            return self._by_correlation(call, samples, n, ones, dtype)
+        if weights is None and dtype in (torch.float32, torch.float64):
+            found = self._without_patches(call, dtype)
+            if found is not None:
+                return self._with_sums(call, found, samples, n, ones)[None], self.positions(call, n)
         windows = self._windows(call)
         places, kernel = windows.shape[2 : 2 + self.dims].numel(), windows.shape[2 + self.dims :].numel()
         if weights is not None or places <= windows.shape[1] // call.options["groups"] * kernel:
@@ -144,27 +147,43 @@ class Convolution(MatrixRule):
         x = self._columns(windows, call.options["groups"], ones)
         return _gram(x.to(dtype)), len(x) // n * places
 
-    def _correlates(self, call: Call) -> bool:
+    def _without_patches(self, call: Call, dtype: torch.dtype) -> Tensor | None:
+        """Σ a aᵀ from products of the image, or of its rows, where those are cheaper than patches."""
+        if not self.correlates(call) and not self.banded(call):
+            return None
+        assert call.weight is not None
+        x, options, (height, width) = call.data.to(dtype), call.options, call.weight.shape[2:]
+        if self.correlates(call):
+            return patch_gram(x, (height, width), options["edges"])
+        return bands.band_gram(x, (height, width), options["stride"], options["dilation"][1], options["edges"])
+
+    def _with_sums(self, call: Call, found: Tensor, samples: Samples, n: int, ones: bool) -> Tensor:
+        """With a row and a column of sums of patches, where the bias has a one."""
+        if not ones:
+            return found
+        total = self.right_sum(call, samples, n, True)[:, 0].to(found.dtype).sum(0)  # its last entry counts patches
+        return torch.cat([torch.cat([found, total[:-1, None]], 1), total[None]])
+
+    def _is_image(self, call: Call) -> bool:
+        return self.dims == 2 and call.options["groups"] == 1 and bool(len(call.data)) and not call.data.is_complex()
+
+    def correlates(self, call: Call) -> bool:
         """Whether products of the image with itself are cheaper than patches."""
         weight, options = call.weight, call.options
         assert weight is not None
-        if self.dims != 2 or options["groups"] != 1 or {*options["stride"], *options["dilation"]} != {1}:
+        if not self._is_image(call) or {*options["stride"], *options["dilation"]} != {1}:
             return False
         height, width = weight.shape[2:]
-        if call.data.is_complex():
-            return False
-        return bool(len(call.data)) and pays(call.data.shape, (height, width), options["edges"])
+        return pays(call.data.shape, (height, width), options["edges"])
 
-    def _by_correlation(
-        self, call: Call, samples: Samples, n: int, ones: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, int]:
-        assert call.weight is not None
-        height, width = call.weight.shape[2:]
-        found = patch_gram(call.data.to(dtype), (height, width), call.options["edges"])
-        if ones:
-            total = self.right_sum(call, samples, n, True)[:, 0].to(dtype).sum(0)  # its last entry counts patches
-            found = torch.cat([torch.cat([found, total[:-1, None]], 1), total[None]])
-        return found[None], self.positions(call, n)
+    def banded(self, call: Call) -> bool:
+        """Whether products of the image's rows are cheaper than patches."""
+        weight, options = call.weight, call.options
+        assert weight is not None
+        if not self._is_image(call) or options["dilation"][0] != 1:
+            return False
+        height, width = weight.shape[2:]
+        return bands.pays(call.data.shape, (height, width), options["stride"], options["edges"])
 
     def positions(self, call: Call, n: int) -> int:
         return call.data.shape[0] // n * prod(axis.places for axis in self._axes(call))
@@ -211,7 +230,7 @@ class Convolution(MatrixRule):
 class TransposedConvolution(Convolution):
     """A convolution with the flipped kernel over the input with stride − 1 zeros between its entries."""
 
-    def _correlates(self, call: Call) -> bool:
+    def _is_image(self, call: Call) -> bool:
         return False
 
     def bind(  # type: ignore[override]
