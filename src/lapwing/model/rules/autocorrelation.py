@@ -25,12 +25,9 @@ PIXELS = 2**13  # that torch's kernel sums in a row: it loses digits with their 
 
 def patch_gram(x: Tensor, kernel: Sides, edges: tuple[Sides, Sides]) -> Tensor:
     """Of x (n, c, h, w) with `edges` zeros around, stride 1: (c · kh · kw, c · kh · kw)."""
-    return added([_piece(part, kernel, edges) for part in x.split(max(1, PIXELS // x.shape[2:].numel()))])
-
-
-def _piece(x: Tensor, kernel: Sides, edges: tuple[Sides, Sides]) -> Tensor:
     (kh, kw), c = kernel, x.shape[1]
-    total = _unbounded(x, kh, kw)  # (c, kh, kw, c, kh, kw)
+    few = max(1, PIXELS // x.shape[2:].numel())
+    total = _unbounded(added([_correlations(part, kh, kw) for part in x.split(few)]), kh, kw)
     wide = pad(x, (kw - 1, kw - 1))  # strips above and below, over all columns that see the image
     for row, first, last in _outside(x.shape[2], kh, edges[0]):
         strip = wide[:, :, row : row + last - first].unfold(3, kw, 1)  # (n, c, rows, positions, kw)
@@ -71,16 +68,22 @@ def _outside(size: int, kernel: int, edges: Sides) -> Iterator[Part]:
         yield position + first - before, first, min(kernel, size + before - position)
 
 
-def _unbounded(x: Tensor, kh: int, kw: int) -> Tensor:
-    """Over all positions that see the image at all, (c, kh, kw, c, kh, kw)."""
+def _correlations(x: Tensor, kh: int, kw: int) -> Tensor:
+    """Σ_u x_i[u] x_j[u + d] for the places d that are not above, (c, c, kh, 2 kw − 1)."""
     c = x.shape[1]
     below = pad(x, (0, 0, 0, kh - 1))
     like = x.new_empty(()).expand(c, c, kh, 2 * kw - 1)
-    # the weights' gradient of a convolution of x, with x arriving: Σ_u x_i[u] x_j[u + d] for dy ≥ 0
-    _, half, _ = torch.ops.aten.convolution_backward(
+    # the weights' gradient of a convolution of x, with x arriving
+    _, found, _ = torch.ops.aten.convolution_backward(
         x, below, like, None, [1, 1], [0, kw - 1], [1, 1], False, [0, 0], 1, [False, True, False]
     )
-    total = x.new_empty(c, kh, kw, c, kh, kw)
+    return found
+
+
+def _unbounded(half: Tensor, kh: int, kw: int) -> Tensor:
+    """Over all positions that see the image at all, (c, kh, kw, c, kh, kw)."""
+    c = len(half)
+    total = half.new_empty(c, kh, kw, c, kh, kw)
     for k in range(kh):
         for l in range(kh):
             for m in range(kw):
