@@ -102,7 +102,7 @@ class Pieces:
             1,
             min(
                 rows // max(directions, 1) if self.together else rows,
-                self.cap // max(problem.plan.graph, 1),
+                min(self.cap, CHUNK) // max(problem.plan.graph, 1),
                 min(problem.memory // 8, TOGETHER) // max(root, 1),
             ),
         )
