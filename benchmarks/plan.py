@@ -27,10 +27,10 @@ def fits(workload: str, n: int, names: tuple[str, ...] = FITS, **options: int) -
         yield Cell(workload, f"fit-{name}", n, 1, peers_of(f"fit-{name}"), **slow)
 
 
-def after(workload: str, n: int, m: int, names: tuple[str, ...]) -> Iterator[Cell]:
+def after(workload: str, n: int, m: int, names: tuple[str, ...], **options: int) -> Iterator[Cell]:
     """Operations on a fitted posterior."""
     for name in names:
-        yield Cell(workload, name, n, m, peers_of(name))
+        yield Cell(workload, name, n, m, peers_of(name), **options)
 
 
 def whole() -> Iterator[Cell]:
@@ -40,7 +40,8 @@ def whole() -> Iterator[Cell]:
     yield from fits("lenet", 1024, peer_n=64)
     yield from fits("lenet-last", 1024, ("full", "kron", "diag"))
     yield Cell("lenet", "fit-full", 1024, 1)
-    yield from after("lenet", 1024, 50, ("predict-kron", "probs-kron", "predict-diag"))
+    yield from after("lenet", 1024, 50, ("predict-kron", "probs-kron"))
+    yield from after("lenet", 1024, 50, ("predict-diag",), peer_n=64)
     yield from after("lenet", 1024, 16, ("samples-kron", "evidence-kron", "sweep-kron", "evidence-diag", "sweep-diag"))
     yield from fits("resnet20", 1024)  # of 50,000: what is paid once counts as little as it would there
     yield from fits("resnet20-frozen", 512)
