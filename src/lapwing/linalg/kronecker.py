@@ -12,9 +12,11 @@ from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
 from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
-from lapwing.linalg.rows import Rows
+from lapwing.linalg.rows import Rows, added
 from lapwing.linalg.spectrum import Spectrum
 from lapwing.linalg.tangent import tangent
+
+PIECE = 2**16  # eigenvalues that are written out at a time where only a sum over them is wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +80,17 @@ class Kronecker(PSD):
         for spectrum, side in ((self.left_spectrum, "left (output)"), (self.right_spectrum, "right (input)")):
             _require_definite(spectrum, side)
 
-    def _product(self, over: Scalar = 1.0) -> Tensor:
-        """Eigenvalues of factor · G ⊗ A, (q, o, i), divided by a number before they become many."""
+    def _product(self) -> Tensor:
+        """Eigenvalues of factor · G ⊗ A, (q, o, i)."""
         left, right = self.eigenvalues
-        return (self._factor / over * left)[:, :, None] * right[:, None, :]
+        return (self._factor * left)[:, :, None] * right[:, None, :]
+
+    def _sum_log1p(self, over: Scalar = 1.0) -> Tensor:
+        """Σ log(1 + λ / over) of its eigenvalues λ, of which a few at a time are written out and stay in the cache."""
+        left, right = self.eigenvalues
+        left = self._factor / over * left
+        few = max(1, PIECE // max(1, right.numel()))
+        return added([sum_log1p(part[:, :, None] * right[:, None, :]) for part in left.split(few, 1)])
 
     def _eigen(self, values: Tensor) -> EigenKronecker:
         return EigenKronecker(self.left_spectrum.vectors, self.right_spectrum.vectors, values)
@@ -156,8 +165,8 @@ class Kronecker(PSD):
         require_positive(prior.values)
         constant = prior.constant()
         if constant is not None:
-            return sum_log1p(self._product(constant))
-        ratio = sum_log1p(self._whitened(prior)[0]._product())
+            return self._sum_log1p(constant)
+        ratio = self._whitened(prior)[0]._sum_log1p()
         if not prior.values.requires_grad:
             return ratio
         fixed = Diagonal(prior.values.detach())
