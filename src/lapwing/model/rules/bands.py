@@ -39,11 +39,11 @@ def band_gram(x: Tensor, kernel: Sides, stride: Sides, dilation: int, edges: tup
     return total.reshape(kh, c, kw, kh, c, kw).permute(1, 0, 2, 4, 3, 5).reshape(c * kh * kw, -1)
 
 
-def pays(shape: torch.Size, kernel: Sides, stride: Sides, edges: tuple[Sides, Sides], itemsize: int = 4) -> bool:
+def pays(shape: torch.Size, kernel: Sides, stride: Sides, edges: tuple[Sides, Sides]) -> bool:
     """Whether it takes fewer multiplications than whole patches, and little memory for its products."""
     (kh, kw), c = kernel, shape[1]
     height, places = _rows(shape, kh, stride[0], edges)
-    return 0 < height <= WORTH * kh * places and height * kh * (c * kw) ** 2 * itemsize <= CHUNK_BYTES
+    return 0 < height <= WORTH * kh * places and 4 * height * kh * (c * kw) ** 2 <= CHUNK_BYTES
 
 
 def multiplications(shape: torch.Size, kernel: Sides, positions: int, stride: Sides, edges: tuple[Sides, Sides]) -> int:

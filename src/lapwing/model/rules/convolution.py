@@ -149,13 +149,16 @@ class Convolution(MatrixRule):
 
     def _without_patches(self, call: Call, dtype: torch.dtype) -> Tensor | None:
         """Σ a aᵀ from products of the image, or of its rows, where those are cheaper than patches."""
-        if not self.correlates(call) and not self.banded(call):
-            return None
         assert call.weight is not None
-        x, options, (height, width) = call.data.to(dtype), call.options, call.weight.shape[2:]
+        options, kernel = call.options, call.weight.shape[2:]
         if self.correlates(call):
-            return patch_gram(x, (height, width), options["edges"])
-        return bands.band_gram(x, (height, width), options["stride"], options["dilation"][1], options["edges"])
+            return patch_gram(call.data.to(dtype), (kernel[0], kernel[1]), options["edges"])
+        if self.banded(call):
+            across = options["dilation"][1]
+            return bands.band_gram(
+                call.data.to(dtype), (kernel[0], kernel[1]), options["stride"], across, options["edges"]
+            )
+        return None
 
     def _with_sums(self, call: Call, found: Tensor, samples: Samples, n: int, ones: bool) -> Tensor:
         """With a row and a column of sums of patches, where the bias has a one."""
