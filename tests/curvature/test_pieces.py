@@ -44,3 +44,18 @@ def test_pieces_do_not_change_the_numbers(structure: str, monkeypatch: pytest.Mo
     torch.testing.assert_close(pieces.curvature.dense().trace(), whole.curvature.dense().trace())
     if structure != "ekfac":  # whose basis is arbitrary where factors are singular
         torch.testing.assert_close(pieces.curvature.dense(), whole.curvature.dense())
+
+
+def test_few_directions_do_not_make_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all directions of a sample are wanted at once, more bytes of gradients may be under way, not of graphs."""
+    sizes: list[int] = []
+    feed = sweep._Pass._feed
+
+    def seen(self: Any, at: Any, *args: Any) -> None:
+        sizes.append(at.n)
+        feed(self, at, *args)
+
+    monkeypatch.setattr(sweep._Pass, "_feed", seen)
+    monkeypatch.setattr(sweep, "CHUNK", 80 * 3)  # three graphs
+    fitted("diag")
+    assert max(sizes) == 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg import logs
+from lapwing.linalg import Diagonal, Kronecker, kronecker, logs
 from lapwing.linalg.logs import FEW, sum_log1p
 
 
@@ -57,3 +57,17 @@ def test_logarithms_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(sum_log1p(x)) == pytest.approx(float(alone), rel=1e-12)
     monkeypatch.setattr(Tensor, "log1p", lambda _: pytest.fail("one logarithm each"))
     sum_log1p(x)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 50, 10**6])
+@pytest.mark.parametrize("product", [False, True])
+def test_products_of_eigenvalues_in_pieces(piece: int, product: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of a Kronecker product against its dense log-determinant, for a constant prior and for R ⊗ K."""
+    monkeypatch.setattr(kronecker, "PIECE", piece)
+    generator = torch.Generator().manual_seed(0)
+    g, a = (torch.randn(2, k, k, dtype=torch.float64, generator=generator) for k in (5, 4))
+    matrix = Kronecker(g @ g.mT, a @ a.mT, 0.3)
+    rows, columns = (0.5 + torch.rand(2, k, dtype=torch.float64, generator=generator) for k in (5, 4))
+    values = (rows[:, :, None] * columns[:, None, :]).flatten() if product else torch.full((40,), 0.7).double()
+    dense = torch.eye(40, dtype=torch.float64) + matrix.dense() / values
+    assert float(matrix.logdet_ratio(Diagonal(values))) == pytest.approx(float(torch.logdet(dense)), rel=1e-12)
