@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lapwing.errors import UnsupportedModel
 from lapwing.model.batches import Inputs, call, tensors_in
 from lapwing.model.decompose import DECOMPOSED
+from lapwing.model.fixednorm import fixed_batch_norm
 from lapwing.model.module import output_tensor
 
 SHUFFLING = ("nonzero", "argwhere", "where", "masked_select", "unique", "unique_consecutive", "_pack_padded_sequence")
@@ -104,12 +105,12 @@ class Tape(TorchFunctionMode):
             )
         meets_data = any(t in self.data for t in tensors)
         if not live or not meets_data:
-            out = func(*args, **kwargs)
+            out = _performed(func, args, kwargs)
             self._follow(out, tensors, meets_data, bool(live), meets_data and self._shuffles(func, args, tensors))
             return out
         versions = tuple(t._version for t in tensors)
         upstream = tuple(t.grad_fn for k, t in enumerate(tensors) if k not in live and t.grad_fn is not None)
-        out = func(*args, **kwargs)
+        out = _performed(func, args, kwargs)
         shuffled = self._shuffles(func, args, tensors)
         if isinstance(out, Tensor) and out.requires_grad and self._recordable(func, out, tensors):
             edge, out = _edge(out, keep=any(out is t for t in tensors))
@@ -173,6 +174,12 @@ def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
     return get_gradient_edge(copy), copy
 
 
+def _performed(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The call itself, or what gives the same with cheaper derivatives."""
+    out = CHEAPER[func](*args, **kwargs) if func in CHEAPER else None
+    return func(*args, **kwargs) if out is None else out
+
+
 def _renormalizes(*args: Any, **kwargs: Any) -> bool:
     return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
 
@@ -198,6 +205,8 @@ WRITTEN_OUT: dict[Callable, Callable] = {
     **DECOMPOSED,
     nn.functional.multi_head_attention_forward: _opened(nn.functional.multi_head_attention_forward),
 }
+
+CHEAPER: dict[Callable, Callable] = {nn.functional.batch_norm: fixed_batch_norm}
 
 
 def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterator[Tensor]:

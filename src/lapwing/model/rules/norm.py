@@ -23,7 +23,7 @@ class Norm(RowsRule):
 
     def bind(self, *args: Any, **kwargs: Any) -> Call | None:
         data, weight, bias, normalized, *statistics = self.read(*args, **kwargs)
-        options = {"normalized": cache(normalized), "statistics": statistics[0] if statistics else None}
+        options = {"normalized": cache(normalized), "statistics": cache(statistics[0]) if statistics else None}
         return Call(data, weight, bias, options)
 
     def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
@@ -42,14 +42,13 @@ class Norm(RowsRule):
         statistics = call.options.get("statistics")
         if statistics is None or g.shape[1] != n or samples.axis or g.ndim < 4 or torch.is_grad_enabled():
             return super().rows(call, g, samples, n)
-        mean, variance, eps = statistics
-        repeated = (mean.repeat(n), variance.repeat(n))
+        mean, variance, eps = statistics(n)
         channels, space = g.shape[2], g.shape[3:]
         own, x = (1, n * channels, *space), call.data.reshape(1, n * channels, *space)
         pairs = []
         for one in g:
             _, weight, bias = torch.ops.aten.native_batch_norm_backward(
-                one.reshape(own), x, None, *repeated, None, None, False, eps, [False, True, True]
+                one.reshape(own), x, None, mean, variance, None, None, False, eps, [False, True, True]
             )
             pairs.append((weight, bias))
         weights, biases = zip(*pairs, strict=True)
@@ -97,8 +96,9 @@ def batch_norm(
 ) -> tuple:
     # momentum 0: computing x̂ again must not move the running statistics
     normalized = partial(F.batch_norm, input, running_mean, running_var, None, None, training, 0.0, eps)
-    fixed = not training and running_mean is not None and input.is_floating_point()
-    return input, weight, bias, normalized, (running_mean, running_var, eps) if fixed else None
+    if training or running_mean is None or running_var is None or not input.is_floating_point():
+        return input, weight, bias, normalized
+    return input, weight, bias, normalized, lambda n: (running_mean.repeat(n), running_var.repeat(n), eps)
 
 
 def instance_norm(

@@ -1,0 +1,37 @@
+"""Batch norms with fixed statistics as one multiplication and one addition a channel.
+
+PyTorch computes the same numbers by the same formula, but takes four times as long to go back through them on a CPU,
+which a fit does once a direction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fixed_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """`functional.batch_norm`, or None where it is not that simple or PyTorch's own is as fast."""
+    if training or running_mean is None or running_var is None or input.ndim < 2:
+        return None
+    tensors = [t for t in (input, running_mean, running_var, weight, bias) if t is not None]
+    kinds = {(t.dtype, t.device.type) for t in tensors}
+    if kinds not in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")}):
+        return None
+    if any(t.shape != input.shape[1:2] for t in tensors[1:]):
+        return None  # for PyTorch to refuse
+    slope = (running_var + eps).rsqrt()
+    slope = slope if weight is None else slope * weight
+    level = -running_mean * slope
+    level = level if bias is None else level + bias
+    channels = (-1, *(1,) * (input.ndim - 2))
+    return torch.addcmul(level.reshape(channels), input, slope.reshape(channels))
