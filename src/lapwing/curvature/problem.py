@@ -14,11 +14,12 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.resume import Resume
-from lapwing.errors import BadData
+from lapwing.errors import BadData, UnsupportedModel
 from lapwing.likelihoods import Likelihood
-from lapwing.model import Batch, Batches, Network, Plan, batch_size, tensors_in
+from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.tape import run
 
+SEEN = 8  # samples that are run before the network is planned
 FEW = 255  # samples: a pass over no more of them takes no time worth any error
 
 
@@ -110,10 +111,11 @@ def pose(
     first = next(iterator)
     if not batches.reiterable:
         options |= {"first": first, "rest": iterator}
-    f, scalar = network.forward_raw(first.inputs)
-    options |= {"scalar": scalar, "batch": batch_size(first.inputs)}
-    if f.shape[0] != batch_size(first.inputs):
-        raise BadData(f"a batch of {batch_size(first.inputs)} samples gave outputs of shape {tuple(f.shape)}")
+    n = batch_size(first.inputs)
+    f, scalar = network.forward_raw(take(first.inputs, slice(0, SEEN), n))
+    options |= {"scalar": scalar, "batch": n}
+    if f.shape[0] != min(n, SEEN):
+        raise BadData(f"a batch of {min(n, SEEN)} samples gave outputs of shape {tuple(f.shape)}")
     notes: tuple[str, ...] = ()
     if factor is None:
         factor = GGN()
@@ -122,9 +124,14 @@ def pose(
             notes = (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions a sample",)
     if isinstance(factor, GGN):
         factor.require(f)
+    unplanned = Problem(network, Plan((), (), ()), batches, likelihood, factor, (), 0)
     with network.borrow():
-        # before the self-check, which would only see that numbers disagree
-        Problem(network, Plan((), (), ()), batches, likelihood, factor, (), 0).prepare(first, f)
-        plan = network.plan(first.inputs)
+        # before the self-check, which would only see that numbers disagree; those of few stand for all outputs
+        unplanned.prepare(first, f[torch.arange(n, device=f.device) % max(len(f), 1)])
+        try:
+            plan = network.plan(first.inputs)
+        except UnsupportedModel:
+            unplanned.prepare(first, network.forward(first.inputs))
+            raise
     plan = replace(plan, notes=plan.notes + notes)
     return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
