@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lapwing.linalg.layout import Layout
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 8 * 2**20
 """Temporaries that hold per-sample blocks stay below this size (or at one sample)."""
 
 
