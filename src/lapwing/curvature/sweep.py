@@ -90,8 +90,14 @@ class Pieces:
 
     @property
     def row(self) -> int:
-        """Bytes of one direction of a sample."""
-        return max(4 * self.problem.plan.width + self.row_bytes, 1)
+        """Bytes of one direction of a sample, those that are kept where all are under way."""
+        plan = self.problem.plan
+        return max(4 * (plan.kept if self.together else plan.width) + self.row_bytes, 1)
+
+    def all(self, directions: int) -> int:
+        """Bytes of all directions of a sample, with what the last of them brings and does not keep."""
+        plan = self.problem.plan
+        return max(directions, 1) * self.row + 4 * (plan.width - plan.kept)
 
     def samples(self, directions: int) -> int:
         """As many as fit with the gradients of one direction, or of all, with their graph, and with the directions
@@ -101,7 +107,7 @@ class Pieces:
         return max(
             1,
             min(
-                rows // max(directions, 1) if self.together else rows,
+                self.cap // self.all(directions) if self.together else rows,
                 min(self.cap, CHUNK) // max(problem.plan.graph, 1),
                 min(problem.memory // 8, TOGETHER) // max(root, 1),
             ),
@@ -243,11 +249,10 @@ class _Pass:
         """Refuse rows that are not finite (a square root at zero) with batch and parameters; what the update itself
         refuses gets the batch too."""
         rows = jacobian.rows
-        # what is not finite spreads to the earliest layers and to their sum, so one number tells
-        if isinstance(rows, LazyRows) and rows.gradients and not bool(rows.gradients[0].sum().isfinite()):
-            bad = [j for j, g in enumerate(rows.gradients) if not bool(g.isfinite().all())]
-            if bad:
-                raise BadData(where + _no_derivative(rows, bad[-1]))
+        # what is not finite spreads to the earliest layers
+        if isinstance(rows, LazyRows) and rows.gradients and not rows.finite(0):
+            last = max(k for k in range(len(rows.gradients)) if not rows.finite(k))
+            raise BadData(where + _no_derivative(rows, last))
         try:
             self.update(jacobian, fresh)
         except BadData as error:

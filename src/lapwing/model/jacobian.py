@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,9 +23,18 @@ from lapwing.model.rules.rule import gram
 from lapwing.model.samples import Samples
 from lapwing.model.tape import Pass, Record
 
+SMALLER = 4  # times, so that rows are made before they are asked for
 BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
 Outputs = Callable[[Tensor], Tensor]  # raw outputs -> (n, *event, c)
-Backward = tuple[int, tuple[Tensor | None, ...]]  # how many directions a pass has, and what it brings to each record
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """What one backward pass of r directions brings to each record, or the rows that were made of it at once."""
+
+    r: int
+    found: tuple[Tensor | None, ...]
+    rows: dict[int, list[Tensor]]  # by record, (n, r, *shape) for each live tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +69,26 @@ class Linearization:
         assert out is not None
         return rule.right(call_, out, self.n, with_ones)
 
+    @cached_property
+    def early(self) -> dict[int, tuple[RowsRule, Call]]:
+        """Records whose rows are much smaller than the gradients they are made of (norm layers of images, of tokens):
+        they are made as soon as a pass brings those, which need not be kept."""
+        if self.create_graph:
+            return {}
+        records = self.finished.records
+        size = {k: sum(records[k].tensors[j].numel() for j in records[k].live) for k in self.bound}
+        return {
+            k: (rule, call_)
+            for k, (rule, call_) in self.bound.items()
+            if isinstance(rule, RowsRule) and SMALLER * size[k] * self.n <= records[k].out.numel()
+        }
+
+    @property
+    def width(self) -> int:
+        """Gradients that are kept of one direction, a sample."""
+        kept = (record.out.numel() for k, record in enumerate(self.finished.records) if k not in self.early)
+        return sum(kept) // max(self.n, 1)
+
     def shared(self, directions: int) -> int:
         """How many of so many directions go into one backward pass."""
         if not self.plan.batched or self.create_graph:  # torch's batched double backward has gaps
@@ -70,14 +99,17 @@ class Linearization:
     def jacobian(self, directions: Tensor) -> Jacobian:
         """Rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row a sample and direction."""
         looped = self._loop(directions) if self.plan.looped else {}
-        return self._from(LazyRows(self, self.gradients(directions), looped, directions.shape[0]))
+        if not self._reached(directions):
+            return self._from(LazyRows(self, self.gradients(directions), looped, directions.shape[0]))
+        return self._from(self._lazy([self._turned(one) for one in self._passes(directions)], looped))
 
     def jacobian_at(self, k: int, directions: Tensor) -> Jacobian:
         """The same with gradients at one record alone, by passes that end there; zero at the others."""
         records, r = self.finished.records, directions.shape[0]
         found: list[tuple[Tensor, ...]] = [(torch.zeros(()).expand(r, *record.out.shape),) for record in records]
         if r and self.f.requires_grad:
-            found[k] = _shaped([(1, self._pull([records[k].edge], v)) for v in directions], 0, records[k].out)
+            passes = [Backward(1, self._pull([records[k].edge], v), {}) for v in directions]
+            found[k] = _shaped(passes, 0, records[k].out)
         return self._from(LazyRows(self, Gradients(tuple(found)), {}, r))
 
     @property
@@ -89,11 +121,20 @@ class Linearization:
         self, directions: Tensor, v: Tensor, scale: Tensor
     ) -> tuple[Jacobian, dict[str, Tensor | None]]:
         """Rows for directions of which the first is `scale` (n,) times v; and Σ vᵀ ∂f/∂θ from its backward pass."""
+        first, weights = self._joint(v)
+        passes = [self._turned(first), *(self._turned(one) for one in self._passes(directions[1:]))]
+        return self._from(self._lazy(passes, {}, scale)), weights
+
+    def gradients_and_vjp(self, v: Tensor) -> tuple[Gradients, dict[str, Tensor | None]]:
+        """∂(v·f)/∂out of every record, (1, *out.shape), and Σ vᵀ ∂f/∂θ from the same backward pass."""
+        first, weights = self._joint(v)
+        return self._gradients([first]), weights
+
+    def _joint(self, v: Tensor) -> tuple[Backward, dict[str, Tensor | None]]:
         edges = [record.edge for record in self.finished.records]
         found = self._pull([*edges, *self.leaves.values()], v)
-        passes = [(1, found[: len(edges)]), *self._passes(directions[1:])]
-        rows = LazyRows(self, self._gradients(passes, scale), {}, directions.shape[0])
-        return self._from(rows), dict(zip(self.leaves, found[len(edges) :], strict=True))
+        weights = dict(zip(self.leaves, found[len(edges) :], strict=True))
+        return Backward(1, found[: len(edges)], {}), weights
 
     def vjp(self, v: Tensor) -> dict[str, Tensor | None]:
         """Σ vᵀ ∂f/∂θ by parameter, None where f does not depend on it."""
@@ -120,30 +161,61 @@ class Linearization:
     def gradients(self, directions: Tensor) -> Gradients:
         """∂(v·f)/∂out of every record, (r, *out.shape)."""
         records, r = self.finished.records, directions.shape[0]
-        if not records or not r or not self.f.requires_grad:
+        if not self._reached(directions):
             return Gradients(tuple((torch.zeros(()).expand(r, *record.out.shape),) for record in records))
-        return self._gradients(self._passes(directions))
+        return self._gradients([*self._passes(directions)])
 
-    def _passes(self, directions: Tensor) -> list[Backward]:
+    def _reached(self, directions: Tensor) -> bool:
+        """Whether there is anything to go back from and to."""
+        return bool(self.finished.records) and bool(len(directions)) and self.f.requires_grad
+
+    def _passes(self, directions: Tensor) -> Iterator[Backward]:
         """As many backward passes as directions, or one where they share it."""
         edges, r = [record.edge for record in self.finished.records], directions.shape[0]
         if 1 < r <= self.shared(r):
-            return [(r, pull_all(self.f, edges, directions))]
-        return [(1, self._pull(edges, v)) for v in directions]
+            yield Backward(r, pull_all(self.f, edges, directions), {})
+            return
+        for v in directions:
+            yield Backward(1, self._pull(edges, v), {})
+
+    def _turned(self, one: Backward) -> Backward:
+        """With rows in place of gradients where those are `early`."""
+        self._require_reaching(one)
+        rows: dict[int, list[Tensor]] = {}
+        with torch.no_grad():
+            for k, (rule, call_) in self.early.items():
+                record, out, g = self.finished.records[k], self.plan.steps[k].out, one.found[k]
+                assert out is not None
+                if g is not None:
+                    rows[k] = _small_rows(rule, call_, record, g.reshape(one.r, *record.out.shape), out, self.n)
+        return Backward(one.r, tuple(None if k in rows else g for k, g in enumerate(one.found)), rows)
+
+    def _require_reaching(self, one: Backward) -> None:
+        for g, reaches in zip(one.found, self.plan.reaching, strict=False):
+            if g is None and reaches:  # the graph of this batch lost a record that the self-check saw
+                raise PlanChanged
+
+    def _lazy(self, passes: list[Backward], looped: dict[str, Tensor], scale: Tensor | None = None) -> LazyRows:
+        """Rows of these passes, the first of them to be multiplied with one number a sample."""
+        early: dict[int, list[list[Tensor]]] = {}
+        for k in passes[0].rows:
+            early[k] = [one.rows[k] for one in passes]
+            if scale is not None:
+                early[k][0] = [row * scale.to(row).reshape(-1, *(1,) * (row.ndim - 1)) for row in early[k][0]]
+        return LazyRows(self, self._gradients(passes, scale), looped, sum(one.r for one in passes), early)
 
     def _pull(self, edges: list, v: Tensor) -> tuple[Tensor | None, ...]:
         return pull(self.f, edges, v, create_graph=self.create_graph)
 
     def _gradients(self, passes: list[Backward], scale: Tensor | None = None) -> Gradients:
         """What they found at every record, the first of them to be multiplied with one number a sample."""
-        for g, reaches in zip(passes[0][1], self.plan.reaching, strict=False):
-            if g is None and reaches:  # the graph of this batch lost a record that the self-check saw
-                raise PlanChanged
-        records, n = self.finished.records, self.n
-        found = tuple(_shaped(passes, k, record.out) for k, record in enumerate(records))
+        records, n, gone = self.finished.records, self.n, passes[0].rows
+        if not gone:
+            self._require_reaching(passes[0])
+        found = tuple(() if k in gone else _shaped(passes, k, record.out) for k, record in enumerate(records))
         if scale is None:
             return Gradients(found)
-        layouts = [step.out for step in self.plan.steps]
+        layouts = [None if k in gone else step.out for k, step in enumerate(self.plan.steps)]
         scales = (
             None if samples is None else samples.spread(scale, record.out, n)
             for record, samples in zip(records, layouts, strict=True)
@@ -175,9 +247,17 @@ class LazyRows(Sequence):
     gradients: Gradients
     looped: dict[str, Tensor]
     r: int
+    early: dict[int, list[list[Tensor]]] = field(default_factory=dict)  # rows made by the passes: record, pass, tensor
 
     def __len__(self) -> int:
         return len(self.at.plan.blocks)
+
+    def finite(self, k: int) -> bool:
+        """Whether what reached a record is finite."""
+        parts = [row for rows in self.early[k] for row in rows] if k in self.early else [*self.gradients.passes(k)]
+        if all(bool(part.sum().isfinite()) for part in parts):
+            return True
+        return all(bool(part.isfinite().all()) for part in parts)
 
     def __iter__(self) -> Iterator[Rows]:
         # the default would take an IndexError inside a rule for the end
@@ -307,7 +387,7 @@ class LazyRows(Sequence):
         if isinstance(rule, MatrixRule):
             return [self._matrix_rows(k, rule, call_, record.tensors[j], out) for j in record.live]
         assert isinstance(rule, RowsRule)
-        each = [_small_rows(rule, call_, record, g, out, n) for g in self.gradients.passes(k)]
+        each = self.early.get(k) or [_small_rows(rule, call_, record, g, out, n) for g in self.gradients.passes(k)]
         return each[0] if len(each) == 1 else [torch.cat(rows, 1) for rows in zip(*each, strict=True)]
 
     def _matrix_rows(self, k: int, rule: MatrixRule, call_: Call, tensor: Tensor, out: Samples) -> Tensor:
@@ -394,8 +474,8 @@ class TapeJacobian(Jacobian):
 def _shaped(passes: list[Backward], k: int, out: Tensor) -> tuple[Tensor, ...]:
     """(r, *out.shape) of each pass at record k; zeros where they do not reach it."""
     return tuple(
-        out.new_zeros(()).expand(r, *out.shape) if (g := found[k]) is None else g.reshape(r, *out.shape)
-        for r, found in passes
+        out.new_zeros(()).expand(one.r, *out.shape) if (g := one.found[k]) is None else g.reshape(one.r, *out.shape)
+        for one in passes
     )
 
 

@@ -86,6 +86,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     dynamic: bool = False
     width: int = 0  # elements of the outputs of all records, a sample
+    kept: int = 0  # of which so many are of records whose gradients are kept until they are asked for
     graph: int = 0  # bytes that a forward pass keeps for its backward pass, a sample
     reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
     joined: bool = False  # whether a backward pass to the records may go on to the weights

@@ -15,7 +15,7 @@ from lapwing.linalg import DeferredRows, Rows
 from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.gradients import Gradients
-from lapwing.model.jacobian import LazyRows, Linearization, Outputs
+from lapwing.model.jacobian import Linearization, Outputs
 from lapwing.model.module import output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
@@ -86,8 +86,8 @@ class SelfCheck:
         plan = self._try_batched(plan, whole, f, directions)
         plan = self._try_joined(plan, whole, f, directions)
         width = sum(record.out.numel() for record in whole.records) // self.n
-        graph = self._kept() // self.n
-        return replace(plan, distinct=self.distinct, width=width, graph=graph, reaching=_reaching(whole, f))
+        kept, graph = self._linearization(plan, whole, f).width, self._kept() // self.n
+        return replace(plan, distinct=self.distinct, width=width, kept=kept, graph=graph, reaching=_reaching(whole, f))
 
     def _kept(self) -> int:
         """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside; 0
@@ -260,9 +260,7 @@ class SelfCheck:
         if plan.looped or not whole.records or not f.requires_grad or narrow:
             return plan
         at, v = self._linearization(plan, whole, f), directions[:1]
-        rows, weights = at.jacobian_and_vjp(v, v[0], torch.ones(self.n, dtype=f.dtype, device=f.device))
-        assert isinstance(rows.rows, LazyRows)
-        both, alone = (_found(pair) for pair in ((rows.rows.gradients, weights), (at.gradients(v), at.vjp(v[0]))))
+        both, alone = (_found(pair) for pair in (at.gradients_and_vjp(v[0]), (at.gradients(v), at.vjp(v[0]))))
         return replace(plan, joined=True) if len(both) == len(alone) and self._agree(alone, both) else plan
 
     def _agree(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:

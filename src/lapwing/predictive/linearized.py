@@ -76,15 +76,14 @@ class Linearized:
         `directions`, is found out from the first few if it is not given.
         """
         total = batch_size(inputs)
-        start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan.width, directions), total)
+        start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan.kept, directions), total)
         while start < total:
             part = take(inputs, slice(start, start + size), total)
             with self.network.borrow():
                 at, rows = self._rows(part, event, contrast=contrast, basis=basis)
             yield at, rows
             start += size
-            width = sum(record.out.numel() for record in at.finished.records) // at.n
-            size = self._samples_at_once(width, rows.r)
+            size = self._samples_at_once(at.width, rows.r)
 
     def _samples_at_once(self, width: int, directions: int) -> int:
         return max(1, min(64, int(min(self.memory / 8, CHUNK) / max(1, 4 * directions * width))))
