@@ -34,4 +34,5 @@ def fixed_batch_norm(
     level = -running_mean * slope
     level = level if bias is None else level + bias
     channels = (-1, *(1,) * (input.ndim - 2))
-    return torch.addcmul(level.reshape(channels), input, slope.reshape(channels))
+    # not addcmul, which takes one number at a time where the others repeat
+    return (input * slope.reshape(channels)).add_(level.reshape(channels))
