@@ -21,7 +21,7 @@ from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
-from lapwing.model import Block, LazyRows, Linearization, batch_size, take
+from lapwing.model import Block, LazyRows, Linearization, Reading, batch_size, take
 from lapwing.model.backward import pull
 from lapwing.model.rules import RULES
 from lapwing.model.rules.linear import Linear
@@ -165,7 +165,7 @@ class RecursiveSums(KroneckerSums):
             self.tensors[f"{layer.place}.slopes"] += (b if weights is None else b * weights[:, None]).T @ b
         self.tensors["weights"] += fresh.sum()
 
-    def _require_chain(self, at: Linearization) -> None:
+    def _require_chain(self, at: Reading) -> None:
         """Refuse a network in which a layer hears of others than the one before it."""
         records, finished = at.finished.records, at.finished
         own = first_reached(finished)
@@ -225,7 +225,7 @@ class RecursiveSums(KroneckerSums):
         return BlockDiagonal(self.layout, tuple(blocks), tuple(", ".join(block.names) for block in self.blocks))
 
 
-def _slopes(at: Linearization, layer: Layer, following: Layer) -> Tensor:
+def _slopes(at: Reading, layer: Layer, following: Layer) -> Tensor:
     """b = ∂a/∂h, (n, d), of what joins two layers; refuses what is not elementwise for the samples at hand.
 
     Where ∂a/∂h is diagonal, and only there, its product with any vector is that with ones times the vector.
@@ -260,7 +260,7 @@ def _tolerance(values: Tensor) -> float:
     return TOLERANCES.get(values.dtype, 5e-2)
 
 
-def _names(at: Linearization, records: list) -> str:
+def _names(at: Reading, records: list) -> str:
     """Layers by their parameters, in the order of their calls."""
     found = [k for k, record in enumerate(at.finished.records) if any(record is r for r in records)]
     return " and ".join(", ".join(sorted(at.plan.steps[k].names)) for k in found) or "no selected layer"

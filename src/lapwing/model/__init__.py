@@ -1,11 +1,13 @@
 """A module and its batches as pure functions: parameters, selection, the tape, Jacobian rows."""
 
 from lapwing.model.batches import Batch, Batches, batch_size, take, tensors_in
-from lapwing.model.jacobian import LazyRows, Linearization
+from lapwing.model.jacobian import Linearization
+from lapwing.model.lazyrows import LazyRows
 from lapwing.model.module import unwrap
 from lapwing.model.network import Network, last_layer
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, PlanChanged, dynamic_plan
+from lapwing.model.reading import Reading
 from lapwing.model.select import Subnetwork, choose_weights, select_names, subnetwork
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Params",
     "Plan",
     "PlanChanged",
+    "Reading",
     "Subnetwork",
     "batch_size",
     "choose_weights",

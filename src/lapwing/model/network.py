@@ -13,10 +13,11 @@ from lapwing.errors import UnsupportedModel
 from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take
 from lapwing.model.forward import push_forward
-from lapwing.model.jacobian import Linearization, Outputs
+from lapwing.model.jacobian import Linearization
 from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged, source_of, unseen_names
+from lapwing.model.reading import Outputs
 from lapwing.model.samples import close
 from lapwing.model.selfcheck import CHECK_SAMPLES, TOLERANCES, SelfCheck
 from lapwing.model.tangents import Recording, Values

@@ -15,10 +15,11 @@ from lapwing.linalg import DeferredRows, Rows
 from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.gradients import Gradients
-from lapwing.model.jacobian import Linearization, Outputs
+from lapwing.model.jacobian import Linearization
 from lapwing.model.module import output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
+from lapwing.model.reading import Outputs
 from lapwing.model.samples import AMBIGUOUS, close
 from lapwing.model.tape import Pass, run
 

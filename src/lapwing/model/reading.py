@@ -1,0 +1,71 @@
+"""One forward pass under the tape, with what the plan says of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from lapwing.model.batches import Inputs
+from lapwing.model.params import Params
+from lapwing.model.plan import Plan, bind
+from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule
+from lapwing.model.tape import Pass
+
+SMALLER = 4  # times, so that rows are made before they are asked for
+Outputs = Callable[[Tensor], Tensor]  # raw outputs -> (n, *event, c)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A network at a batch as its plan reads it: outputs f (n, *event, c) and the records with their rules."""
+
+    module: nn.Module
+    params: Params
+    plan: Plan
+    inputs: Inputs
+    finished: Pass
+    outputs: Outputs
+    f: Tensor
+    leaves: dict[str, Tensor]  # the selected parameters as the forward pass saw them
+    create_graph: bool = False
+
+    @property
+    def n(self) -> int:
+        return self.f.shape[0]
+
+    @cached_property
+    def bound(self) -> dict[int, tuple[Rule, Call]]:
+        """Rule and arguments of every record that is read by its rule; what rules compute of the inputs is kept."""
+        read = (k for k, step in enumerate(self.plan.steps) if step.method == "rule")
+        found = {k: bind(self.finished.records[k]) for k in read}
+        return {k: pair for k, pair in found.items() if pair is not None}
+
+    def right(self, k: int, with_ones: bool) -> Tensor:
+        """The inputs of a record that multiplies with a matrix, (n, 1, t, groups, in)."""
+        (rule, call_), out = self.bound[k], self.plan.steps[k].out
+        assert isinstance(rule, MatrixRule)
+        assert out is not None
+        return rule.right(call_, out, self.n, with_ones)
+
+    @cached_property
+    def early(self) -> dict[int, tuple[RowsRule, Call]]:
+        """Records whose rows are much smaller than the gradients they are made of (norm layers of images, of tokens):
+        they are made as soon as a pass brings those, which need not be kept."""
+        if self.create_graph:
+            return {}
+        records = self.finished.records
+        size = {k: sum(records[k].tensors[j].numel() for j in records[k].live) for k in self.bound}
+        return {
+            k: (rule, call_)
+            for k, (rule, call_) in self.bound.items()
+            if isinstance(rule, RowsRule) and SMALLER * size[k] * self.n <= records[k].out.numel()
+        }
+
+    @property
+    def width(self) -> int:
+        """Gradients that are kept of one direction, a sample."""
+        kept = (record.out.numel() for k, record in enumerate(self.finished.records) if k not in self.early)
+        return sum(kept) // max(self.n, 1)
