@@ -78,4 +78,52 @@ def test_targets_that_are_too_few() -> None:
 
 def test_samples_that_become_one() -> None:
     x, y = data()
-    refused(Merging(), x, y, r"a batch of 8 samples gave outputs of shape \(4, 2\)")
+    refused(Merging(), x, y, r"a batch of 40 samples gave outputs of shape \(20, 2\)")
+
+
+class Squared(nn.Module):
+    """Outputs beyond the range of numbers where inputs are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).square())
+
+
+def test_outputs_that_are_not_finite_are_not_taken_for_gradients() -> None:
+    x, y = data()
+    x[8:] = 1e30
+    refused(Squared(), x, y, "batch 0: the outputs of layer linear.* are not finite")
+
+
+class Picky(nn.Linear):
+    """Takes batches of the size of the data, and those of the self-check."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) in (N, 4, 2, 1)
+        return super().forward(x)
+
+
+def test_a_network_that_takes_some_batches_only() -> None:
+    x, y = data()
+    la = lapwing.fit(Picky(3, 2), [(x, y)], "classification", structure="diag", progress=False)
+    assert bool(la.log_evidence().isfinite())
+
+
+class Trimmed(nn.Module):
+    """As many outputs as the longest sample of a batch has entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, : int((x != 0).sum(1).max()), None])
+
+
+def test_outputs_that_depend_on_the_batch() -> None:
+    x, _ = data()
+    x[:20, 2] = 0.0
+    refused(Trimmed(), x, torch.zeros(N, 3, dtype=torch.long), "depend on the other samples of its batch")

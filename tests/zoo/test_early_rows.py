@@ -71,7 +71,12 @@ def test_rows(name: str) -> None:
         at = network.linearize(plan, x)
     with network.borrow(), torch.no_grad():
         assert at.early
-        assert plan.kept < plan.width
+        # what is kept of a direction: gradients of matrices, rows of the others; and those of a pass under way
+        names = {name for k in at.early for name in plan.steps[k].names}
+        rows = sum(p.numel() for name, p in model.named_parameters() if name in names)
+        matrices = sum(r.out[0].numel() for k, r in enumerate(at.finished.records) if k not in at.early)
+        assert plan.kept == at.kept == matrices + rows < plan.width
+        assert plan.under_way(7) == 7 * plan.kept + plan.width - plan.kept
         eye = torch.eye(OUT).double()[:, None].expand(-1, N, -1)
         jacobian = at.jacobian(eye)
         assert all(not jacobian.rows.gradients.found[k] for k in at.early)
@@ -94,7 +99,7 @@ def test_those_of_a_single_position_are_not_early() -> None:
     with network.borrow():
         at = network.linearize(network.plan(x), x)
         assert not at.early
-        assert at.width == at.plan.width == at.plan.kept
+        assert at.width == at.kept == at.plan.width == at.plan.kept
 
 
 class Pole(nn.Module):

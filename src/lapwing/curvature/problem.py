@@ -111,11 +111,10 @@ def pose(
     first = next(iterator)
     if not batches.reiterable:
         options |= {"first": first, "rest": iterator}
-    n = batch_size(first.inputs)
-    f, scalar = network.forward_raw(take(first.inputs, slice(0, SEEN), n))
-    options |= {"scalar": scalar, "batch": n}
-    if f.shape[0] != min(n, SEEN):
-        raise BadData(f"a batch of {min(n, SEEN)} samples gave outputs of shape {tuple(f.shape)}")
+    unplanned = Problem(network, Plan((), (), ()), batches, likelihood, factor or GGN(), (), 0)
+    with network.borrow():
+        f, scalar = _look(unplanned, first)
+    options |= {"scalar": scalar, "batch": batch_size(first.inputs)}
     notes: tuple[str, ...] = ()
     if factor is None:
         factor = GGN()
@@ -124,14 +123,35 @@ def pose(
             notes = (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions a sample",)
     if isinstance(factor, GGN):
         factor.require(f)
-    unplanned = Problem(network, Plan((), (), ()), batches, likelihood, factor, (), 0)
     with network.borrow():
-        # before the self-check, which would only see that numbers disagree; those of few stand for all outputs
-        unplanned.prepare(first, f[torch.arange(n, device=f.device) % max(len(f), 1)])
         try:
             plan = network.plan(first.inputs)
-        except UnsupportedModel:
-            unplanned.prepare(first, network.forward(first.inputs))
+        except (UnsupportedModel, BadData):
+            _look_at_all(unplanned, first)
             raise
     plan = replace(plan, notes=plan.notes + notes)
     return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
+
+
+def _look(problem: Problem, first: Batch) -> tuple[Tensor, bool]:
+    """Outputs of a few samples of the first batch, and whether the network returns (B,); refuses what is wrong with
+    the batch before the self-check, which would only see that numbers disagree."""
+    n, network = batch_size(first.inputs), problem.network
+    try:
+        f, scalar = network.forward_raw(take(first.inputs, slice(0, SEEN), n))
+        if len(f) == min(n, SEEN) > 0:
+            # outputs of few stand for all, whose targets are checked
+            problem.prepare(first, f[torch.arange(n, device=f.device) % len(f)])
+            return f, scalar
+    except Exception:
+        pass  # of the batch as it came it may not be so, or can be said better
+    return _look_at_all(problem, first)
+
+
+def _look_at_all(problem: Problem, first: Batch) -> tuple[Tensor, bool]:
+    """The same of all samples."""
+    f, scalar = problem.network.forward_raw(first.inputs)
+    if len(f) != batch_size(first.inputs):
+        raise BadData(f"a batch of {batch_size(first.inputs)} samples gave outputs of shape {tuple(f.shape)}")
+    problem.prepare(first, f)
+    return f, scalar

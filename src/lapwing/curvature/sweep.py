@@ -90,24 +90,20 @@ class Pieces:
 
     @property
     def row(self) -> int:
-        """Bytes of one direction of a sample, those that are kept where all are under way."""
+        """Bytes of one direction of a sample; those that are kept where all are under way."""
         plan = self.problem.plan
         return max(4 * (plan.kept if self.together else plan.width) + self.row_bytes, 1)
-
-    def all(self, directions: int) -> int:
-        """Bytes of all directions of a sample, with what the last of them brings and does not keep."""
-        plan = self.problem.plan
-        return max(directions, 1) * self.row + 4 * (plan.width - plan.kept)
 
     def samples(self, directions: int) -> int:
         """As many as fit with the gradients of one direction, or of all, with their graph, and with the directions
         themselves."""
         problem, rows = self.problem, self.cap // self.row
+        together = 4 * problem.plan.under_way(directions) + directions * self.row_bytes
         root = 4 * directions * (problem.outputs // max(1, math.prod(problem.event)))
         return max(
             1,
             min(
-                self.cap // self.all(directions) if self.together else rows,
+                self.cap // max(together, 1) if self.together else rows,
                 min(self.cap, CHUNK) // max(problem.plan.graph, 1),
                 min(problem.memory // 8, TOGETHER) // max(root, 1),
             ),

@@ -21,8 +21,10 @@ def fixed_batch_norm(
     eps: float = 1e-5,
 ) -> Tensor | None:
     """`functional.batch_norm`, or None where it is not that simple or PyTorch's own is as fast."""
-    if training or running_mean is None or running_var is None or input.ndim < 2:
+    if training or running_mean is None or running_var is None or input.ndim < 2 or _hooked():
         return None
+    if running_mean.requires_grad or running_var.requires_grad or not input.is_contiguous():
+        return None  # for PyTorch to refuse; whose results are contiguous
     tensors = [t for t in (input, running_mean, running_var, weight, bias) if t is not None]
     kinds = {(t.dtype, t.device.type) for t in tensors}
     if kinds not in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")}):
@@ -36,3 +38,10 @@ def fixed_batch_norm(
     channels = (-1, *(1,) * (input.ndim - 2))
     # not addcmul, which takes one number at a time where the others repeat
     return (input * slope.reshape(channels)).add_(level.reshape(channels))
+
+
+def _hooked() -> bool:
+    """Whether what a forward pass keeps is watched. A checkpoint is: it runs part of the network again, outside the
+    tape, and wants the same tensors to be kept."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None

@@ -86,7 +86,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     dynamic: bool = False
     width: int = 0  # elements of the outputs of all records, a sample
-    kept: int = 0  # of which so many are of records whose gradients are kept until they are asked for
+    kept: int = 0  # those whose gradients wait to be asked for, with the rows of others
     graph: int = 0  # bytes that a forward pass keeps for its backward pass, a sample
     reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
     joined: bool = False  # whether a backward pass to the records may go on to the weights
@@ -94,6 +94,10 @@ class Plan:
     @cached_property
     def layout(self) -> Layout:
         return Layout(sum(b.size for b in self.blocks), tuple(b.index for b in self.blocks))
+
+    def under_way(self, directions: int) -> int:
+        """Numbers a sample where so many directions are kept, with what the last of them brings and does not keep."""
+        return max(directions, 1) * self.kept + self.width - self.kept
 
     @property
     def signature(self) -> str:

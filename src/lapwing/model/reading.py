@@ -56,16 +56,24 @@ class Reading:
         they are made as soon as a pass brings those, which need not be kept."""
         if self.create_graph:
             return {}
-        records = self.finished.records
-        size = {k: sum(records[k].tensors[j].numel() for j in records[k].live) for k in self.bound}
         return {
             k: (rule, call_)
             for k, (rule, call_) in self.bound.items()
-            if isinstance(rule, RowsRule) and SMALLER * size[k] * self.n <= records[k].out.numel()
+            if isinstance(rule, RowsRule) and SMALLER * self._row(k) * self.n <= self.finished.records[k].out.numel()
         }
+
+    def _row(self, k: int) -> int:
+        """Numbers of one row of all weights of a record."""
+        record = self.finished.records[k]
+        return sum(record.tensors[j].numel() for j in record.live)
 
     @property
     def width(self) -> int:
-        """Gradients that are kept of one direction, a sample."""
-        kept = (record.out.numel() for k, record in enumerate(self.finished.records) if k not in self.early)
-        return sum(kept) // max(self.n, 1)
+        """Numbers that one direction brings to all records, a sample."""
+        return sum(record.out.numel() for record in self.finished.records) // max(self.n, 1)
+
+    @property
+    def kept(self) -> int:
+        """Those of them that wait to be asked for, with the rows that others were turned into."""
+        gone = sum(self.finished.records[k].out.numel() for k in self.early) // max(self.n, 1)
+        return self.width - gone + sum(self._row(k) for k in self.early)

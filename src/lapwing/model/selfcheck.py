@@ -86,9 +86,9 @@ class SelfCheck:
         plan = self._settle(plan, whole, f, directions)
         plan = self._try_batched(plan, whole, f, directions)
         plan = self._try_joined(plan, whole, f, directions)
-        width = sum(record.out.numel() for record in whole.records) // self.n
-        kept, graph = self._linearization(plan, whole, f).width, self._kept() // self.n
-        return replace(plan, distinct=self.distinct, width=width, kept=kept, graph=graph, reaching=_reaching(whole, f))
+        at, graph = self._linearization(plan, whole, f), self._kept() // self.n
+        plan = replace(plan, width=at.width, kept=at.kept, graph=graph)
+        return replace(plan, distinct=self.distinct, reaching=_reaching(whole, f))
 
     def _kept(self) -> int:
         """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside; 0

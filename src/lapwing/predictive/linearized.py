@@ -21,7 +21,7 @@ CLOSED_FORM = 64
 """Outputs a sample up to which covariances are computed in closed form; beyond, f is sampled by one JVP a draw."""
 
 CHUNK = 2**28
-"""Bytes of back-propagated gradients under way at a time."""
+"""Bytes of back-propagated gradients, and of what they come back through, under way at a time."""
 
 Draws = Callable[[int, torch.Generator | None], Tensor]
 
@@ -76,17 +76,19 @@ class Linearized:
         `directions`, is found out from the first few if it is not given.
         """
         total = batch_size(inputs)
-        start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan.kept, directions), total)
+        start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan, directions), total)
         while start < total:
             part = take(inputs, slice(start, start + size), total)
             with self.network.borrow():
                 at, rows = self._rows(part, event, contrast=contrast, basis=basis)
             yield at, rows
             start += size
-            size = self._samples_at_once(at.width, rows.r)
+            size = self._samples_at_once(at.plan, rows.r)
 
-    def _samples_at_once(self, width: int, directions: int) -> int:
-        return max(1, min(64, int(min(self.memory / 8, CHUNK) / max(1, 4 * directions * width))))
+    def _samples_at_once(self, plan: Plan, directions: int) -> int:
+        """As many as fit with the gradients of all directions and with their graph."""
+        each = 4 * plan.under_way(directions) + plan.graph
+        return max(1, min(64, int(min(self.memory / 8, CHUNK) / max(1, each))))
 
     @outside_inference
     def covariance(self, inputs: Inputs, mean: Tensor, contrast: bool = False) -> Tensor:
