@@ -1,7 +1,7 @@
 """Batch norms with fixed statistics as one multiplication and one addition a channel.
 
-PyTorch computes the same numbers by the same formula, but takes four times as long to go back through them on a CPU,
-which a fit does once a direction.
+PyTorch computes the same numbers by the same formula, but its way back through them on a CPU is several times
+as slow as a multiplication, and a fit goes it once a direction.
 """
 
 from __future__ import annotations
