@@ -41,7 +41,9 @@ def fixed_batch_norm(
 
 
 def _hooked() -> bool:
-    """Whether what a forward pass keeps is watched. A checkpoint is: it runs part of the network again, outside the
-    tape, and wants the same tensors to be kept."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
+    """Whether what a forward pass keeps is watched, or may be: PyTorch before 2.8 does not tell. That of a checkpoint
+    is, which runs part of the network again, outside the tape, and wants the same tensors to be kept."""
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    except (AttributeError, TypeError):
+        return True
