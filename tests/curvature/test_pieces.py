@@ -25,17 +25,26 @@ def test_what_the_graph_keeps_is_inputs_and_activations() -> None:
     assert plan.graph == 8 * (4 + 6)  # x for the first weight; tanh(h) for the tanh and for the second weight
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac"])
-def test_pieces_do_not_change_the_numbers(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = fitted(structure)
-    sizes: list[int] = []
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many samples each piece of the fits that follow has."""
+    found: list[int] = []
     feed = sweep._Pass._feed
 
     def seen(self: Any, at: Any, *args: Any) -> None:
-        sizes.append(at.n)
+        found.append(at.n)
         feed(self, at, *args)
 
     monkeypatch.setattr(sweep._Pass, "_feed", seen)
+    return found
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac"])
+def test_pieces_do_not_change_the_numbers(
+    structure: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fitted(structure)
+    sizes.clear()
     for name in ("CHUNK", "TOGETHER"):
         monkeypatch.setattr(sweep, name, 80 * 3)  # three graphs
     monkeypatch.setattr(sweep, "SMALL", 0)
@@ -46,16 +55,8 @@ def test_pieces_do_not_change_the_numbers(structure: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(pieces.curvature.dense(), whole.curvature.dense())
 
 
-def test_few_directions_do_not_make_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_directions_do_not_make_large_graphs(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all directions of a sample are wanted at once, more bytes of gradients may be under way, not of graphs."""
-    sizes: list[int] = []
-    feed = sweep._Pass._feed
-
-    def seen(self: Any, at: Any, *args: Any) -> None:
-        sizes.append(at.n)
-        feed(self, at, *args)
-
-    monkeypatch.setattr(sweep._Pass, "_feed", seen)
     monkeypatch.setattr(sweep, "CHUNK", 80 * 3)  # three graphs
     fitted("diag")
     assert max(sizes) == 3

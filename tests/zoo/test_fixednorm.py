@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lapwing
+from lapwing.errors import UnsupportedModel
+from lapwing.model import tape
 from lapwing.model.fixednorm import fixed_batch_norm
 from lapwing.model.tape import run
 
@@ -85,6 +87,17 @@ def test_the_tape_goes_back_without_batch_norm() -> None:
     assert "MulBackward0" in names
     assert not any("BatchNorm" in name for name in names)
     assert [record.name for record in finished.records] == ["conv2d", "batch_norm", "linear"]
+
+
+def test_a_cheaper_operation_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a network that is not the user's would agree with its own outputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2)).eval()
+    data = torch.randn(20, 3, 5, 5), torch.arange(20) % 2
+    lapwing.fit(model, data, "classification", structure="diag")
+    monkeypatch.setitem(tape.CHEAPER, F.batch_norm, lambda x, *_, **__: 1.1 * x)
+    with pytest.raises(UnsupportedModel, match="other outputs for the same samples"):
+        lapwing.fit(model, data, "classification", structure="diag")
 
 
 class Viewed(nn.Module):

@@ -128,10 +128,9 @@ class Linearization(Reading):
         rows: dict[int, list[Tensor]] = {}
         with torch.no_grad():
             for k, (rule, call_) in self.early.items():
-                record, out, g = self.finished.records[k], self.plan.steps[k].out, one.found[k]
+                record, out = self.finished.records[k], self.plan.steps[k].out
                 assert out is not None
-                if g is not None:
-                    rows[k] = small_rows(rule, call_, record, g.reshape(one.r, *record.out.shape), out, self.n)
+                rows[k] = small_rows(rule, call_, record, _shaped([one], k, record.out)[0], out, self.n)
         return Backward(one.r, tuple(None if k in rows else g for k, g in enumerate(one.found)), rows)
 
     def _require_reaching(self, one: Backward) -> None:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ class SelfCheck:
             return dynamic_plan(self.params, "a loop over samples for all weights: the operations depend on the data")
         steps = read_steps(whole, single, self.n, self.which, self.ids, self.rtol)
         self._independent(f, f_alone, steps)
+        self._same(f)
         looped = unseen_names(whole, self.ids)
         notes = _notes(whole, steps, looped)
         plan = make_plan(whole, steps, self.params, looped, notes, batched=False)
@@ -89,6 +91,19 @@ class SelfCheck:
         at, graph = self._linearization(plan, whole, f), self._kept() // self.n
         plan = replace(plan, width=at.width, kept=at.kept, graph=graph)
         return replace(plan, distinct=self.distinct, reaching=_reaching(whole, f))
+
+    @cached_property
+    def plain(self) -> Tensor:
+        """Outputs of the few samples without the tape, with their graph."""
+        return self.outputs(output_tensor(call(self.module, self.few)))
+
+    def _same(self, f: Tensor) -> None:
+        """Refuse outputs under the tape that are not the network's own."""
+        if f.shape != self.plain.shape or not close(f, self.plain, self.rtol):
+            raise UnsupportedModel(
+                "the network gives other outputs for the same samples when they are run again. A posterior needs a "
+                "deterministic network: switch off noise and sampling inside it."
+            )
 
     def _kept(self) -> int:
         """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside; 0
@@ -165,7 +180,7 @@ class SelfCheck:
         sample: half precision inside a network rounds the sum.
         """
         blocks = self._blocks(plan, whole, f, directions)
-        graph = self.outputs(output_tensor(call(self.module, self.few)))
+        graph = self.plain
         wrong: dict[str, tuple[float, float]] = {}
         for weights in (self._weights(len(directions)), self._one_by_one(len(directions))):
             norms = torch.stack([self._norms(plan, blocks, graph, directions, w.to(f)) for w in weights]).norm(dim=0)
