@@ -7,7 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg import Diagonal, Kronecker, kronecker, logs
+from lapwing.errors import NotPositiveDefinite
+from lapwing.linalg import (
+    PSD,
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Kronecker,
+    Layout,
+    blockdiagonal,
+    kronecker,
+    logs,
+)
 from lapwing.linalg.logs import FEW, sum_log1p
 
 
@@ -71,3 +83,77 @@ def test_products_of_eigenvalues_in_pieces(piece: int, product: bool, monkeypatc
     values = (rows[:, :, None] * columns[:, None, :]).flatten() if product else torch.full((40,), 0.7).double()
     dense = torch.eye(40, dtype=torch.float64) + matrix.dense() / values
     assert float(matrix.logdet_ratio(Diagonal(values))) == pytest.approx(float(torch.logdet(dense)), rel=1e-12)
+
+
+def one_number(size: int, value: float = 0.7) -> Diagonal:
+    return Diagonal(torch.tensor(value, dtype=torch.float64).expand(size))
+
+
+def three_blocks() -> BlockDiagonal:
+    """Kronecker of low rank, in an eigenbasis, and diagonal: all know their eigenvalues; out of order in the vector."""
+    generator = torch.Generator().manual_seed(0)
+    g, a, u, v, values = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in [(2, 5, 3), (2, 4, 6), (1, 3, 3), (1, 4, 4), (1, 3, 4)]
+    )
+    bases = torch.linalg.qr(u)[0], torch.linalg.qr(v)[0]
+    blocks = (
+        Kronecker(g @ g.mT, a @ a.mT, 0.3),
+        EigenKronecker(*bases, values.square()),
+        Diagonal(torch.arange(8, dtype=torch.float64)),
+    )
+    order = torch.randperm(60, generator=generator)
+    return BlockDiagonal(Layout(60, tuple(order.split([40, 12, 8]))), blocks)
+
+
+def by_dense_algebra(matrix: PSD, precision: Tensor) -> Tensor:
+    return torch.logdet(torch.eye(matrix.size, dtype=torch.float64) + matrix.dense() / precision)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("precision", [1e-3, 0.7, 1e3])
+def test_blocks_under_one_precision(precision: float, scale: float) -> None:
+    """Value and derivative by the precision of the sum over all blocks, against a dense determinant."""
+    matrix, tau = three_blocks().scale(scale), torch.tensor(precision, dtype=torch.float64, requires_grad=True)
+    got, want = matrix.logdet_ratio(Diagonal(tau.expand(60))), by_dense_algebra(matrix, tau)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, tau), torch.autograd.grad(want, tau))
+
+
+def test_blocks_under_one_precision_are_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eigenvalues are asked for once, and only where they are few enough to be kept."""
+    matrix = three_blocks()
+    monkeypatch.setattr(Kronecker, "logdet_ratio", lambda *_: pytest.fail("block by block"))
+    matrix.logdet_ratio(one_number(60))
+    monkeypatch.setattr(Kronecker, "known_eigenvalues", lambda _: pytest.fail("asked again"))
+    again = matrix.logdet_ratio(one_number(60, 0.5))
+    assert float(again) == pytest.approx(float(by_dense_algebra(matrix, torch.tensor(0.5))), rel=1e-12)
+    monkeypatch.setattr(blockdiagonal, "KEPT", 59)
+    with pytest.raises(pytest.fail.Exception, match="block by block"):
+        three_blocks().logdet_ratio(one_number(60))
+
+
+def test_blocks_that_do_not_know_their_eigenvalues() -> None:
+    matrix = BlockDiagonal(Layout(2, (torch.arange(1), torch.arange(1, 2))), (Dense(torch.eye(1)), one_number(1)))
+    torch.testing.assert_close(matrix.logdet_ratio(one_number(2)), by_dense_algebra(matrix, torch.tensor(0.7)).double())
+
+
+def test_gradients_by_the_scale_of_blocks() -> None:
+    """A scale that carries a graph keeps it: eigenvalues are constants, and are not used."""
+    c = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    matrix = three_blocks()
+    matrix.logdet_ratio(one_number(60))
+    got = torch.autograd.grad(matrix.scale(c).logdet_ratio(one_number(60)), c)
+    want = torch.autograd.grad(by_dense_algebra(matrix, torch.tensor(0.7) / c), c)
+    torch.testing.assert_close(got, want)
+
+
+def test_blocks_that_may_be_indefinite_are_looked_at() -> None:
+    """A Hessian's diagonal below −τ is refused, as block by block, and so is an indefinite factor, by its name."""
+    layout = Layout(4, (torch.arange(4),))
+    hessian = BlockDiagonal(layout, (Diagonal(torch.tensor([1.0, -2.0, 0.0, 3.0])),), ("conv",))
+    factor = torch.diag(torch.tensor([1.0, -2.0]))[None]
+    kron = BlockDiagonal(layout, (Kronecker(factor, torch.eye(2)[None]),), ("conv",))
+    for matrix in (hessian, kron):
+        with pytest.raises(NotPositiveDefinite, match=r"conv.*smallest eigenvalue is -"):
+            matrix.logdet_ratio(one_number(4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from torch import Tensor
 from lapwing.errors import LapwingError
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.layout import Layout
-from lapwing.linalg.psd import PSD, Scalar
+from lapwing.linalg.logs import sum_log1p
+from lapwing.linalg.psd import PSD, Scalar, require_positive
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
+
+KEPT = 2**20  # eigenvalues that are kept in one vector, so that the evidence at a new scalar prior is one sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +125,22 @@ class BlockDiagonal(PSD):
             return other.blocks
         raise self._refuse(other, "a diagonal prior or a block-diagonal one with the same blocks")
 
+    @cached_property
+    def _eigenvalues(self) -> Tensor | None:
+        """Those of all blocks, where they are known and not too many to keep."""
+        parts: list[Tensor] = []
+        for k, block in enumerate(self.blocks if self.size <= KEPT else ()):
+            with self._named(k):
+                values = block.known_eigenvalues()
+            if values is None:
+                return None
+            parts.append(values)
+        return torch.cat(parts) if parts else None
+
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
+        if isinstance(prior, Diagonal) and prior.expanded and self._eigenvalues is not None:
+            return sum_log1p(self._eigenvalues / require_positive(prior.values)[0].double())
         terms = []
         for k, part in enumerate(self._split(prior)):
             with self._named(k):

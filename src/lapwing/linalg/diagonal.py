@@ -111,6 +111,10 @@ class Diagonal(PSD):
         spread = (inputs.to(self.dtype).square() @ variances.mT).sqrt()
         return torch.eye(len(variances), dtype=self.dtype, device=self.device), spread
 
+    def known_eigenvalues(self) -> Tensor | None:
+        fixed = not self.values.requires_grad and bool((self.values >= 0).all())
+        return self.values.double() if fixed else None
+
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
         if isinstance(prior, Diagonal):

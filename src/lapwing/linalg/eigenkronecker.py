@@ -172,6 +172,10 @@ class EigenKronecker(PSD):
             )
         return constant
 
+    def known_eigenvalues(self) -> Tensor | None:
+        constant = self.left_scale is None and self.tangent is None and not self.values.requires_grad
+        return self.values.flatten() if constant and bool((self.values >= 0).all()) else None
+
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
         if not isinstance(prior, Diagonal):

@@ -173,6 +173,9 @@ class Kronecker(PSD):
         gradient = (self + fixed).inverse_diagonal().double() - fixed.inverse_diagonal().double()
         return ratio + (tangent(prior.values).double() * gradient).sum()
 
+    def known_eigenvalues(self) -> Tensor | None:
+        return None if self._factor.requires_grad else self._product().flatten()
+
     def damped(self, c: Scalar, tau: Scalar, *, split: float = 1.0) -> EigenKronecker:
         """(√c/s · G + √τ I) ⊗ (√c·s · A + √τ I): factor-wise regularization, Ritter et al. (2018), Eq. 9.
 

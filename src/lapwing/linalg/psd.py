@@ -115,6 +115,10 @@ class PSD(ABC):
         """log |A + Π| − log |Π|, a float64 scalar."""
         return (self + prior).logdet() - prior.logdet()
 
+    def known_eigenvalues(self) -> Tensor | None:
+        """All eigenvalues (P,) as float64 constants, none below zero; None where they are not at hand."""
+        return None
+
     def _vector(self, v: Tensor) -> Tensor:
         if v.shape[-1:] != (self.size,):
             raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")

@@ -1,6 +1,7 @@
 """Gaussian priors over the selected weights, N(μ₀, Π⁻¹), in the forms that users write them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,8 +33,8 @@ class Prior:
         if isinstance(self.precision, Mapping):
             object.__setattr__(self, "precision", dict(self.precision))
         for where, value in self._precisions():
-            _check(value, where, lambda v: v > 0, "positive and finite")
-        _check(self.mean, "the prior mean", torch.isfinite, "finite")
+            _check(value, where, "positive and finite", above=0.0)
+        _check(self.mean, "the prior mean", "finite")
 
     @classmethod
     def from_weight_decay(
@@ -184,14 +185,16 @@ def _by_name(
     return torch.cat(parts)
 
 
-def _check(value: Any, where: str, good: Callable[[Tensor], Tensor], allowed: str) -> None:
+def _check(value: Any, where: str, allowed: str, above: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         raise TypeError(f"{where} must be a number or a tensor, not {type(value).__name__}")
+    if not isinstance(value, Tensor) and above < value < math.inf:
+        return
     values = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if values.ndim > 1:
         raise IncompatiblePrior(f"{where} has shape {tuple(values.shape)}; use a scalar or a flat tensor")
     values = values.double() if not values.is_floating_point() else values
-    bad = ~(good(values) & torch.isfinite(values))
+    bad = ~((values > above) & torch.isfinite(values))
     if bad.any():
         raise IncompatiblePrior(f"{where} must be {allowed}, got {values[bad].flatten()[0].item()}")
 
