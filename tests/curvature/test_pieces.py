@@ -40,9 +40,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "ekfac"])
-def test_pieces_do_not_change_the_numbers(
-    structure: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_do_not_change_the_numbers(structure: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fitted(structure)
     sizes.clear()
     for name in ("CHUNK", "TOGETHER"):
