@@ -52,7 +52,7 @@ class BlockDiag(Structure):
             names = tuple(", ".join(block.names) for block in blocks)
 
             def cut(matrix: torch.Tensor) -> BlockDiagonal:
-                parts = tuple(Dense(matrix[block.index][:, block.index].clone()) for block in blocks)
+                parts = tuple(Dense(matrix[index][:, index].clone()) for index in layout.index)
                 return BlockDiagonal(layout, parts, names)
 
             return hessian_estimate(problem, cut)

@@ -85,7 +85,7 @@ def read_chain(problem: Problem) -> tuple[Layer, ...]:
             continue
         record = _require_linear(problem, block)
         assert block.shape is not None
-        weight = flat[block.index].reshape(block.shape[1:])
+        weight = block.places.take(flat).reshape(block.shape[1:])
         layers.append(Layer(place, block, record, weight[:, :-1] if block.bias else weight))
     if not layers:
         raise refusal("no selected parameter reaches the outputs")

@@ -14,7 +14,7 @@ from lapwing.curvature.shards import sharded
 from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
 from lapwing.errors import TooLarge, UnsupportedOperation
-from lapwing.linalg import PSD, Jacobian, Layout
+from lapwing.linalg import PSD, Jacobian, Layout, Places
 from lapwing.model import Block, Params, Plan
 
 
@@ -116,7 +116,7 @@ CHEAPER: list[Structure] = []  # filled by the package: alternatives to name in 
 
 def shrunk(plan: Plan, size: int) -> Plan:
     """The plan of a subnetwork: one block of explicit rows."""
-    return replace(plan, blocks=(Block(("subnetwork",), "rows", torch.arange(size)),))
+    return replace(plan, blocks=(Block(("subnetwork",), "rows", Places.range(0, size)),))
 
 
 def _gigabytes(count: int) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Problem, Structure
 from lapwing.curvature.matrixfree import require_same_data, restored, stored
 from lapwing.errors import CorruptFile, UnsupportedModel, UnsupportedOperation, VersionMismatch
-from lapwing.linalg import PSD, Layout, pack, unpack
+from lapwing.linalg import PSD, pack, pack_layout, unpack, unpack_layout
 from lapwing.linalg.operator import Operator
 from lapwing.model import Params
 from lapwing.model.fingerprint import fingerprint, written
@@ -39,7 +39,7 @@ def write(path: Path, la: Any) -> None:
     prior_tensors, prior = _prefixed("prior.", *la.prior.spec())
     tensors |= prior_tensors
     tensors |= {f"state.{name}": value for name, value in la.curvature.state.items()}
-    tensors |= {f"layout.{k}": index for k, index in enumerate(la.curvature.layout.index)}
+    layout = pack_layout(la.curvature.layout, "layout", tensors)
     tensors["statistics"] = la.curvature.statistics
     if la.curvature.gradient is not None:
         tensors["gradient"] = la.curvature.gradient
@@ -56,6 +56,7 @@ def write(path: Path, la: Any) -> None:
         "likelihood": la.likelihood.spec(),
         "parameters": {name: list(shape) for name, shape in zip(la.params.names, la.params.shapes, strict=True)},
         "blocks": [list(names) for names in la.curvature.names],
+        "layout": layout,
         "n_data": la.curvature.n_data,
         "seen": la.curvature.seen,
         "notes": list(la.curvature.notes),
@@ -174,10 +175,13 @@ def restore_curvature(
             matrix: PSD = restored(problem, structure, own("matrix."))
         else:
             matrix = unpack(own("matrix."), header["matrix"])
-        index = tuple(tensors[f"layout.{k}"] for k in range(len(header["blocks"])))
+        layout = header.get("layout") or {  # a file of an earlier version holds an index of all entries
+            "size": matrix.size,
+            "blocks": [{"tensor": f"layout.{k}"} for k in range(len(header["blocks"]))],
+        }
         return Curvature(
             matrix=matrix,
-            layout=Layout(matrix.size, index),
+            layout=unpack_layout(tensors, layout),
             names=tuple(tuple(names) for names in header["blocks"]),
             statistics=tensors["statistics"].to(device),
             n_data=header["n_data"],

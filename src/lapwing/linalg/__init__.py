@@ -9,9 +9,10 @@ from lapwing.linalg.kronecker import Kronecker
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.lowrank import LowRank
 from lapwing.linalg.matrixrows import Extent, MatrixRows, Term
+from lapwing.linalg.places import Places
 from lapwing.linalg.psd import PSD
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
-from lapwing.linalg.storage import move, pack, unpack
+from lapwing.linalg.storage import move, pack, pack_layout, unpack, unpack_layout
 
 __all__ = [
     "PSD",
@@ -27,9 +28,12 @@ __all__ = [
     "Layout",
     "LowRank",
     "MatrixRows",
+    "Places",
     "Rows",
     "Term",
     "move",
     "pack",
+    "pack_layout",
     "unpack",
+    "unpack_layout",
 ]

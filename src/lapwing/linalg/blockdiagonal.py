@@ -29,11 +29,9 @@ class BlockDiagonal(PSD):
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = [len(index) for index in self.layout.index]
-        if [block.size for block in self.blocks] != sizes:
-            raise ValueError(
-                f"blocks of sizes {[block.size for block in self.blocks]} do not fit a layout of sizes {sizes}"
-            )
+        sizes = [block.size for block in self.blocks]
+        if sizes != [*self.layout.sizes]:
+            raise ValueError(f"blocks of sizes {sizes} do not fit a layout of sizes {[*self.layout.sizes]}")
         if not self.blocks:
             raise ValueError("a block-diagonal matrix needs at least one block")
         if self.names and len(self.names) != len(self.blocks):

@@ -3,105 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
 
+from lapwing.linalg.places import Places
 
-@dataclass(frozen=True, eq=False)
+
 class Layout:
     """A partition of range(size): entry j of block k is entry index[k][j] of the flat vector.
 
-    Contiguous blocks are read and written as slices, the others by index.
+    `places` says so in few numbers where a block is a range, or a weight matrix with its bias.
     """
 
-    size: int
-    index: tuple[Tensor, ...]
-
-    def __post_init__(self) -> None:
-        seen = torch.zeros(self.size, dtype=torch.bool)
-        total = sum(len(index) for index in self.index)
-        for k, index in enumerate(self.index):
-            if index.dtype != torch.long or index.ndim != 1:
-                raise ValueError(f"block {k}: expected a vector of int64, got {index.dtype} of {tuple(index.shape)}")
-            if len(index) and not (0 <= int(index.min()) and int(index.max()) < self.size):
-                raise ValueError(f"block {k}: entries must lie in 0 … {self.size - 1}")
-            seen[index.cpu()] = True
-        if total != self.size or not bool(seen.all()):
+    def __init__(self, size: int, index: Sequence[Tensor | Places]) -> None:
+        self.size = size
+        self.places = tuple(_place(k, item) for k, item in enumerate(index))
+        seen, total = torch.zeros(size, dtype=torch.bool), sum(self.sizes)
+        for k, place in enumerate(self.places):
+            if not place.within(size):
+                raise ValueError(f"block {k}: entries must lie in 0 … {size - 1}")
+            place.put(seen, torch.ones(len(place), dtype=torch.bool))
+        if total != size or not bool(seen.all()):
             raise ValueError(
-                f"blocks must cover range({self.size}) once: got {total} entries, {int(seen.sum())} of them distinct"
+                f"blocks must cover range({size}) once: got {total} entries, {int(seen.sum())} of them distinct"
             )
 
     @classmethod
     def contiguous(cls, sizes: Sequence[int]) -> Layout:
         """Blocks of the given sizes, one after the other."""
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
-        index = tuple(torch.arange(a, a + s) for a, s in zip(starts, sizes, strict=True))
-        return cls(sum(sizes), index)
+        return cls(sum(sizes), [Places.range(a, a + s) for a, s in zip(starts, sizes, strict=True)])
+
+    @property
+    def index(self) -> tuple[Tensor, ...]:
+        """The position of every entry of each block, (p_k,): written out each time."""
+        return tuple(place.index for place in self.places)
 
     @cached_property
-    def ranges(self) -> tuple[tuple[int, int] | None, ...]:
-        """(start, stop) of each block that is a contiguous range, else None."""
-        return tuple(_range(index) for index in self.index)
+    def sizes(self) -> tuple[int, ...]:
+        """p_k."""
+        return tuple(len(place) for place in self.places)
 
     @cached_property
     def _order(self) -> tuple[int, ...] | None:
         """Blocks by start, if all are ranges."""
-        starts = [span[0] for span in self.ranges if span is not None]
-        if len(starts) < len(self.index):
+        starts = [place.span[0] for place in self.places if place.span is not None]
+        if len(starts) < len(self.places):
             return None
-        return tuple(sorted(range(len(starts)), key=lambda k: (starts[k], len(self.index[k]))))
-
-    @cached_property
-    def _inverse(self) -> Tensor:
-        """Position of every flat entry in the concatenation of the blocks."""
-        flat = torch.cat(self.index)
-        return torch.empty_like(flat).scatter_(0, flat, torch.arange(self.size, device=flat.device))
+        return tuple(sorted(range(len(starts)), key=lambda k: (starts[k], self.sizes[k])))
 
     def gather(self, v: Tensor) -> tuple[Tensor, ...]:
         """Each block's part of flat vectors: (*b, size) → ((*b, p_k), …)."""
         if v.shape[-1:] != (self.size,):
             raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
         if v.stride(-1) == 0:  # one number, expanded
-            return tuple(v[..., :1].expand(*v.shape[:-1], len(index)) for index in self.index)
-        return tuple(
-            v[..., span[0] : span[1]] if span is not None else _take(v, index)
-            for index, span in zip(self.index, self.ranges, strict=True)
-        )
+            return tuple(v[..., :1].expand(*v.shape[:-1], p) for p in self.sizes)
+        return tuple(place.take(v) for place in self.places)
 
     def scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """Flat vectors from each block's part: ((*b, p_k), …) → (*b, size). The inverse of `gather`."""
-        got = [part.shape[-1] for part in parts]
-        if got != [len(index) for index in self.index]:
-            raise ValueError(f"expected parts of sizes {[len(index) for index in self.index]}, got {got}")
+        got = tuple(part.shape[-1] for part in parts)
+        if got != self.sizes:
+            raise ValueError(f"expected parts of sizes {list(self.sizes)}, got {list(got)}")
         if self._order is not None:
             return torch.cat([parts[k] for k in self._order], -1)
-        joined = torch.cat(tuple(parts), -1)
-        return _take(joined, self._inverse)
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+        whole = parts[0].new_empty(*parts[0].shape[:-1], self.size, dtype=dtype)
+        for place, part in zip(self.places, parts, strict=True):
+            place.put(whole, part.to(dtype))
+        return whole
 
     def same_as(self, other: Layout) -> bool:
         """Whether both place the same blocks at the same entries."""
         if self is other:
             return True
-        if self.size != other.size or len(self.index) != len(other.index):
+        if self.size != other.size or len(self.places) != len(other.places):
             return False
-        return all(
-            len(a) == len(b) and torch.equal(a, b.to(a.device)) for a, b in zip(self.index, other.index, strict=True)
-        )
+        return all(a.same_as(b) for a, b in zip(self.places, other.places, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Layout({self.size}, {len(self.places)} blocks)"
 
 
-def _range(index: Tensor) -> tuple[int, int] | None:
-    if not len(index):
-        return 0, 0
-    start, stop = int(index[0]), int(index[-1]) + 1
-    if stop - start == len(index) and bool((index[1:] - index[:-1] == 1).all()):
-        return start, stop
-    return None
-
-
-def _take(v: Tensor, index: Tensor) -> Tensor:
-    """v[..., index]; `index_select` along a last dimension takes up to ten times as long."""
-    index = index.to(v.device)
-    return v.gather(-1, index.expand(*v.shape[:-1], len(index)))
+def _place(k: int, item: Tensor | Places) -> Places:
+    try:
+        return item if isinstance(item, Places) else Places.of(item)
+    except ValueError as error:
+        raise ValueError(f"block {k}: {error}") from None

@@ -162,7 +162,7 @@ class Jacobian(Rows):
     layout: Layout
 
     def __post_init__(self) -> None:
-        sizes = tuple(len(index) for index in self.layout.index)
+        sizes = self.layout.sizes
         got = tuple(rows.size for rows in self.rows)
         if got != sizes:
             raise ValueError(f"rows of sizes {got} do not fit a layout of blocks of sizes {sizes}")

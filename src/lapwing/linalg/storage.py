@@ -17,6 +17,7 @@ from lapwing.linalg.eigenkronecker import EigenKronecker
 from lapwing.linalg.kronecker import Kronecker
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.lowrank import LowRank
+from lapwing.linalg.places import Places
 from lapwing.linalg.psd import PSD
 
 LEAVES: dict[str, type[PSD]] = {
@@ -43,7 +44,7 @@ def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
             tensors[key] = value.detach().contiguous()
             spec[item.name] = {"tensor": key}
         elif isinstance(value, Layout):
-            spec[item.name] = _pack_layout(value, key, tensors)
+            spec[item.name] = pack_layout(value, key, tensors)
         elif item.name == "blocks":
             spec[item.name] = [_pack(block, f"{key}.{k}.", tensors) for k, block in enumerate(value)]
         else:
@@ -51,12 +52,13 @@ def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return spec
 
 
-def _pack_layout(layout: Layout, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def pack_layout(layout: Layout, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A JSON-able spec of a layout; indices that it cannot do without go to the tensors."""
     blocks: list[Any] = []
-    for k, (index, span) in enumerate(zip(layout.index, layout.ranges, strict=True)):
-        if span is None:
-            tensors[f"{prefix}.{k}"] = index
-        blocks.append({"tensor": f"{prefix}.{k}"} if span is None else list(span))
+    for k, place in enumerate(layout.places):
+        if place.explicit is not None:
+            tensors[f"{prefix}.{k}"] = place.explicit
+        blocks.append({"tensor": f"{prefix}.{k}"} if place.explicit is not None else place.spec())
     return {"size": layout.size, "blocks": blocks}
 
 
@@ -73,7 +75,7 @@ def unpack(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> PSD:
 
 def _unpack(tensors: Mapping[str, Tensor], name: str, value: Any) -> Any:
     if name == "layout":
-        return _unpack_layout(tensors, value)
+        return unpack_layout(tensors, value)
     if name == "blocks":
         return tuple(unpack(tensors, block) for block in value)
     if isinstance(value, Mapping):
@@ -81,11 +83,11 @@ def _unpack(tensors: Mapping[str, Tensor], name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _unpack_layout(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> Layout:
-    index = tuple(
-        torch.arange(*item) if isinstance(item, list) else _tensor(tensors, item["tensor"]) for item in spec["blocks"]
-    )
-    return Layout(spec["size"], index)
+def unpack_layout(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> Layout:
+    """The layout that `pack_layout` described."""
+    explicit = lambda item: isinstance(item, Mapping) and "tensor" in item  # noqa: E731
+    places = [_tensor(tensors, item["tensor"]) if explicit(item) else Places.from_spec(item) for item in spec["blocks"]]
+    return Layout(spec["size"], places)
 
 
 def _tensor(tensors: Mapping[str, Tensor], key: str) -> Tensor:

@@ -94,10 +94,11 @@ class Linearization(Reading):
         assert index is not None
         columns, places = [], []
         for block, at in zip(self.plan.blocks, range(len(rows)), strict=True):
-            keep = torch.isin(block.index, index).nonzero().flatten()
+            own = block.places.index.to(index.device)
+            keep = torch.isin(own, index).nonzero().flatten()
             if keep.numel():
                 columns.append(rows[at].dense()[..., keep])
-                places.append(torch.searchsorted(index, block.index[keep]))
+                places.append(torch.searchsorted(index, own[keep]))
         order = torch.cat(places).argsort()
         values = torch.cat(columns, -1)[..., order]
         return Jacobian((DenseRows(values),), Layout.contiguous([index.numel()]))

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lapwing.linalg import Layout
+from lapwing.linalg import Layout, Places
 from lapwing.model.params import Params
 from lapwing.model.rules import RULES, Call, MatrixRule, Rule
 from lapwing.model.samples import Samples, locate
@@ -56,14 +56,14 @@ class Block:
 
     names: tuple[str, ...]
     kind: Literal["matrix", "rows", "unused"]
-    index: Tensor  # positions in the whole flat vector, in the order of the block's own vector
+    places: Places  # positions in the whole flat vector, in the order of the block's own vector
     shape: tuple[int, int, int] | None = None
     bias: bool = False
     uses: tuple[tuple[int, bool], ...] = ()  # (record, swapped): with the roles of left and right exchanged
 
     @property
     def size(self) -> int:
-        return self.index.numel()
+        return len(self.places)
 
 
 class PlanChanged(Exception):
@@ -93,7 +93,7 @@ class Plan:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(sum(b.size for b in self.blocks), tuple(b.index for b in self.blocks))
+        return Layout(sum(b.size for b in self.blocks), [b.places for b in self.blocks])
 
     def under_way(self, directions: int) -> int:
         """Numbers a sample where so many directions are kept, with what the last of them brings and does not keep."""
@@ -120,7 +120,7 @@ class Plan:
             a.names == b.names
             and (a.kind, a.shape, a.bias) == (b.kind, b.shape, b.bias)
             and {s for _, s in a.uses} == {s for _, s in b.uses}
-            and torch.equal(a.index, b.index)
+            and a.places.same_as(b.places)
             for a, b in zip(self.blocks, other.blocks, strict=True)
         )
 
@@ -145,9 +145,7 @@ def _same_sources(record: Record, step: Step, names: dict[int, str]) -> bool:
 def dynamic_plan(params: Params, note: str) -> Plan:
     """Every parameter by a loop over samples, one block a module."""
     groups = _row_groups((), params, set(params.names), set())
-    blocks = tuple(
-        Block(group, "rows", torch.cat([_positions(params, name).reshape(-1) for name in group])) for group in groups
-    )
+    blocks = tuple(Block(group, "rows", _places(params, group)) for group in groups)
     return Plan((), blocks, params.names, distinct=1 << 30, notes=(note,), dynamic=True)
 
 
@@ -239,7 +237,7 @@ def make_plan(
     used = {name for step in steps for name in step.names}
     for group in _row_groups(steps, params, looped, placed):
         kind: Literal["rows", "unused"] = "rows" if any(name in used or name in looped for name in group) else "unused"
-        blocks.append(Block(group, kind, torch.cat([_positions(params, name).reshape(-1) for name in group])))
+        blocks.append(Block(group, kind, _places(params, group)))
     order = {name: k for k, name in enumerate(params.names)}
     blocks.sort(key=lambda b: min(order[name] for name in b.names))
     return Plan(steps, tuple(blocks), tuple(name for name in params.names if name in looped), batched, notes=notes)
@@ -249,6 +247,10 @@ def _positions(params: Params, name: str) -> Tensor:
     k = params.names.index(name)
     start, shape = params.offsets[k], params.shapes[k]
     return torch.arange(start, start + params.sizes[k], device=params.device).reshape(shape)
+
+
+def _places(params: Params, names: tuple[str, ...]) -> Places:
+    return Places.of(torch.cat([_positions(params, name).reshape(-1) for name in names]))
 
 
 def _matrix_blocks(whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str]) -> list[Block]:
@@ -304,7 +306,7 @@ def _matrix_block(
         names = (name, bias)
     shape = (first.shape[0], first.shape[1], first.shape[2])
     placed = tuple((k, swapped) for (k, _, _), swapped in zip(found, swaps, strict=True))
-    return Block(names, "matrix", first.reshape(-1), shape, bias is not None, placed)
+    return Block(names, "matrix", Places.of(first.reshape(-1)), shape, bias is not None, placed)
 
 
 def _row_groups(steps: tuple[Step, ...], params: Params, looped: set[str], placed: set[str]) -> list[tuple[str, ...]]:

@@ -33,7 +33,7 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
     if a.shape[1:3] != (1, 1):
         return None
     if isinstance(precision, Diagonal):
-        precision = Diagonal(precision.values[block.index])
+        precision = Diagonal(block.places.take(precision.values))
     return precision.output_root(a[:, 0, 0])
 
 
