@@ -181,8 +181,8 @@ def _finish(
     unused = [name for block in problem.plan.blocks if block.kind == "unused" for name in block.names]
     if unused:
         notes = (*notes, f"no curvature (the prior alone): {', '.join(unused)} do not reach the outputs")
-    subnetwork = problem.network.params.index is not None
-    names = (problem.network.params.names,) if subnetwork else tuple(block.names for block in problem.plan.blocks)
+    params = problem.network.params
+    names = (params.names,) if params.index is not None else tuple(block.names for block in problem.plan.blocks)
     return Curvature(
         matrix=estimate.matrix if ratio == 1 else estimate.matrix.scale(ratio),
         layout=layout_of(problem),
@@ -192,10 +192,10 @@ def _finish(
         seen=totals.seen,
         structure=structure,
         factor=problem.factor,
-        gradient=None if totals.gradient is None else totals.gradient * ratio,
+        gradient=None if totals.gradient is None else (totals.gradient * ratio).to(params.dtype),
         notes=tuple(dict.fromkeys(notes)),
         state=estimate.state,
-        params=problem.network.params,
+        params=params,
     )
 
 

@@ -258,11 +258,16 @@ class _Pass:
         """Σ_n φ·∇_θ log p(y_n | f_n), flat: how far the weights are from a mode."""
         network = self.problem.network
         params, live = network.params, dict(network.module.named_parameters())
-        flat = params.flatten(
-            {name: torch.zeros_like(live[name]) if g is None else g.to_dense() for name, g in found.items()}
-        )
-        flat = (flat if params.index is None else flat[params.index]).double()
-        self.sums.gradient = flat if self.sums.gradient is None else self.sums.gradient + flat
+        if self.sums.gradient is None:
+            self.sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+        if params.index is not None:
+            each = {name: torch.zeros_like(live[name]) if g is None else g.to_dense() for name, g in found.items()}
+            self.sums.gradient += params.flatten(each)[params.index]
+            return
+        for name, part in zip(params.names, self.sums.gradient.split(params.sizes), strict=True):
+            g = found[name]
+            if g is not None:
+                part += g.to_dense().reshape(-1)
 
 
 def _no_derivative(rows: LazyRows, k: int) -> str:

@@ -234,4 +234,4 @@ def _narrowed(
         precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
         scores = precision.inverse_diagonal()
     index = choose_weights(scores.detach(), select.size, select.by, options["generator"])
-    return replace(network, params=Params(params.names, params.values, index))
+    return replace(network, params=replace(params, index=index))

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ def restore_temperature(header: Mapping[str, Any]) -> Tempered:
 def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module) -> Params:
     params = Params.of(module, tuple(header["parameters"]))
     index = tensors["index"].to(params.device) if "index" in tensors else None
-    return Params(params.names, params.values, index)
+    return replace(params, index=index)
 
 
 def _spec(choice: Structure | Factor) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class Kronecker(PSD):
             raise self._refuse(other, "a prior that is constant over the block or a product over its rows and columns")
         constant = other.constant()
         if constant is not None:
-            return self._eigen(self._product() + constant)
+            return self._eigen(self._product().add_(constant))
         whitened, rows, columns = self._whitened(other)
         bases = whitened.left_spectrum.vectors, whitened.right_spectrum.vectors
         delta = tangent(other.values).reshape(self.shape) if other.values.requires_grad else None

@@ -40,7 +40,8 @@ class Spectrum:
                 "the curvature holds NaN or Inf, so it has no eigenvalues. Look for overflow in the network's outputs "
                 "or for bad inputs."
             )
-        values, vectors = self._decompose((matrix + matrix.mT) / 2)
+        matrix = (matrix + matrix.mT).div_(2)
+        values, vectors = self._decompose(matrix)
         rounding = (values < 0) & (values >= -self._tolerance(values))
         return values.masked_fill(rounding, 0.0), vectors.to(self.dtype)
 
@@ -89,7 +90,8 @@ def within_span(matrix: Tensor, columns: int, tolerance: float) -> tuple[Tensor,
     whole = torch.linalg.qr(matrix @ noise, mode="complete").Q
     span, rest = whole[..., :columns], whole[..., columns:]
     inside = span.mT @ matrix
-    if bool(((matrix - span @ inside).norm(dim=(-2, -1)) > tolerance * matrix.norm(dim=(-2, -1))).any()):
+    left = (span @ inside).sub_(matrix).norm(dim=(-2, -1))
+    if bool((left > tolerance * matrix.norm(dim=(-2, -1))).any()):
         return None
     small = inside @ span
     values, vectors = torch.linalg.eigh((small + small.mT) / 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -24,12 +24,18 @@ class Params:
     names: tuple[str, ...]
     values: tuple[Tensor, ...]
     index: Tensor | None = None
+    whole: Tensor | None = field(default=None, repr=False)  # what the values are views of, if they are of one vector
 
     @classmethod
     def of(cls, module: nn.Module, names: tuple[str, ...], index: Tensor | None = None) -> Params:
         """Copy the named parameters out of a module."""
         live = dict(module.named_parameters())
-        return cls(names, tuple(live[name].detach().clone() for name in names), index)
+        found = [live[name].detach() for name in names]
+        if len({(v.dtype, v.device, v.is_contiguous()) for v in found}) != 1 or not found[0].is_contiguous():
+            return cls(names, tuple(v.clone() for v in found), index)
+        whole = torch.cat([v.reshape(-1) for v in found])
+        parts = whole.split([v.numel() for v in found])
+        return cls(names, tuple(part.view(v.shape) for part, v in zip(parts, found, strict=True)), index, whole)
 
     @cached_property
     def shapes(self) -> tuple[torch.Size, ...]:
@@ -74,8 +80,13 @@ class Params:
     @cached_property
     def flat(self) -> Tensor:
         """The values as one vector (P,)."""
-        whole = self.flatten(dict(zip(self.names, self.values, strict=True)))
-        return whole if self.index is None else whole[self.index]
+        return self._whole if self.index is None else self._whole[self.index]
+
+    @property
+    def _whole(self) -> Tensor:
+        if self.whole is not None and self.whole.dtype == self.dtype:
+            return self.whole
+        return self.flatten(dict(zip(self.names, self.values, strict=True)))
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """{name: tensor} -> (total,)."""
@@ -95,7 +106,7 @@ class Params:
         """(*b, P) -> {name: (*b, *shape)}, in each parameter's own dtype; left-out weights keep their values."""
         whole = theta
         if self.index is not None:
-            whole = self.expand(theta, self.flatten(dict(zip(self.names, self.values, strict=True))))
+            whole = self.expand(theta, self._whole)
         elif theta.shape[-1] != self.total:
             raise BadData(f"expected rows of length {self.total}, got {tuple(theta.shape)}")
         return self._split(whole)

@@ -27,6 +27,7 @@ from lapwing.model.tape import Pass, run
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
 BATCHED_SAMPLE = 2**14  # numbers of all directions and layers of a sample up to which directions share a pass
 CHECK_SAMPLES = 4
+PIECE = 2**18  # numbers of a row that are copied in a wider type at a time
 
 
 class SelfCheck:
@@ -196,10 +197,12 @@ class SelfCheck:
 
     def _norms(self, plan: Plan, blocks: list[Rows], graph: Tensor, directions: Tensor, weights: Tensor) -> Tensor:
         """(parameters, 3): norms of autograd's weighted rows, of those from the tape, and of their difference."""
-        found = plan.layout.scatter([_weighted(rows, weights) for rows in blocks])
         truth = self._autograd(graph, directions * weights.reshape(weights.shape + (1,) * (graph.ndim - 1)))
+        found = torch.empty_like(truth)
+        for place, rows in zip(plan.layout.places, blocks, strict=True):
+            place.put(found, _weighted(rows, weights).to(found.dtype))
         pairs = zip(truth.split(self.params.sizes, -1), found.split(self.params.sizes, -1), strict=True)
-        return torch.stack([torch.stack([_norm(t), _norm(g), _norm(g - t)]) for t, g in pairs]).cpu()
+        return torch.stack([torch.stack([_norm(t), _norm(g), _norm(g.sub_(t))]) for t, g in pairs]).cpu()
 
     def _weights(self, r: int) -> Tensor:
         """(1, r, samples): powers of two, so that products with them are exact, up to 1; in the other order in the next
@@ -306,7 +309,9 @@ def _weighted(rows: Rows, weights: Tensor) -> Tensor:
 
 
 def _norm(t: Tensor) -> Tensor:
-    """In float64, of complex tensors too."""
+    """In float64, of complex tensors too; the copies that take a wider type are of pieces."""
+    if t.ndim and t.shape[-1] > PIECE:
+        return torch.stack([_norm(piece) for piece in t.split(PIECE, -1)]).norm()
     return torch.linalg.vector_norm(t.abs() if t.is_complex() else t, dtype=torch.float64)
 
 
