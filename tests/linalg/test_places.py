@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg import Layout, Places
+from lapwing.linalg.places import Run
 
 
 def with_bias(start: int, bias: int, o: int, i: int) -> Tensor:
@@ -51,13 +52,30 @@ INDEX = {  # the index, and how many rows and runs tell it (0: none)
 def test_places_are_their_index(name: str) -> None:
     index, rows, runs = INDEX[name]
     places = Places.of(index)
-    assert len(places) == len(index)
-    assert torch.equal(places.index, index)
+    check(places, index)
     if name != "nothing":
         assert (places.explicit is None) == bool(rows)
     if rows:
         assert (places.rows, len(places.runs)) == (rows, runs)
         assert Places.from_spec(json.loads(json.dumps(places.spec()))).same_as(places)
+
+
+@pytest.mark.parametrize(("o", "i"), [(4, 3), (1, 3), (4, 1), (1, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_turned_matrices(o: int, i: int, bias: bool) -> None:
+    """A weight kept as (in, out), with and without a bias."""
+    index = torch.arange(5, 5 + o * i).view(i, o).T
+    index = torch.cat([index, torch.arange(30, 30 + o).view(o, 1)], 1) if bias else index
+    places = Places(o, (Run(5, i, True), *([Run(30, 1)] if bias else [])))
+    check(places, index.flatten())
+    assert Places.from_spec(json.loads(json.dumps(places.spec()))).same_as(places)
+    assert places.same_as(Places(explicit=index.flatten()))
+    assert not places.same_as(Places(explicit=index.flatten().flip(0))) or o * i == 1
+
+
+def check(places: Places, index: Tensor) -> None:
+    assert len(places) == len(index)
+    assert torch.equal(places.index, index)
     v = torch.randn(2, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for flat in (v, v[0, 0], v.transpose(0, 1), v.repeat_interleave(2, -1)[..., ::2]):  # the last with a stride
         assert torch.equal(places.take(flat), flat[..., index])

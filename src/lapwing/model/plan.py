@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lapwing.linalg import Layout, Places
+from lapwing.model.order import orders, places_of
 from lapwing.model.params import Params
 from lapwing.model.rules import RULES, Call, MatrixRule, Rule
 from lapwing.model.samples import Samples, locate
@@ -145,7 +145,7 @@ def _same_sources(record: Record, step: Step, names: dict[int, str]) -> bool:
 def dynamic_plan(params: Params, note: str) -> Plan:
     """Every parameter by a loop over samples, one block a module."""
     groups = _row_groups((), params, set(params.names), set())
-    blocks = tuple(Block(group, "rows", _places(params, group)) for group in groups)
+    blocks = tuple(Block(group, "rows", places_of(params, group)) for group in groups)
     return Plan((), blocks, params.names, distinct=1 << 30, notes=(note,), dynamic=True)
 
 
@@ -237,20 +237,10 @@ def make_plan(
     used = {name for step in steps for name in step.names}
     for group in _row_groups(steps, params, looped, placed):
         kind: Literal["rows", "unused"] = "rows" if any(name in used or name in looped for name in group) else "unused"
-        blocks.append(Block(group, kind, _places(params, group)))
+        blocks.append(Block(group, kind, places_of(params, group)))
     order = {name: k for k, name in enumerate(params.names)}
     blocks.sort(key=lambda b: min(order[name] for name in b.names))
     return Plan(steps, tuple(blocks), tuple(name for name in params.names if name in looped), batched, notes=notes)
-
-
-def _positions(params: Params, name: str) -> Tensor:
-    k = params.names.index(name)
-    start, shape = params.offsets[k], params.shapes[k]
-    return torch.arange(start, start + params.sizes[k], device=params.device).reshape(shape)
-
-
-def _places(params: Params, names: tuple[str, ...]) -> Places:
-    return Places.of(torch.cat([_positions(params, name).reshape(-1) for name in names]))
 
 
 def _matrix_blocks(whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str]) -> list[Block]:
@@ -279,17 +269,14 @@ def _matrix_block(
     name: str, found: list, uses: dict, biases: dict[int, str], whole: Pass, params: Params, looped: set[str]
 ) -> Block | None:
     """The block of one weight matrix, with its bias when every use of either is a use of both."""
-    index, views = _positions(params, name), []
-    for k, _, source in found:
-        rule, call = bind(whole.records[k])  # type: ignore[misc]
-        assert isinstance(rule, MatrixRule)
-        views.append(rule.view(call, index.T if source.transposed else index))
-    first = views[0]
+    views = [_view(whole.records[k], source.transposed) for k, _, source in found]
+    seen = orders(params, name, views)
+    first = seen[0]
     swaps = []
-    for view in views:
-        if view.shape == first.shape and torch.equal(view, first):
+    for order in seen:
+        if order.same_as(first):
             swaps.append(False)
-        elif first.shape[0] == 1 and torch.equal(view.transpose(1, 2), first):
+        elif first.shape[0] == 1 and order.swapped().same_as(first):
             swaps.append(True)
         else:
             return None
@@ -301,12 +288,18 @@ def _matrix_block(
     ):
         bias = None
     names: tuple[str, ...] = (name,)
+    q, o, i = first.shape
     if bias is not None:
-        first = torch.cat([first, _positions(params, bias).reshape(*first.shape[:2], 1)], dim=2)
-        names = (name, bias)
-    shape = (first.shape[0], first.shape[1], first.shape[2])
+        i, names = i + 1, (name, bias)
     placed = tuple((k, swapped) for (k, _, _), swapped in zip(found, swaps, strict=True))
-    return Block(names, "matrix", Places.of(first.reshape(-1)), shape, bias is not None, placed)
+    return Block(names, "matrix", first.places(params, name, bias), (q, o, i), bias is not None, placed)
+
+
+def _view(record: Record, transposed: bool) -> Callable[[Tensor], Tensor]:
+    """How a record's rule sees a weight."""
+    rule, call = bind(record)  # type: ignore[misc]
+    assert isinstance(rule, MatrixRule)
+    return lambda weight: rule.view(call, weight.T if transposed else weight)
 
 
 def _row_groups(steps: tuple[Step, ...], params: Params, looped: set[str], placed: set[str]) -> list[tuple[str, ...]]:
