@@ -545,3 +545,21 @@ class TestMatrixFree:
         path.write_bytes(bytes(content))
         with pytest.raises(lapwing.CorruptFile):
             lapwing.load(path, la.module, data=list(self.data))
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "ekfac"])
+def test_files_with_an_index_of_all_entries_are_read(path: Path, structure: str) -> None:
+    """As written before places were kept in few numbers: a tensor for each block."""
+    la = fitted(structure=structure)
+    la.save(path)
+    tensors, header = storage.read(path)
+    index = la.curvature.layout.index
+    tensors |= {f"layout.{k}": where for k, where in enumerate(index)}
+    del header["layout"]
+    if "layout" in header["matrix"]:
+        tensors |= {f"matrix.layout.{k}": where for k, where in enumerate(index)}
+        blocks = [{"tensor": f"layout.{k}"} for k in range(len(index))]
+        header["matrix"]["layout"] = {"size": la.params.size, "blocks": blocks}
+    header["digest"] = storage._digest(tensors, header)
+    save_file(tensors, path, metadata={storage.KEY: json.dumps(header)})
+    require_same(la, lapwing.load(path, la.module))
