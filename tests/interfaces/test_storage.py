@@ -557,7 +557,7 @@ def test_files_with_an_index_of_all_entries_are_read(path: Path, structure: str)
     tensors |= {f"layout.{k}": where for k, where in enumerate(index)}
     del header["layout"]
     if "layout" in header["matrix"]:
-        tensors |= {f"matrix.layout.{k}": where for k, where in enumerate(index)}
+        tensors |= {f"matrix.layout.{k}": where.clone() for k, where in enumerate(index)}
         blocks = [{"tensor": f"layout.{k}"} for k in range(len(index))]
         header["matrix"]["layout"] = {"size": la.params.size, "blocks": blocks}
     header["digest"] = storage._digest(tensors, header)
