@@ -23,6 +23,7 @@ from lapwing.curvature.totals import Totals
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
+from lapwing.linalg.kronecker import sharing_factors
 from lapwing.linalg.spectrum import Spectrum
 from lapwing.model import Block, LazyRows, Plan
 
@@ -158,7 +159,7 @@ class KronAccumulator(KroneckerSums):
 
     def finish(self) -> BlockDiagonal:
         names = tuple(", ".join(block.names) for block in self.blocks)
-        return BlockDiagonal(self.layout, tuple(self._block(k, b) for k, b in enumerate(self.blocks)), names)
+        return BlockDiagonal(self.layout, sharing_factors(self._block(k, b) for k, b in enumerate(self.blocks)), names)
 
     def _block(self, k: int, block: Block) -> PSD:
         kept = kept_as(block)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,6 +214,32 @@ class Kronecker(PSD):
             "positive product over its rows and columns. Use a layerwise prior, or structure='diag', 'blockdiag' or "
             "'full'."
         )
+
+
+def sharing_factors(blocks: Iterable[PSD]) -> tuple[PSD, ...]:
+    """The same blocks. Factors that are equal, as those of the inputs that several layers read (query, key and value),
+    share their memory and their decomposition."""
+    known: dict[Any, list[tuple[Tensor, Spectrum]]] = {}
+
+    def shared(factor: Tensor, spectrum: Spectrum) -> tuple[Tensor, Spectrum]:
+        trace = float(factor.diagonal(dim1=1, dim2=2).sum())
+        alike = known.setdefault((trace, factor.shape, factor.dtype, factor.device), [])
+        for own in alike:
+            if torch.equal(own[0], factor):
+                return own
+        alike.append((factor, spectrum))
+        return factor, spectrum
+
+    found: list[PSD] = []
+    for block in blocks:
+        if isinstance(block, Kronecker):
+            (left, of_left), (right, of_right) = (
+                shared(block.left, block.left_spectrum),
+                shared(block.right, block.right_spectrum),
+            )
+            block = Kronecker(left, right, block.factor, of_left, of_right)
+        found.append(block)
+    return tuple(found)
 
 
 def _require_definite(spectrum: Spectrum, side: str) -> None:

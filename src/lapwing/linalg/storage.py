@@ -14,7 +14,7 @@ from lapwing.linalg.blockdiagonal import BlockDiagonal
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
-from lapwing.linalg.kronecker import Kronecker
+from lapwing.linalg.kronecker import Kronecker, sharing_factors
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.lowrank import LowRank
 from lapwing.linalg.places import Places
@@ -28,10 +28,11 @@ LEAVES: dict[str, type[PSD]] = {
 def pack(psd: PSD) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name and a JSON-able spec that `unpack` turns back into the matrix. Graphs are dropped."""
     tensors: dict[str, Tensor] = {}
-    return tensors, _pack(psd, "", tensors)
+    return tensors, _pack(psd, "", tensors, {})
 
 
-def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> dict[str, Any]:
+    """What is in the same memory as something `seen` goes by the name of that."""
     if type(psd).__name__ not in LEAVES:
         raise TypeError(f"expected one of {', '.join(sorted(LEAVES))} to store, got {type(psd).__name__}")
     spec: dict[str, Any] = {"type": type(psd).__name__}
@@ -41,12 +42,14 @@ def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
             continue
         key = prefix + item.name
         if isinstance(value, Tensor):
-            tensors[key] = value.detach().contiguous()
-            spec[item.name] = {"tensor": key}
+            name = seen.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), key)
+            if name == key:
+                tensors[key] = value.detach().contiguous()
+            spec[item.name] = {"tensor": name}
         elif isinstance(value, Layout):
             spec[item.name] = pack_layout(value, key, tensors)
         elif item.name == "blocks":
-            spec[item.name] = [_pack(block, f"{key}.{k}.", tensors) for k, block in enumerate(value)]
+            spec[item.name] = [_pack(block, f"{key}.{k}.", tensors, seen) for k, block in enumerate(value)]
         else:
             spec[item.name] = list(value) if isinstance(value, tuple) else value
     return spec
@@ -77,7 +80,7 @@ def _unpack(tensors: Mapping[str, Tensor], name: str, value: Any) -> Any:
     if name == "layout":
         return unpack_layout(tensors, value)
     if name == "blocks":
-        return tuple(unpack(tensors, block) for block in value)
+        return sharing_factors(unpack(tensors, block) for block in value)
     if isinstance(value, Mapping):
         return _tensor(tensors, value["tensor"])
     return tuple(value) if isinstance(value, list) else value

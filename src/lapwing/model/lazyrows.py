@@ -21,6 +21,9 @@ from lapwing.model.rules.rule import gram
 from lapwing.model.samples import Samples
 from lapwing.model.tape import Record
 
+Use = tuple[int, MatrixRule, Call, Samples]
+RECENT = 3  # sums over inputs that are kept in case another layer reads the same
+
 
 @dataclass(frozen=True, eq=False)
 class LazyRows(Sequence):
@@ -31,6 +34,7 @@ class LazyRows(Sequence):
     looped: dict[str, Tensor]
     r: int
     early: dict[int, list[list[Tensor]]] = field(default_factory=dict)  # rows made by the passes: record, pass, tensor
+    recent: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)  # what `input_gram` found last
 
     def __len__(self) -> int:
         return len(self.at.plan.blocks)
@@ -132,8 +136,21 @@ class LazyRows(Sequence):
 
     def input_gram(self, block: Block, swapped: bool, reduce: bool, weights: Tensor | None) -> tuple[Tensor, int]:
         """Σ w a aᵀ of a matrix block in one orientation, (q, d, d): of means over positions, or of all; and how many
-        of them a sample has."""
-        n, dtype, uses = self.at.n, self.at.params.dtype, list(self._uses(block, swapped))
+        of them a sample has. What layers that read the same tensor (query, key and value) share is computed once."""
+        uses = list(self._uses(block, swapped))
+        _, rule, call_, out = uses[0]
+        if len(uses) > 1 or not rule.data_alone:
+            return self._input_gram(block, uses, reduce, weights)
+        data = call_.data
+        key = (data.data_ptr(), data.shape, data.stride(), data.dtype, out, block.bias, reduce, id(weights))
+        if key not in self.recent:
+            if len(self.recent) == RECENT:
+                del self.recent[next(iter(self.recent))]
+            self.recent[key] = self._input_gram(block, uses, reduce, weights)
+        return self.recent[key]
+
+    def _input_gram(self, block: Block, uses: list[Use], reduce: bool, weights: Tensor | None) -> tuple[Tensor, int]:
+        n, dtype = self.at.n, self.at.params.dtype
         with torch.no_grad():
             if not reduce:
                 found = [rule.right_gram(c, out, n, block.bias, weights, dtype) for _, rule, c, out in uses]
@@ -143,7 +160,7 @@ class LazyRows(Sequence):
             mean = mean.to(dtype) if weights is None else mean.to(dtype) * weights.to(dtype).sqrt()[:, None, None]
             return gram(mean), min(count, 1)
 
-    def _uses(self, block: Block, swapped: bool) -> Iterator[tuple[int, MatrixRule, Call, Samples]]:
+    def _uses(self, block: Block, swapped: bool) -> Iterator[Use]:
         """Records in which a matrix block has this orientation."""
         for k in (k for k, s in block.uses if s == swapped):
             (rule, call_), out = self.at.bound[k], self.at.plan.steps[k].out

@@ -13,6 +13,8 @@ from lapwing.model.samples import Samples
 class Linear(MatrixRule):
     """y = x Wᵀ + b, W (out, in)."""
 
+    data_alone = True
+
     def bind(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
         return Call(input, weight, bias) if weight.ndim == 2 and input.ndim > 1 else None
 

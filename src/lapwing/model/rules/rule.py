@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Rule(ABC):
 
 class MatrixRule(Rule):
     """An operation that is linear in a weight matrix: J[n, r] = Σ_t left[n, r, t] ⊗ right[n, t]."""
+
+    data_alone: ClassVar[bool] = False  # whether `right` depends on the data and the place of samples alone
 
     @abstractmethod
     def view(self, call: Call, weight: Tensor) -> Tensor:
