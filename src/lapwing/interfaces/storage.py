@@ -68,8 +68,16 @@ def write(path: Path, la: Any) -> None:
         "written": written(la.module),
         "fingerprint": fingerprint(la.module, written(la.module)),
     }
+    tensors, header["aliases"] = _once(tensors)
     flat = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     _write_atomically(path, flat, header | {"digest": _digest(flat, header)})
+
+
+def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Without those that are in the memory of another, and the name of that for each of these."""
+    seen: dict[Any, str] = {}
+    names = {k: seen.setdefault((v.data_ptr(), v.shape, v.stride(), v.dtype, v.device), k) for k, v in tensors.items()}
+    return {k: v for k, v in tensors.items() if names[k] == k}, {k: own for k, own in names.items() if own != k}
 
 
 def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
@@ -126,7 +134,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CorruptFile(f"{damaged} ({error})") from error
     if header.get("digest") != _digest(tensors, header):
         raise CorruptFile(f"{damaged} (its checksum does not fit its content)")
-    return tensors, header
+    return tensors | {name: tensors[own] for name, own in header.get("aliases", {}).items()}, header
 
 
 def _require_format(header: Any, path: Path, damaged: str) -> None:
