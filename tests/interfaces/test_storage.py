@@ -565,3 +565,14 @@ def test_files_with_an_index_of_all_entries_are_read(path: Path, structure: str)
     header["digest"] = storage._digest(tensors, header)
     save_file(tensors, path, metadata={storage.KEY: json.dumps(header)})
     require_same(la, lapwing.load(path, la.module))
+
+
+def test_factors_of_few_data_come_back_as_they_were(path: Path) -> None:
+    """How many data a factor is the sum of decides how it is decomposed."""
+    x = _values(6, 80)
+    la = lapwing.fit(nn.Linear(80, 3).double(), (x, _classes(3)[:6]), "classification", structure="kron")
+    blocks = la.curvature.matrix.blocks  # type: ignore[attr-defined]
+    assert blocks[0].ranks[1] == 6
+    back = again(la, path)
+    assert torch.equal(la.log_evidence(), back.log_evidence())
+    assert torch.equal(la.posterior.variance, back.posterior.variance)

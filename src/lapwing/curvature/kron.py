@@ -24,7 +24,6 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
-from lapwing.linalg.spectrum import Spectrum
 from lapwing.model import Block, LazyRows, Plan
 
 Sharing = Literal["auto", "expand", "reduce"]
@@ -173,11 +172,8 @@ class KronAccumulator(KroneckerSums):
             return Kronecker(*_nearest_product(pairs))
         (left, right), (swapped,) = pairs[0], orientations(block)
         counts = [float(self.tensors[f"{_key(k, swapped)}.{side}"]) for side in ("outer", "inner")]
-        spectra = (
-            Spectrum(factor, factor.dtype, int(count) if isfinite(count) else None)
-            for factor, count in zip((left, right), counts[::-1] if swapped else counts, strict=True)
-        )
-        return Kronecker(left, right, 1.0, *spectra)
+        outer, inner = (int(count) if isfinite(count) else None for count in counts)
+        return Kronecker(left, right, 1.0, (inner, outer) if swapped else (outer, inner))
 
     def _pair(self, k: int, swapped: bool) -> tuple[Tensor, Tensor]:
         key = _key(k, swapped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,11 +32,12 @@ class Kronecker(PSD):
     left: Tensor
     right: Tensor
     factor: Scalar = 1.0
+    ranks: tuple[int | None, int | None] = (None, None)  # how many outer products each factor is the sum of
     left_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
     right_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for name, factor in (("left", self.left), ("right", self.right)):
+        for name, factor, rank in (("left", self.left, self.ranks[0]), ("right", self.right, self.ranks[1])):
             if factor.ndim != 3 or factor.shape[1] != factor.shape[2] or factor.shape[0] != self.left.shape[0]:
                 raise ValueError(
                     "expected left (q, o, o) and right (q, i, i), got "
@@ -48,7 +49,7 @@ class Kronecker(PSD):
                     "(gradients reach scale, prior and rows), or use structure='full', which differentiates its matrix."
                 )
             if getattr(self, f"{name}_spectrum") is None:
-                object.__setattr__(self, f"{name}_spectrum", Spectrum(factor, factor.dtype))
+                object.__setattr__(self, f"{name}_spectrum", Spectrum(factor, factor.dtype, rank))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -128,8 +129,7 @@ class Kronecker(PSD):
         return self._alone.sample(n, generator)
 
     def scale(self, c: Scalar) -> Kronecker:
-        factor = self._factor * nonnegative(c)
-        return Kronecker(self.left, self.right, factor, self.left_spectrum, self.right_spectrum)
+        return replace(self, factor=self._factor * nonnegative(c))
 
     def whiten(self, rows: Rows) -> Tensor:
         return self._alone.whiten(rows)
@@ -198,7 +198,8 @@ class Kronecker(PSD):
             self.left.double() * left[:, :, None] * left[:, None, :],
             self.right.double() * right[:, :, None] * right[:, None, :],
         )
-        return Kronecker(*sides, self.factor, *(Spectrum(side, self.dtype) for side in sides)), rows, columns
+        spectra = (Spectrum(side, self.dtype) for side in sides)
+        return Kronecker(*sides, self.factor, (None, None), *spectra), rows, columns
 
     def _split(self, grid: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """rows (q, o) and columns (q, i) with grid = rows ⊗ columns; refuses any other grid."""
@@ -237,7 +238,7 @@ def sharing_factors(blocks: Iterable[PSD]) -> tuple[PSD, ...]:
                 shared(block.left, block.left_spectrum),
                 shared(block.right, block.right_spectrum),
             )
-            block = Kronecker(left, right, block.factor, of_left, of_right)
+            block = Kronecker(left, right, block.factor, block.ranks, of_left, of_right)
         found.append(block)
     return tuple(found)
 
