@@ -1059,3 +1059,55 @@ def test_errors_of_tune_name_the_batch_and_the_place_in_it() -> None:
 def test_one_precision_a_weight_is_not_for_held_out_data() -> None:
     with pytest.raises(lapwing.IncompatiblePrior, match=r"prior='layerwise'.*method='evidence'"):
         fit(structure="diag").tune((X, Y), prior="parameterwise")
+
+
+class Polar(nn.Module):
+    """Complex weights, then real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.out = nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.turn(x.to(torch.complex64)).abs().tanh())
+
+
+def test_complex_weights_are_refused_by_name() -> None:
+    x, y = torch.randn(8, 3), torch.arange(8) % 2
+    with pytest.raises(lapwing.UnsupportedModel, match=r"complex weights \(turn.weight, turn.bias\).*select="):
+        lapwing.fit(Polar(), (x, y), "classification", structure="full")
+    la = lapwing.fit(Polar(), (x, y), "classification", structure="full", select="last_layer")
+    assert la.predict(x).probs.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("structure", ["diag", "kron", "blockdiag", "full"])
+def test_layers_without_units(structure: str) -> None:
+    """They add nothing: as without them, with the bias of the next layer."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.arange(8) % 2
+
+    class Widthless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none, self.after, self.real = nn.Linear(3, 0), nn.Linear(0, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.real(x) + self.after(self.none(x))
+
+    la = lapwing.fit(Widthless(), (x, y), "classification", structure=structure)
+    assert la.predict(x).probs.isfinite().all()
+    assert torch.isfinite(la.log_evidence())
+
+
+def test_properties_in_inference_mode() -> None:
+    x, y = torch.randn(8, 3), torch.arange(8) % 2
+    la = lapwing.fit(nn.Linear(3, 2), (x, y), "classification", structure="kron")
+    want = la.effective_parameters, la.stationarity
+    with torch.inference_mode():
+        assert (la.effective_parameters, la.stationarity) == want
+        lapwing.log_evidence(la.curvature, 1.0, la.likelihood)
+    prior = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(la.replace(prior=prior).log_evidence(), prior)
+    ahead, behind = (float(la.replace(prior=2 + s).log_evidence()) for s in (1e-5, -1e-5))
+    assert float(slope) == pytest.approx((ahead - behind) / 2e-5, rel=1e-5)

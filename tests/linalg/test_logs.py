@@ -1,6 +1,8 @@
 """Σ log(1 + x) with shared logarithms, against `math.fsum` of one logarithm each."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -128,6 +130,9 @@ def test_blocks_under_one_precision_are_one_sum(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Kronecker, "known_eigenvalues", lambda _: pytest.fail("asked again"))
     again = matrix.logdet_ratio(one_number(60, 0.5))
     assert float(again) == pytest.approx(float(by_dense_algebra(matrix, torch.tensor(0.5))), rel=1e-12)
+    rescaled = matrix.scale(2.0).scale(torch.tensor(0.5)).scale(3.0)
+    got = rescaled.logdet_ratio(one_number(60, 0.5))
+    assert float(got) == pytest.approx(float(by_dense_algebra(matrix, torch.tensor(0.5 / 3))), rel=1e-6)
     monkeypatch.setattr(blockdiagonal, "KEPT", 59)
     with pytest.raises(pytest.fail.Exception, match="block by block"):
         three_blocks().logdet_ratio(one_number(60))
@@ -157,3 +162,33 @@ def test_blocks_that_may_be_indefinite_are_looked_at() -> None:
     for matrix in (hessian, kron):
         with pytest.raises(NotPositiveDefinite, match=r"conv.*smallest eigenvalue is -"):
             matrix.logdet_ratio(one_number(4))
+
+
+def test_kept_eigenvalues_are_of_no_context() -> None:
+    """Whoever asks first: inference mode, a transform, no gradients; the next may differentiate or copy."""
+    tau = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(by_dense_algebra(three_blocks(), tau), tau)
+
+    def first(matrix: BlockDiagonal, context: str) -> None:
+        if context == "transform":
+            got = torch.func.grad(lambda t: matrix.logdet_ratio(Diagonal(t.expand(60))))(tau.detach())
+            torch.testing.assert_close(got, want)
+            return
+        with torch.inference_mode() if context == "inference" else torch.no_grad():
+            matrix.logdet_ratio(one_number(60))
+
+    for context in ("transform", "inference", "no_grad"):
+        matrix = three_blocks()
+        _ = matrix.blocks[0].eigenvalues  # type: ignore[attr-defined]  # made by the fit
+        first(matrix, context)
+        (got,) = torch.autograd.grad(matrix.logdet_ratio(Diagonal(tau.expand(60))), tau)
+        torch.testing.assert_close(got, want)
+        copy.deepcopy(matrix)
+        pickle.dumps(matrix)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 59, 60, 1000])
+def test_kept_eigenvalues_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockdiagonal, "PIECE", piece)
+    got = three_blocks().logdet_ratio(one_number(60, 0.5))
+    assert float(got) == pytest.approx(float(by_dense_algebra(three_blocks(), torch.tensor(0.5))), rel=1e-12)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
+import lapwing
 from lapwing.model import backward
 from lapwing.model.backward import pull, pull_all
 
@@ -60,3 +62,24 @@ def test_cotangents_of_another_shape_are_refused() -> None:
     for call in (lambda: pull(x.sin(), [x], torch.ones(3)), lambda: pull_all(x.sin(), [x], torch.ones(2, 3))):
         with pytest.raises(RuntimeError, match=r"cotangents of shape .* for outputs of shape \(5, 3\)"):
             call()
+
+
+def test_complex_outputs() -> None:
+    x = torch.complex(X, X.flip(0)).requires_grad_()
+    f = x.square()
+    v = torch.complex(X.cos(), X.sin()).expand(2, 5, 3) * torch.tensor([1.0, 2.0])[:, None, None]
+    (found,) = pull_all(f, [x], v)
+    assert found is not None
+    torch.testing.assert_close(
+        found, torch.stack([torch.autograd.grad(f, x, each, retain_graph=True)[0] for each in v])
+    )
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_inputs_with_a_forward_mode_tangent(structure: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    la = lapwing.fit(model, (X, torch.tensor([0, 1, 0, 1, 1])), "classification", structure=structure, progress=False)
+    with forward_ad.dual_level():
+        got = la.predict(forward_ad.make_dual(X[:2], torch.ones_like(X[:2]))).probs
+    torch.testing.assert_close(got, la.predict(X[:2]).probs)

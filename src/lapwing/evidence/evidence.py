@@ -9,6 +9,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD
 from lapwing.model import Params
+from lapwing.model.module import outside_inference
 from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
 
 ResolvedPrior = tuple[Tensor, PSD]
@@ -28,6 +29,7 @@ class FittedCurvature(Protocol):
     def gradient(self) -> Tensor | None: ...
 
 
+@outside_inference
 def log_evidence(
     curvature: FittedCurvature,
     prior: Any,

@@ -217,11 +217,13 @@ class Laplace:
         return linear_mode(model, self.params.flat, self.posterior.precision)
 
     @property
+    @outside_inference
     def effective_parameters(self) -> float:
         """γ = tr(c·H (c·H + Π)⁻¹): how many directions the data, not the prior, determine."""
         return effective_parameters(self.curvature, self._prior_in_use, self.likelihood, temperature=self.temperature)
 
     @property
+    @outside_inference
     def stationarity(self) -> float:
         """½gᵀΣg in nats: what the log joint would gain by moving to the mode of the linearized model."""
         return stationarity(

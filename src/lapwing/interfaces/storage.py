@@ -25,7 +25,7 @@ from lapwing.model import Params
 from lapwing.model.fingerprint import fingerprint, written
 from lapwing.posterior import Prior, Tempered
 
-FORMAT = 1
+FORMAT = 2  # 1: an index of all entries in place of runs
 KEY = "lapwing"
 PRODUCTS = "matrixfree"  # the file holds a sketch; the matrix is in its products with the data
 

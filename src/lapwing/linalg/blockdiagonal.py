@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from lapwing.errors import LapwingError
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.layout import Layout
-from lapwing.linalg.logs import sum_log1p
+from lapwing.linalg.logs import PIECE, sum_log1p
 from lapwing.linalg.psd import PSD, Scalar, require_positive
-from lapwing.linalg.rows import DenseRows, Jacobian, Rows
+from lapwing.linalg.rows import DenseRows, Jacobian, Rows, added
 
 KEPT = 2**20  # eigenvalues that are kept in one vector, so that the evidence at a new scalar prior is one sum
 
@@ -27,6 +27,8 @@ class BlockDiagonal(PSD):
     layout: Layout
     blocks: tuple[PSD, ...]
     names: tuple[str, ...] = ()
+    origin: BlockDiagonal | None = field(default=None, repr=False, metadata={"cache": True})  # this is a multiple of it
+    times: float = field(default=1.0, repr=False, metadata={"cache": True})
 
     def __post_init__(self) -> None:
         sizes = [block.size for block in self.blocks]
@@ -106,7 +108,11 @@ class BlockDiagonal(PSD):
         return self.layout.scatter(parts)
 
     def scale(self, c: Scalar) -> BlockDiagonal:
-        return BlockDiagonal(self.layout, tuple(block.scale(c) for block in self.blocks), self.names)
+        blocks = tuple(block.scale(c) for block in self.blocks)
+        if isinstance(c, Tensor) and c.requires_grad:
+            return BlockDiagonal(self.layout, blocks, self.names)
+        origin = self if self.origin is None else self.origin
+        return BlockDiagonal(self.layout, blocks, self.names, origin, self.times * float(c))
 
     def __add__(self, other: PSD) -> BlockDiagonal:
         self._matches(other)
@@ -124,21 +130,36 @@ class BlockDiagonal(PSD):
         raise self._refuse(other, "a diagonal prior or a block-diagonal one with the same blocks")
 
     @cached_property
+    def _kept(self) -> list[Tensor | None]:
+        return []
+
     def _eigenvalues(self) -> Tensor | None:
         """Those of all blocks, where they are known and not too many to keep."""
+        if not self._kept:
+            with torch.inference_mode(False), torch.no_grad():  # whoever asks first: others may want gradients
+                values = self._all_eigenvalues() if self.size <= KEPT else None
+            if values is not None and not _has_memory(values):
+                return values
+            self._kept.append(values)
+        return self._kept[0]
+
+    def _all_eigenvalues(self) -> Tensor | None:
         parts: list[Tensor] = []
-        for k, block in enumerate(self.blocks if self.size <= KEPT else ()):
+        for k, block in enumerate(self.blocks):
             with self._named(k):
                 values = block.known_eigenvalues()
             if values is None:
                 return None
             parts.append(values)
-        return torch.cat(parts) if parts else None
+        return torch.cat(parts)
 
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
-        if isinstance(prior, Diagonal) and prior.expanded and self._eigenvalues is not None:
-            return sum_log1p(self._eigenvalues / require_positive(prior.values)[0].double())
+        if isinstance(prior, Diagonal) and prior.expanded:
+            eigenvalues = (self if self.origin is None else self.origin)._eigenvalues()
+            if eigenvalues is not None:
+                ratio = self.times / require_positive(prior.values)[0].double()
+                return added([sum_log1p(few * ratio) for few in eigenvalues.split(PIECE)])
         terms = []
         for k, part in enumerate(self._split(prior)):
             with self._named(k):
@@ -182,3 +203,12 @@ class BlockDiagonal(PSD):
             with self._named(k):
                 total = total + self.blocks[k].joint(part)
         return total
+
+
+def _has_memory(values: Tensor) -> bool:
+    """Not so of what a transform of `torch.func` wraps, which is of no use outside of it."""
+    try:
+        values.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True

@@ -53,6 +53,8 @@ class Diagonal(PSD):
         """
         if self.expanded:
             return self.values[0].double()
+        if not self.size:
+            return torch.ones((), dtype=torch.float64, device=self.device)
         low, high = self.values.detach().aminmax()
         if not bool(high - low <= 8 * torch.finfo(self.dtype).eps * high.abs()):
             return None

@@ -12,13 +12,11 @@ from torch import Tensor
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
-from lapwing.linalg.logs import sum_log1p
+from lapwing.linalg.logs import PIECE, sum_log1p
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
 from lapwing.linalg.spectrum import Spectrum
 from lapwing.linalg.tangent import tangent
-
-PIECE = 2**16  # eigenvalues that are written out at a time where only a sum over them is wanted
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 TOGETHER = 32  # numbers that share a logarithm
+PIECE = 2**16  # numbers that are looked at at a time, and stay in the cache
 FEW = 2**14  # not worth more than a call
 EPS = torch.finfo(torch.float64).eps
 RELATIVE = 1e-10  # of the sum, that rounding 1 + x may take

@@ -88,7 +88,7 @@ class Rows(ABC):
         """Σ_{n,r} of the outer products of rows, (size, size)."""
         total = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)
         for start, length in chunks(self.n, self.r * self.size * self.dtype.itemsize):
-            flat = self.narrow(start, length).dense().reshape(-1, self.size)
+            flat = self.narrow(start, length).dense().flatten(0, 1)
             total = total + flat.T @ flat
         return total
 

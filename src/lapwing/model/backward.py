@@ -56,8 +56,12 @@ class _Seed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, f: Tensor, cotangents: list[Tensor]) -> Tensor:
         ctx.cotangents = cotangents
-        return f.new_zeros(())
+        return f.new_zeros((), dtype=torch.float32)  # real, whatever f is
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         return ctx.cotangents[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return tangent.new_zeros((), dtype=torch.float32)

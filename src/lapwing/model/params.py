@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData
+from lapwing.errors import BadData, UnsupportedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,18 +24,18 @@ class Params:
     names: tuple[str, ...]
     values: tuple[Tensor, ...]
     index: Tensor | None = None
-    whole: Tensor | None = field(default=None, repr=False)  # what the values are views of, if they are of one vector
 
     @classmethod
     def of(cls, module: nn.Module, names: tuple[str, ...], index: Tensor | None = None) -> Params:
         """Copy the named parameters out of a module."""
         live = dict(module.named_parameters())
-        found = [live[name].detach() for name in names]
-        if len({(v.dtype, v.device, v.is_contiguous()) for v in found}) != 1 or not found[0].is_contiguous():
-            return cls(names, tuple(v.clone() for v in found), index)
-        whole = torch.cat([v.reshape(-1) for v in found])
-        parts = whole.split([v.numel() for v in found])
-        return cls(names, tuple(part.view(v.shape) for part, v in zip(parts, found, strict=True)), index, whole)
+        numbers = [name for name in names if live[name].is_complex()]
+        if numbers:
+            raise UnsupportedModel(
+                f"there is no posterior over complex weights ({', '.join(numbers)}). Leave them out with select=, or "
+                "keep real and imaginary parts as parameters (torch.view_as_complex)."
+            )
+        return cls(names, tuple(live[name].detach().clone() for name in names), index)
 
     @cached_property
     def shapes(self) -> tuple[torch.Size, ...]:
@@ -84,8 +84,6 @@ class Params:
 
     @property
     def _whole(self) -> Tensor:
-        if self.whole is not None and self.whole.dtype == self.dtype:
-            return self.whole
         return self.flatten(dict(zip(self.names, self.values, strict=True)))
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -38,8 +38,8 @@ def subnetwork(k: int, by: Literal["variance", "magnitude", "random"] = "varianc
 
 
 def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
-    """Names of the selected parameters in the order of `named_parameters()`; frozen ones are left out."""
-    free = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    """Names of the selected parameters in the order of `named_parameters()`; frozen and empty ones are left out."""
+    free = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
     every = dict(module.named_parameters())
     if not free:
         raise BadData("every parameter of the model is frozen (requires_grad=False): nothing to put a posterior on")

@@ -78,7 +78,7 @@ class MatrixRule(Rule):
 
     def positions(self, call: Call, n: int) -> int:
         """t, the number of positions a sample."""
-        return call.data.numel() // call.data.shape[-1] // n
+        return call.data.shape[:-1].numel() // n
 
     def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         assert call.bias is not None
