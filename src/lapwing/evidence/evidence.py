@@ -7,7 +7,9 @@ from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.linalg import PSD
+from lapwing.linalg import PSD, Diagonal
+from lapwing.linalg.logs import PIECE
+from lapwing.linalg.rows import added
 from lapwing.model import Params
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
@@ -61,13 +63,20 @@ def log_evidence(
     precision = _scaled(precision, tempered.prior_scale)
     scale = tempered.likelihood_scale(likelihood.dispersion, curvature.dispersion_power)
     fit = tempered.T * likelihood.log_likelihood(curvature.statistics)
-    offset = mean.double() - center.double()
-    distance = (offset * precision.matvec(offset).double()).sum()
     bracket = _scaled(curvature.matrix, scale).logdet_ratio(precision)
-    value = fit - 0.5 * distance - 0.5 * bracket
+    value = fit - 0.5 * _distance(mean, center, precision) - 0.5 * bracket
     if at == "map":
         return value
-    return value + _gain(curvature, scale, precision, offset, tempered, likelihood)
+    return value + _gain(curvature, scale, precision, mean.double() - center.double(), tempered, likelihood)
+
+
+def _distance(mean: Tensor, center: Tensor, precision: PSD) -> Tensor:
+    """(θ̂−μ₀)ᵀΠ(θ̂−μ₀); where both are one number for all weights, of a few at a time, which stay in the cache."""
+    if isinstance(precision, Diagonal) and precision.expanded and center.stride(0) == 0:
+        pieces = [(few.double() - center[0].double()).square().sum() for few in mean.split(PIECE)]
+        return precision.values[0].double() * added(pieces)
+    offset = mean.double() - center.double()
+    return (offset * precision.matvec(offset).double()).sum()
 
 
 def _scaled(matrix: PSD, c: Tensor | float) -> PSD:

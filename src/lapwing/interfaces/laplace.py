@@ -184,7 +184,7 @@ class Laplace:
             self.curvature,
             self._prior_in_use,
             self.likelihood,
-            mean=self.params.flat.double(),
+            mean=self.params.flat,
             temperature=self.temperature,
             at=at,
         )
