@@ -19,7 +19,7 @@ from torch import Tensor
 from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Problem, Structure
 from lapwing.curvature.matrixfree import require_same_data, restored, stored
 from lapwing.errors import CorruptFile, UnsupportedModel, UnsupportedOperation, VersionMismatch
-from lapwing.linalg import PSD, pack, pack_layout, unpack, unpack_layout
+from lapwing.linalg import PSD, once, pack, pack_layout, unpack, unpack_layout
 from lapwing.linalg.operator import Operator
 from lapwing.model import Params
 from lapwing.model.fingerprint import fingerprint, written
@@ -68,16 +68,9 @@ def write(path: Path, la: Any) -> None:
         "written": written(la.module),
         "fingerprint": fingerprint(la.module, written(la.module)),
     }
-    tensors, header["aliases"] = _once(tensors)
+    tensors, header["aliases"] = once(tensors)
     flat = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     _write_atomically(path, flat, header | {"digest": _digest(flat, header)})
-
-
-def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Without those that are in the memory of another, and the name of that for each of these."""
-    seen: dict[Any, str] = {}
-    names = {k: seen.setdefault((v.data_ptr(), v.shape, v.stride(), v.dtype, v.device), k) for k, v in tensors.items()}
-    return {k: v for k, v in tensors.items() if names[k] == k}, {k: own for k, own in names.items() if own != k}
 
 
 def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from lapwing.linalg.matrixrows import Extent, MatrixRows, Term
 from lapwing.linalg.places import Places
 from lapwing.linalg.psd import PSD
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
-from lapwing.linalg.storage import move, pack, pack_layout, unpack, unpack_layout
+from lapwing.linalg.storage import move, once, pack, pack_layout, unpack, unpack_layout
 
 __all__ = [
     "PSD",
@@ -32,6 +32,7 @@ __all__ = [
     "Rows",
     "Term",
     "move",
+    "once",
     "pack",
     "pack_layout",
     "unpack",

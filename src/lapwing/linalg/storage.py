@@ -28,11 +28,10 @@ LEAVES: dict[str, type[PSD]] = {
 def pack(psd: PSD) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name and a JSON-able spec that `unpack` turns back into the matrix. Graphs are dropped."""
     tensors: dict[str, Tensor] = {}
-    return tensors, _pack(psd, "", tensors, {})
+    return tensors, _pack(psd, "", tensors)
 
 
-def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> dict[str, Any]:
-    """What is in the same memory as something `seen` goes by the name of that."""
+def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if type(psd).__name__ not in LEAVES:
         raise TypeError(f"expected one of {', '.join(sorted(LEAVES))} to store, got {type(psd).__name__}")
     spec: dict[str, Any] = {"type": type(psd).__name__}
@@ -42,14 +41,12 @@ def _pack(psd: PSD, prefix: str, tensors: dict[str, Tensor], seen: dict[Any, str
             continue
         key = prefix + item.name
         if isinstance(value, Tensor):
-            name = seen.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), key)
-            if name == key:
-                tensors[key] = value.detach().contiguous()
-            spec[item.name] = {"tensor": name}
+            tensors[key] = value.detach()
+            spec[item.name] = {"tensor": key}
         elif isinstance(value, Layout):
             spec[item.name] = pack_layout(value, key, tensors)
         elif item.name == "blocks":
-            spec[item.name] = [_pack(block, f"{key}.{k}.", tensors, seen) for k, block in enumerate(value)]
+            spec[item.name] = [_pack(block, f"{key}.{k}.", tensors) for k, block in enumerate(value)]
         else:
             spec[item.name] = list(value) if isinstance(value, tuple) else value
     return spec
@@ -102,4 +99,13 @@ def _tensor(tensors: Mapping[str, Tensor], key: str) -> Tensor:
 def move(psd: PSD, device: torch.device | str) -> PSD:
     """The same matrix on another device, without its graph and caches."""
     tensors, spec = pack(psd)
-    return unpack({key: value.to(device) for key, value in tensors.items()}, spec)
+    tensors, aliases = once(tensors)
+    moved = {key: value.to(device) for key, value in tensors.items()}
+    return unpack(moved | {name: moved[own] for name, own in aliases.items()}, spec)
+
+
+def once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Without those that are in the memory of another, and the name of that for each of these."""
+    seen: dict[Any, str] = {}
+    names = {k: seen.setdefault((v.data_ptr(), v.shape, v.stride(), v.dtype, v.device), k) for k, v in tensors.items()}
+    return {k: v for k, v in tensors.items() if names[k] == k}, {k: own for k, own in names.items() if own != k}

@@ -29,10 +29,10 @@ class Params:
     def of(cls, module: nn.Module, names: tuple[str, ...], index: Tensor | None = None) -> Params:
         """Copy the named parameters out of a module."""
         live = dict(module.named_parameters())
-        numbers = [name for name in names if live[name].is_complex()]
-        if numbers:
+        unreal = [name for name in names if live[name].is_complex()]
+        if unreal:
             raise UnsupportedModel(
-                f"there is no posterior over complex weights ({', '.join(numbers)}). Leave them out with select=, or "
+                f"there is no posterior over complex weights ({', '.join(unreal)}). Leave them out with select=, or "
                 "keep real and imaginary parts as parameters (torch.view_as_complex)."
             )
         return cls(names, tuple(live[name].detach().clone() for name in names), index)
