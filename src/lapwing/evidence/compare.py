@@ -12,7 +12,7 @@ from lapwing.curvature import Curvature, Kron
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.evidence import effective_parameters
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, pack
+from lapwing.linalg import PSD, once, pack
 from lapwing.linalg.operator import Operator
 from lapwing.model import Network, Params
 from lapwing.model.batches import Batches
@@ -137,7 +137,7 @@ def _candidate(model: Fitted, data: Any) -> Candidate:
 def _megabytes(matrix: PSD) -> float | None:
     if isinstance(matrix, Operator):
         return None
-    tensors, _ = pack(matrix)
+    tensors, _ = once(pack(matrix)[0])
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
 
 
