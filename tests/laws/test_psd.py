@@ -43,6 +43,9 @@ class Draw:
     def __call__(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
+    def full(self, value: float) -> Tensor:
+        return torch.full((P,), value, dtype=self.dtype)
+
     def psd(self, *batch: int, size: int, rank: int | None = None) -> Tensor:
         half = self(*batch, size, rank or size + 3)
         return half @ half.mT / half.shape[-1]
@@ -85,6 +88,10 @@ CURVATURES: dict[str, Callable[[Draw], PSD]] = {
     "kronecker": kronecker,
     "kronecker of low rank": lambda draw: Kronecker(draw.psd(Q, size=O, rank=1), draw.psd(Q, size=I, rank=2)),
     "kronecker zero": lambda draw: Kronecker(0 * draw(Q, O, O), 0 * draw(Q, I, I)),
+    "kronecker with a prior": lambda draw: kronecker(draw) + Diagonal(draw.full(0.3)),
+    "kronecker of low rank with a prior": lambda draw: (
+        Kronecker(draw.psd(Q, size=O, rank=1), draw.psd(Q, size=I, rank=2)) + Diagonal(draw.full(0.3))
+    ),
     "eigenkronecker": eigen_kronecker,
     "lowrank": low_rank,
     "blocks": blocks,
@@ -113,12 +120,15 @@ CASES: list[tuple[str, str]] = [
     ("kronecker of low rank", "product"),
     ("kronecker zero", "constant"),
     ("kronecker zero", "product"),
+    ("kronecker with a prior", "constant"),
+    ("kronecker of low rank with a prior", "constant"),
     ("eigenkronecker", "constant"),
     ("lowrank", "constant"),
     ("lowrank", "general"),
     ("blocks", "layerwise"),
 ]
-ALONE = ["diagonal", "dense", "kronecker", "eigenkronecker"]  # positive definite without a prior
+# positive definite without a prior
+ALONE = ["diagonal", "dense", "kronecker", "kronecker of low rank with a prior", "eigenkronecker"]
 
 
 def prior_of(curvature: PSD, kind: str) -> tuple[int, Callable[[Tensor], Tensor]]:

@@ -381,7 +381,7 @@ def test_one_decomposition_serves_every_setting(
 ) -> None:
     calls = []
     eigh = torch.linalg.eigh
-    monkeypatch.setattr(torch.linalg, "eigh", lambda a: calls.append(a) or eigh(a))
+    monkeypatch.setattr(torch.linalg, "eigh", lambda a, **options: calls.append(a) or eigh(a, **options))
     for c in (0.1, 1.0, 10.0):
         for tau in (0.1, 1.0):
             prior = constant(matrix.size, tau)
@@ -407,7 +407,21 @@ def test_an_almost_constant_prior_is_constant() -> None:
     values = torch.full((24,), 0.7, dtype=F64)
     values[3] *= 1 + 4e-16
     posterior = kronecker() + Diagonal(values)
-    assert posterior.left_scale is None
+    assert isinstance(posterior, Kronecker)
+    torch.testing.assert_close(posterior.shift, torch.tensor(0.7, dtype=F64))
+
+
+def test_sums_of_priors_and_of_the_same_factors() -> None:
+    matrix = kronecker()
+    whole = matrix + constant(24, 0.7)
+    twice = (whole + constant(24, 0.2)).scale(2.0) + matrix.scale(3.0)
+    torch.testing.assert_close(twice.dense(), 5 * matrix.dense() + 1.8 * torch.eye(24, dtype=F64))
+    for one, other in ((matrix, whole), (whole, matrix), (matrix, matrix), (whole, whole)):
+        torch.testing.assert_close((one + other).dense(), one.dense() + other.dense())
+    with pytest.raises(IncompatiblePrior, match="Add the priors first"):
+        whole + Diagonal(torch.linspace(0.5, 0.7, 24, dtype=F64))
+    with pytest.raises(IncompatiblePrior, match="constant over the block or"):
+        matrix + kronecker()
 
 
 def test_gradients_reach_a_dense_matrix_itself() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.linalg.spectrum import Spectrum, within_span
+from lapwing.linalg.spectrum import Spectrum, eigh_in_place, within_span
 
 F64 = torch.float64
 
@@ -23,7 +23,7 @@ def few(p: int, rank: int, dtype: torch.dtype = F64, batch: tuple[int, ...] = ()
 def test_few_outer_products_are_decomposed_within_their_span(batch, dtype):
     matrix = few(60, 7, dtype, batch)
     found, exact = Spectrum(matrix, dtype, rank=7), Spectrum(matrix, dtype)
-    assert within_span(matrix.double(), 15, 64 * torch.finfo(dtype).eps) is not None
+    assert within_span(matrix.to(F64, copy=True), 15, 64 * torch.finfo(dtype).eps) is not None
     top = exact.values[..., -1:]
     assert bool(((found.values - exact.values).abs() <= 60 * torch.finfo(dtype).eps * top).all())
     assert bool((found.values[..., 1:] >= found.values[..., :-1]).all())
@@ -40,7 +40,7 @@ def test_few_outer_products_are_decomposed_within_their_span(batch, dtype):
 def test_a_matrix_that_reaches_beyond_is_decomposed_as_a_whole():
     """A rank that is too small is noticed, also where what it would lose is a thousandth."""
     matrix = few(60, 7) + 1e-3 * few(60, 30)
-    assert within_span(matrix, 15, 1e-6) is None
+    assert within_span(matrix.clone(), 15, 1e-6) is None
     found = Spectrum(matrix, F64, rank=7)
     torch.testing.assert_close(found.values, torch.linalg.eigvalsh(matrix).clamp(min=0))
 
@@ -98,3 +98,42 @@ def test_data_are_added_to_data(counted, monkeypatch):
     whole = lapwing.fit(network, (x, y), "classification", structure="kron", progress=False)
     torch.testing.assert_close(both.log_evidence(), whole.log_evidence())
     torch.testing.assert_close(both.posterior.variance, whole.posterior.variance)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 2), (0,)])
+@pytest.mark.parametrize("p", [0, 1, 9])
+def test_vectors_take_the_memory_of_the_matrix(batch, p):
+    matrix = few(p, 2 * p, batch=batch)
+    matrix = matrix + matrix.mT
+    values, vectors = torch.linalg.eigh(matrix)
+    given = matrix.clone()
+    found = eigh_in_place(given)
+    assert found[1].data_ptr() == given.data_ptr()
+    assert found[1].stride() == vectors.stride()
+    torch.testing.assert_close(found[0], values)
+    torch.testing.assert_close((found[1] * found[0][..., None, :]) @ found[1].mT, matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_decomposed_matrix_is_left_alone(dtype):
+    matrix = few(9, 12, dtype)
+    before = matrix.clone()
+    assert Spectrum(matrix, dtype).vectors.data_ptr() != matrix.data_ptr()
+    torch.testing.assert_close(matrix, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "first", [torch.inference_mode(), torch.func.grad, torch.func.vmap], ids=["inference", "grad", "vmap"]
+)
+def test_whoever_asks_first(first):
+    """In inference mode or in a transform of `torch.func`; others want gradients later."""
+    matrix, v = few(6, 8), torch.linspace(-1, 1, 6, dtype=F64)
+    spectrum = Spectrum(matrix, F64)
+
+    def quadratic(scale):
+        return ((v @ spectrum.vectors).square() * (scale * spectrum.values)).sum()
+
+    one = torch.ones((), dtype=F64)
+    first(quadratic)(one.expand(2) if first is torch.func.vmap else one)
+    (gradient,) = torch.autograd.grad(quadratic(one.requires_grad_()), one)
+    torch.testing.assert_close(gradient, v @ matrix @ v)

@@ -18,7 +18,15 @@ from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.problem import Problem, available_memory, pose
-from lapwing.curvature.structure import CHEAPER, Accumulator, Curvature, Estimate, Structure, layout_of
+from lapwing.curvature.structure import (
+    CHEAPER,
+    OTHER_OPERATIONS,
+    Accumulator,
+    Curvature,
+    Estimate,
+    Structure,
+    layout_of,
+)
 from lapwing.curvature.totals import Totals
 from lapwing.curvature.valla import VaLLA
 from lapwing.errors import UnsupportedOperation
@@ -134,10 +142,11 @@ def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:
     _require(problem, structure)
     ratio = curvature.n_data / curvature.seen
     raw = curvature.matrix if ratio == 1 else curvature.matrix.scale(1 / ratio)
-    extend: Callable[[Problem], Estimate] = lambda p: structure.extend(p, raw, curvature.state)  # noqa: E731
-    problem, estimate = _robustly(problem, structure, extend)
-    if not curvature.layout.same_as(layout_of(problem)):
-        raise UnsupportedOperation("the new data run other operations of the network than the data of the fit")
+
+    def extend(problem: Problem) -> Estimate:
+        return structure.extend(_in_blocks_of(curvature, problem), raw, curvature.state)
+
+    problem, estimate = _robustly(_in_blocks_of(curvature, problem), structure, extend)
     more = estimate.totals
     gradient = None
     if curvature.gradient is not None and more.gradient is not None:
@@ -146,6 +155,15 @@ def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:
     notes = tuple(dict.fromkeys((*curvature.notes, *estimate.notes)))
     n_data = curvature.n_data + more.seen
     return _finish(problem, structure, replace(estimate, totals=totals), n_data, notes)
+
+
+def _in_blocks_of(curvature: Curvature, problem: Problem) -> Problem:
+    """The problem with the blocks of the curvature, those of the tape or those without it."""
+    without = replace(problem, plan=dynamic_plan(problem.network.params, "a loop over samples, as in the fit"))
+    for same in (problem, without):
+        if curvature.layout.same_as(layout_of(same)) and curvature.structure.continues(curvature.matrix, same):
+            return same
+    raise UnsupportedOperation(OTHER_OPERATIONS)
 
 
 def _require(problem: Problem, structure: Structure) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor
-from lapwing.curvature.kron import KroneckerFactor, Sharing, kept_as, sums_of
+from lapwing.curvature.kron import KroneckerFactor, KroneckerSums, Sharing, kept_alike, kept_as, sums_of
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.curvature.sweep import sweep
@@ -38,9 +38,9 @@ class MomentAccumulator(Accumulator):
             if block.kind == "unused":
                 continue
             rows, base = jacobian.rows[k], self.basis.blocks[k]
-            if isinstance(base, Kronecker | EigenKronecker):
+            if isinstance(base, EigenKronecker):
                 assert isinstance(rows, MatrixRows)
-                self.tensors[str(k)] += rows.rotate(*_bases(base)).square_sum()
+                self.tensors[str(k)] += rows.rotate(base.left, base.right).square_sum()
             else:
                 self.tensors[str(k)] += rows.gram() if kept_as(block) == "dense" else rows.square_sum()
 
@@ -48,18 +48,25 @@ class MomentAccumulator(Accumulator):
         blocks: list[PSD] = []
         for k, base in enumerate(self.basis.blocks):
             total = self.tensors[str(k)]
-            if isinstance(base, Kronecker | EigenKronecker):
-                blocks.append(EigenKronecker(*_bases(base), total.reshape(base.shape)))
+            if isinstance(base, EigenKronecker):
+                blocks.append(replace(base, values=total.reshape(base.shape)))
             else:
                 blocks.append(Dense(0.5 * (total + total.mT)) if total.ndim == 2 else Diagonal(total))
         return BlockDiagonal(self.basis.layout, tuple(blocks), self.basis.names)
 
 
-def _bases(block: Kronecker | EigenKronecker) -> tuple[Tensor, Tensor]:
-    """U_G (q, o, o) and U_A (q, i, i)."""
-    if isinstance(block, EigenKronecker):
-        return block.left, block.right
-    return block.left_spectrum.vectors, block.right_spectrum.vectors
+def eigenbasis(sums: KroneckerSums) -> BlockDiagonal:
+    """Zeros in the eigenbasis of the factors that the sums end in, each of which is given up when it is decomposed."""
+    matrix = sums.finish()
+    sums.tensors.clear()
+    layout, names, blocks = matrix.layout, matrix.names, [*matrix.blocks]
+    del matrix
+    zero = torch.zeros((), dtype=torch.float64)
+    for k, block in enumerate(blocks):
+        if isinstance(block, Kronecker):
+            bases = block.left_spectrum.vectors, block.right_spectrum.vectors
+            blocks[k] = EigenKronecker(*bases, zero.to(block.device).expand(block.shape))
+    return BlockDiagonal(layout, tuple(blocks), names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +104,7 @@ class EKFAC(Structure):
         basis, notes = self._basis(problem)
         first = sums_of(problem, self.sharing, basis)
         first.sweep(problem, "fit (basis)", gradient=False)
-        moments = MomentAccumulator(problem, first.finish())
+        moments = MomentAccumulator(problem, eigenbasis(first))
         totals = sweep(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 
@@ -123,6 +130,9 @@ class EKFAC(Structure):
         if not isinstance(problem.likelihood, Categorical):
             return None, ()
         return replace(own, tolerance=BASIS), (f"basis: from directions that hold all but {BASIS:g} of the curvature",)
+
+    def continues(self, matrix: PSD, problem: Problem) -> bool:
+        return kept_alike(problem, matrix)
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add second moments in the basis of the first fit: a valid EKFAC of the union, not the one a new fit finds."""

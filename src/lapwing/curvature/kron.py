@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure, layout_of
+from lapwing.curvature.structure import OTHER_OPERATIONS, Accumulator, Estimate, Structure, layout_of
 from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.model import Block, LazyRows, Plan
 
@@ -41,6 +41,18 @@ def kept_as(block: Block) -> Literal["kron", "dense", "diag"]:
     return "dense" if block.kind == "rows" and block.size <= DENSE_ROWS else "diag"
 
 
+def kept_alike(problem: Problem, matrix: PSD) -> bool:
+    """Whether the blocks of a matrix are as a Kronecker structure would keep the problem's."""
+    assert isinstance(matrix, BlockDiagonal)
+    kinds: dict[str, tuple[type[PSD], ...]] = {
+        "kron": (Kronecker, EigenKronecker),
+        "dense": (Dense,),
+        "diag": (Diagonal,),
+    }
+    pairs = zip(problem.plan.blocks, matrix.blocks, strict=True)
+    return all(isinstance(own, kinds[kept_as(block)]) for block, own in pairs)
+
+
 def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "reduce"]:
     """Reduce where positions are pooled into one output a sample, expand where each position has its own loss."""
     if sharing == "auto":
@@ -50,6 +62,14 @@ def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "re
 
 def _key(k: int, swapped: bool) -> str:
     return f"{k}.{'swapped' if swapped else 'plain'}"
+
+
+def _of_inputs(k: int, swapped: bool) -> str:
+    return f"{_key(k, swapped)}.{'left' if swapped else 'right'}"
+
+
+def _of_gradients(k: int, swapped: bool) -> str:
+    return f"{_key(k, swapped)}.{'right' if swapped else 'left'}"
 
 
 class KroneckerSums(Accumulator):
@@ -63,6 +83,10 @@ class KroneckerSums(Accumulator):
 
     @abstractmethod
     def finish(self) -> BlockDiagonal: ...
+
+    def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """These tensors as they were before they ended in a matrix, of it and of the `state` that is left."""
+        return state
 
 
 class KroneckerFactor(Factor):
@@ -135,8 +159,9 @@ class KronAccumulator(KroneckerSums):
             else:
                 assert isinstance(jacobian.rows, LazyRows)
                 for swapped in orientations(block):
-                    key = f"{_key(k, swapped)}.{'right' if swapped else 'left'}"
-                    self.tensors[key] += jacobian.rows.gradient_gram(block, swapped, self.sharing == "reduce")
+                    self.tensors[_of_gradients(k, swapped)] += jacobian.rows.gradient_gram(
+                        block, swapped, self.sharing == "reduce"
+                    )
                     rows = jacobian.n * jacobian.r * self.positions[_key(k, swapped)]
                     self.tensors[f"{_key(k, swapped)}.outer"] += rows
 
@@ -149,14 +174,14 @@ class KronAccumulator(KroneckerSums):
             if block.kind == "unused" or kept_as(block) != "kron":
                 continue
             for swapped in orientations(block):
-                key = f"{_key(k, swapped)}.{'left' if swapped else 'right'}"
                 found, positions = jacobian.rows.input_gram(block, swapped, self.sharing == "reduce", weights)
-                self.tensors[key] += found
+                self.tensors[_of_inputs(k, swapped)] += found
                 self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
                 self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
                 self.positions[_key(k, swapped)] = positions
 
     def finish(self) -> BlockDiagonal:
+        """Factors; those of inputs are means, for which their sums are given up."""
         names = tuple(", ".join(block.names) for block in self.blocks)
         return BlockDiagonal(self.layout, sharing_factors(self._block(k, b) for k, b in enumerate(self.blocks)), names)
 
@@ -167,19 +192,35 @@ class KronAccumulator(KroneckerSums):
             return Dense(0.5 * (matrix + matrix.mT))
         if kept == "diag":
             return Diagonal(self.tensors[f"{k}.diag"])
-        pairs = [self._pair(k, swapped) for swapped in orientations(block)]
-        if len(pairs) > 1:
-            return Kronecker(*_nearest_product(pairs))
-        (left, right), (swapped,) = pairs[0], orientations(block)
+        if len(orientations(block)) > 1:
+            return Kronecker(*_nearest_product([self._pair(k, swapped) for swapped in orientations(block)]))
+        (swapped,) = orientations(block)
+        mean = self.tensors.pop(_of_inputs(k, swapped)).div_(self._count(k, swapped))
+        gradients = self.tensors[_of_gradients(k, swapped)]
         counts = [float(self.tensors[f"{_key(k, swapped)}.{side}"]) for side in ("outer", "inner")]
         outer, inner = (int(count) if isfinite(count) else None for count in counts)
-        return Kronecker(left, right, 1.0, (inner, outer) if swapped else (outer, inner))
+        if swapped:
+            return Kronecker(mean, gradients, 1.0, (inner, outer))
+        return Kronecker(gradients, mean, 1.0, (outer, inner))
 
     def _pair(self, k: int, swapped: bool) -> tuple[Tensor, Tensor]:
-        key = _key(k, swapped)
-        left, right, rows = (self.tensors[f"{key}.{part}"] for part in ("left", "right", "rows"))
-        count = float(rows) or 1.0  # no sample that counts: both are zero
+        left, right = (self.tensors[f"{_key(k, swapped)}.{side}"] for side in ("left", "right"))
+        count = self._count(k, swapped)
         return (left / count, right) if swapped else (left, right / count)
+
+    def _count(self, k: int, swapped: bool) -> float:
+        return float(self.tensors[f"{_key(k, swapped)}.rows"]) or 1.0  # no sample that counts: both factors are zero
+
+    def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = dict(state)
+        for k, (block, own) in enumerate(zip(self.blocks, matrix.blocks, strict=True)):
+            if not isinstance(own, Kronecker) or len(orientations(block)) > 1:
+                continue
+            (swapped,) = orientations(block)
+            mean, name = own.left if swapped else own.right, _of_inputs(k, swapped)
+            if name not in found:  # a file of before kept the sums
+                found[name] = mean * state[f"{_key(k, swapped)}.rows"].to(mean)
+        return found
 
 
 def orientations(block: Block) -> tuple[bool, ...]:
@@ -232,17 +273,27 @@ class Kron(Structure):
         return total
 
     def estimate(self, problem: Problem) -> Estimate:
-        return self._sweep(problem, {})
+        accumulator = sums_of(problem, self.sharing)
+        return _estimate(accumulator, accumulator.sweep(problem))
+
+    def continues(self, matrix: PSD, problem: Problem) -> bool:
+        return kept_alike(problem, matrix)
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Merge the sums of both data sets: Kronecker products themselves do not add."""
-        return self._sweep(problem, state)
-
-    def _sweep(self, problem: Problem, state: dict[str, Tensor]) -> Estimate:
+        assert isinstance(matrix, BlockDiagonal)
         accumulator = sums_of(problem, self.sharing)
+        before = accumulator.sums_behind(matrix, state)
+        new = accumulator.tensors.keys() - before.keys()
+        if before.keys() - accumulator.tensors.keys() or any(name.rsplit(".")[-1] not in COUNTS for name in new):
+            raise UnsupportedOperation(OTHER_OPERATIONS)
         totals = accumulator.sweep(problem)
-        for name in accumulator.tensors.keys() - state.keys() if state else ():  # of a file that did not count them
+        for name in new:  # of a file that did not count them
             accumulator.tensors[name] = torch.full_like(accumulator.tensors[name], torch.inf)
-        for name, value in state.items():
-            accumulator.tensors[name] = accumulator.tensors[name] + value.to(accumulator.tensors[name])
-        return Estimate(accumulator.finish(), totals, accumulator.tensors, (accumulator.note,))
+        for name, value in before.items():
+            accumulator.tensors[name] += value.to(accumulator.tensors[name])
+        return _estimate(accumulator, totals)
+
+
+def _estimate(sums: KroneckerSums, totals: Totals) -> Estimate:
+    return Estimate(sums.finish(), totals, sums.tensors, (sums.note,))

@@ -17,6 +17,8 @@ from lapwing.errors import TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, Jacobian, Layout, Places
 from lapwing.model import Block, Params, Plan
 
+OTHER_OPERATIONS = "the new data run other operations of the network than the data of the fit"
+
 
 class Accumulator(ABC):
     """Sums over data, held as named tensors, so that shards, processes and resumed runs merge exactly."""
@@ -29,7 +31,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def finish(self) -> PSD:
-        """The curvature of the data added so far."""
+        """The curvature of the data added. It may take the memory of the sums, which then end with it."""
 
     def merge(self, other: Accumulator) -> None:
         """Add what another accumulator of the same kind has seen."""
@@ -60,6 +62,10 @@ class Structure(ABC):
     @abstractmethod
     def estimate(self, problem: Problem) -> Estimate:
         """Pass over the data as often as needed."""
+
+    def continues(self, matrix: PSD, problem: Problem) -> bool:
+        """Whether a matrix with the problem's layout is kept as the problem's own would be."""
+        return True
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add the problem's data to an earlier, unscaled curvature: a fit on the union unless said otherwise."""

@@ -1,8 +1,8 @@
-"""Kronecker products G ⊗ A, before a prior is added, and the factor-wise damping of Ritter et al. (2018)."""
+"""Kronecker products G ⊗ A with a prior or without, and the factor-wise damping of Ritter et al. (2018)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,16 +21,18 @@ from lapwing.linalg.tangent import tangent
 
 @dataclass(frozen=True, eq=False)
 class Kronecker(PSD):
-    """factor · (G ⊗ A) for each of q groups: left G (q, o, o), right A (q, i, i), vectors in order (q, o, i).
+    """factor · (G ⊗ A) + shift · I for each of q groups: left G (q, o, o), right A (q, i, i), vectors as (q, o, i).
 
-    Adding a prior that is constant over the block, or a product over its rows and columns, gives an `EigenKronecker`;
-    the two small decompositions are made once and shared by all scaled views.
+    A prior that is constant over the block adds to the shift: its q·o·i eigenvalues are written out when they are
+    needed, and not kept. One that is a product over rows and columns gives an `EigenKronecker`. The two small
+    decompositions are made once and shared by all scaled and shifted views.
     """
 
     left: Tensor
     right: Tensor
     factor: Scalar = 1.0
     ranks: tuple[int | None, int | None] = (None, None)  # how many outer products each factor is the sum of
+    shift: Tensor | None = None
     left_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
     right_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
 
@@ -81,82 +83,114 @@ class Kronecker(PSD):
         for spectrum, side in ((self.left_spectrum, "left (output)"), (self.right_spectrum, "right (input)")):
             _require_definite(spectrum, side)
 
-    def _product(self) -> Tensor:
-        """Eigenvalues of factor · G ⊗ A, (q, o, i)."""
-        left, right = self.eigenvalues
-        return (self._factor * left)[:, :, None] * right[:, None, :]
+    def values(self) -> Tensor:
+        """All eigenvalues, (q, o, i), those of the factors clamped at zero."""
+        return _grid(self._factor, *self.eigenvalues, self.shift)
 
     def _sum_log1p(self, over: Scalar = 1.0) -> Tensor:
-        """Σ log(1 + λ / over) of its eigenvalues λ, of which a few at a time are written out and stay in the cache."""
+        """Σ log(1 + λ / over) of its eigenvalues λ."""
+        return added([sum_log1p(few) for few in self._pieces(over)])
+
+    def _pieces(self, over: Scalar = 1.0) -> Iterator[Tensor]:
+        """All eigenvalues λ / over, of which a few at a time are written out and stay in the cache."""
         left, right = self.eigenvalues
-        left = self._factor / over * left
-        few = max(1, PIECE // max(1, right.numel()))
-        return added([sum_log1p(part[:, :, None] * right[:, None, :]) for part in left.split(few, 1)])
+        factor, shift = self._factor / over, None if self.shift is None else self.shift / over
+        for part in left.split(max(1, PIECE // max(1, right.numel())), 1):
+            yield _grid(factor, part, right, shift)
+
+    def _smallest(self) -> Tensor:
+        """The smallest eigenvalue of each group, (q, 1, 1); those of the factors are in order."""
+        left, right = self.eigenvalues
+        return _grid(self._factor, left[:, :1], right[:, :1], self.shift)
 
     def _eigen(self, values: Tensor) -> EigenKronecker:
         return EigenKronecker(self.left_spectrum.vectors, self.right_spectrum.vectors, values)
 
     @property
-    def _alone(self) -> EigenKronecker:
-        """The product without a prior; eigenvalues within rounding of zero are zero, so that inverses refuse."""
+    def _written(self) -> EigenKronecker:
+        """With all eigenvalues; without a shift those within rounding of zero are zero, so that inverses refuse."""
+        if self.shift is not None:
+            return self._eigen(self.values())
         self._require_definite()
         left, right = self.left_spectrum.significant.clamp(min=0), self.right_spectrum.significant.clamp(min=0)
-        return self._eigen(self._factor * left[:, :, None] * right[:, None, :])
+        return self._eigen(_grid(self._factor, left, right, None))
 
     def matvec(self, v: Tensor) -> Tensor:
-        grid = self._vector(v).unflatten(-1, self.shape)
-        return (self.left @ grid @ self.right).flatten(-3) * self._factor.to(self.dtype)
+        v = self._vector(v)
+        moved = (self.left @ v.unflatten(-1, self.shape) @ self.right).flatten(-3) * self._factor.to(self.dtype)
+        return moved if self.shift is None else moved + v * self.shift.to(self.dtype)
 
     def solve(self, v: Tensor) -> Tensor:
-        return self._alone.solve(v)
+        return self._written.solve(v)
+
+    def require_positive_definite(self) -> None:
+        if self.shift is None:
+            self._written.require_positive_definite()
+        else:
+            require_positive(self._smallest())
 
     def logdet(self) -> Tensor:
-        return self._alone.logdet()
+        if self.shift is None:
+            return self._written.logdet()
+        require_positive(self._smallest())
+        return added([few.log().sum() for few in self._pieces()])
 
     def diagonal(self) -> Tensor:
         left, right = self.left.diagonal(dim1=1, dim2=2), self.right.diagonal(dim1=1, dim2=2)
-        return (left[:, :, None] * right[:, None, :]).reshape(-1) * self._factor.to(self.dtype)
+        shift = None if self.shift is None else self.shift.to(self.dtype)
+        return _grid(self._factor.to(self.dtype), left, right, shift).reshape(-1)
 
     def inverse_diagonal(self) -> Tensor:
-        return self._alone.inverse_diagonal()
+        return self._written.inverse_diagonal()
 
     def smallest_eigenvalue(self) -> Tensor:
-        return self._product().min()
+        return self._smallest().min()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        return self._alone.sample(n, generator)
+        return self._written.sample(n, generator)
 
     def scale(self, c: Scalar) -> Kronecker:
-        return replace(self, factor=self._factor * nonnegative(c))
+        shift = None if self.shift is None else self.shift * c
+        return replace(self, factor=self._factor * nonnegative(c), shift=shift)
 
     def whiten(self, rows: Rows) -> Tensor:
-        return self._alone.whiten(rows)
+        return self._written.whiten(rows)
 
     def quadratic(self, rows: Rows) -> Tensor:
-        return self._alone.quadratic(rows)
+        return self._written.quadratic(rows)
 
     def variance(self, rows: Rows) -> Tensor:
-        return self._alone.variance(rows)
+        return self._written.variance(rows)
 
     def joint(self, rows: Rows) -> Tensor:
-        return self._alone.joint(rows)
+        return self._written.joint(rows)
+
+    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self._written.output_root(inputs)
 
     def dense(self) -> Tensor:
         blocks = torch.einsum("qop,qij->qoipj", self.left, self.right).flatten(3, 4).flatten(1, 2)
-        return torch.block_diag(*blocks) * self._factor.to(self.dtype)
+        whole = torch.block_diag(*blocks) * self._factor.to(self.dtype)
+        if self.shift is None:
+            return whole
+        return whole + self.shift.to(self.dtype) * torch.eye(self.size, dtype=self.dtype, device=self.device)
 
-    def __add__(self, other: PSD) -> EigenKronecker:
+    def __add__(self, other: PSD) -> Kronecker | EigenKronecker:
         self._matches(other)
+        if isinstance(other, Kronecker) and self.left is other.left and self.right is other.right:
+            shifts = [each.shift for each in (self, other) if each.shift is not None]
+            return replace(self, factor=self._factor + other._factor, shift=added(shifts) if shifts else None)
         if not isinstance(other, Diagonal):
             raise self._refuse(other, "a prior that is constant over the block or a product over its rows and columns")
         constant = other.constant()
         if constant is not None:
-            return self._eigen(self._product().add_(constant))
+            self._require_definite()
+            return replace(self, shift=constant if self.shift is None else self.shift + constant)
         whitened, rows, columns = self._whitened(other)
         bases = whitened.left_spectrum.vectors, whitened.right_spectrum.vectors
         delta = tangent(other.values).reshape(self.shape) if other.values.requires_grad else None
         roots = rows.sqrt().to(self.dtype), columns.sqrt().to(self.dtype)
-        return EigenKronecker(*bases, whitened._product() + 1, *roots, delta)
+        return EigenKronecker(*bases, whitened.values() + 1, *roots, delta)
 
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
@@ -174,7 +208,8 @@ class Kronecker(PSD):
         return ratio + (tangent(prior.values).double() * gradient).sum()
 
     def known_eigenvalues(self) -> Tensor | None:
-        return None if self._factor.requires_grad else self._product().flatten()
+        tracked = self._factor.requires_grad or (self.shift is not None and self.shift.requires_grad)
+        return None if tracked else self.values().flatten()
 
     def damped(self, c: Scalar, tau: Scalar, *, split: float = 1.0) -> EigenKronecker:
         """(√c/s · G + √τ I) ⊗ (√c·s · A + √τ I): factor-wise regularization, Ritter et al. (2018), Eq. 9.
@@ -190,6 +225,11 @@ class Kronecker(PSD):
 
     def _whitened(self, prior: Diagonal) -> tuple[Kronecker, Tensor, Tensor]:
         """R^-½ G R^-½ ⊗ K^-½ A K^-½ for a prior R ⊗ K, with rows R (q, o) and columns K (q, i); constants."""
+        if self.shift is not None:
+            raise IncompatiblePrior(
+                "a Kronecker product that has a prior takes only one more that is constant over the block. Add the "
+                "priors first, or use structure='diag', 'blockdiag' or 'full'."
+            )
         rows, columns = self._split(prior.values.detach().double().reshape(self.shape), torch.finfo(prior.dtype).eps)
         left, right = rows.rsqrt(), columns.rsqrt()
         sides = (
@@ -197,7 +237,7 @@ class Kronecker(PSD):
             self.right.double() * right[:, :, None] * right[:, None, :],
         )
         spectra = (Spectrum(side, self.dtype) for side in sides)
-        return Kronecker(*sides, self.factor, (None, None), *spectra), rows, columns
+        return Kronecker(*sides, self.factor, (None, None), None, *spectra), rows, columns
 
     def _split(self, grid: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """rows (q, o) and columns (q, i) with grid = rows ⊗ columns; refuses any other grid."""
@@ -213,6 +253,12 @@ class Kronecker(PSD):
             "positive product over its rows and columns. Use a layerwise prior, or structure='diag', 'blockdiag' or "
             "'full'."
         )
+
+
+def _grid(factor: Tensor, left: Tensor, right: Tensor, shift: Tensor | None) -> Tensor:
+    """factor · left (q, o) ⊗ right (q, i) + shift, (q, o, i)."""
+    grid = (factor * left)[:, :, None] * right[:, None, :]
+    return grid if shift is None else grid.add_(shift)
 
 
 def sharing_factors(blocks: Iterable[PSD]) -> tuple[PSD, ...]:
@@ -236,7 +282,7 @@ def sharing_factors(blocks: Iterable[PSD]) -> tuple[PSD, ...]:
                 shared(block.left, block.left_spectrum),
                 shared(block.right, block.right_spectrum),
             )
-            block = Kronecker(left, right, block.factor, block.ranks, of_left, of_right)
+            block = Kronecker(left, right, block.factor, block.ranks, block.shift, of_left, of_right)
         found.append(block)
     return tuple(found)
 

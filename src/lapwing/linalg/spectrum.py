@@ -33,24 +33,29 @@ class Spectrum:
     rank: int | None = None
 
     @cached_property
+    @torch.inference_mode(False)  # whoever asks first: others may want gradients
     def _eigh(self) -> tuple[Tensor, Tensor]:
-        matrix = self.matrix.detach().double()
-        if not bool(torch.isfinite(matrix).all()):
+        if not bool(torch.isfinite(self.matrix).all()):
             raise BadData(
                 "the curvature holds NaN or Inf, so it has no eigenvalues. Look for overflow in the network's outputs "
                 "or for bad inputs."
             )
-        matrix = (matrix + matrix.mT).div_(2)
-        values, vectors = self._decompose(matrix)
+        values, vectors = self._decompose()
         rounding = (values < 0) & (values >= -self._tolerance(values))
         return values.masked_fill(rounding, 0.0), vectors.to(self.dtype)
 
-    def _decompose(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        if self.rank is not None and self.rank + SPARE <= PAYS * matrix.shape[-1]:
-            found = within_span(matrix, self.rank + SPARE, NOTHING * torch.finfo(self.dtype).eps)
+    def _decompose(self) -> tuple[Tensor, Tensor]:
+        if self.rank is not None and self.rank + SPARE <= PAYS * self.matrix.shape[-1]:
+            found = within_span(self._symmetric, self.rank + SPARE, NOTHING * torch.finfo(self.dtype).eps)
             if found is not None:
                 return found
-        return torch.linalg.eigh(matrix)
+        return eigh_in_place(self._symmetric)
+
+    @property
+    def _symmetric(self) -> Tensor:
+        """In float64 and in memory of its own."""
+        matrix = self.matrix.detach().double()
+        return (matrix + matrix.mT).div_(2)
 
     def _tolerance(self, values: Tensor) -> Tensor:
         return self.matrix.shape[-1] * torch.finfo(self.dtype).eps * values.abs().amax(-1, keepdim=True)
@@ -71,6 +76,7 @@ class Spectrum:
         return self.values.masked_fill(self.values.abs() <= self._tolerance(self.values), 0.0)
 
     @cached_property
+    @torch.inference_mode(False)
     def clamped(self) -> Tensor:
         """e with negative values at zero."""
         return self.values.clamp(min=0)
@@ -82,18 +88,30 @@ class Spectrum:
         return bool((self.values < -tolerance * self.values.abs().amax(-1, keepdim=True)).any())
 
 
+def eigh_in_place(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors of symmetric matrices (*b, p, p), the vectors in their memory: LAPACK, which has columns
+    in a row, overwrites what it decomposes, and the matrix need not be copied for it."""
+    columns = matrix.contiguous().mT
+    values = matrix.new_empty(matrix.shape[:-1])
+    torch.linalg.eigh(columns, out=(values, columns))
+    return values, columns
+
+
 def within_span(matrix: Tensor, columns: int, tolerance: float) -> tuple[Tensor, Tensor] | None:
     """Eigenvalues, ascending but for rounding below zero, and vectors of symmetric positive matrices (*b, p, p) from a
-    sketch with so many columns (Halko et al. 2011, Alg. 5.3); None where more than `tolerance` of a matrix is left."""
+    sketch with so many columns (Halko et al. 2011, Alg. 5.3); None where more than `tolerance` of a matrix is left. The
+    matrix is overwritten, if not None by the vectors."""
     *batch, p, _ = matrix.shape
     noise = torch.randn(p, columns, dtype=matrix.dtype, generator=torch.Generator().manual_seed(0)).to(matrix.device)
     whole = torch.linalg.qr(matrix @ noise, mode="complete").Q
     span, rest = whole[..., :columns], whole[..., columns:]
-    inside = span.mT @ matrix
-    left = (span @ inside).sub_(matrix).norm(dim=(-2, -1))
-    if bool((left > tolerance * matrix.norm(dim=(-2, -1))).any()):
-        return None
+    inside, norm = span.mT @ matrix, matrix.norm(dim=(-2, -1))
     small = inside @ span
+    left = matrix.reshape(-1, p, p).baddbmm_(span.reshape(-1, p, columns), inside.reshape(-1, columns, p), alpha=-1)
+    if bool((left.norm(dim=(-2, -1)) > tolerance * norm.reshape(-1)).any()):
+        return None
     values, vectors = torch.linalg.eigh((small + small.mT) / 2)
-    every = torch.cat([rest.mT, vectors.mT @ span.mT], -2).mT  # columns in memory as those of `eigh`
+    every = matrix.mT  # columns in memory as those of `eigh`
+    every[..., : p - columns] = rest
+    every[..., p - columns :] = span @ vectors
     return torch.cat([values.new_zeros(*batch, p - columns), values], -1), every
