@@ -126,19 +126,25 @@ CASES: list[tuple[str, str]] = [
     ("lowrank", "constant"),
     ("lowrank", "general"),
     ("blocks", "layerwise"),
+    *(  # a number for each weight, which only happen to be equal
+        (name, "equal")
+        for name in ("diagonal", "dense", "kronecker", "kronecker of low rank with a prior", "eigenkronecker", "blocks")
+    ),
 ]
 # positive definite without a prior
 ALONE = ["diagonal", "dense", "kronecker", "kronecker of low rank with a prior", "eigenkronecker"]
 
 
-def prior_of(curvature: PSD, kind: str) -> tuple[int, Callable[[Tensor], Tensor]]:
+def prior_of(curvature: PSD, kind: str) -> tuple[int, Callable[[Tensor], Diagonal]]:
+    if kind == "equal":
+        return curvature.size, Diagonal
     if kind != "layerwise":
-        return PRIORS[kind]
+        count, values = PRIORS[kind]
+        return count, lambda theta: Diagonal(values(theta))
     assert isinstance(curvature, BlockDiagonal)
     layout = curvature.layout
-    return len(layout.index), lambda theta: layout.scatter(
-        [theta[k].expand(len(x)) for k, x in enumerate(layout.index)]
-    )
+    group = layout.scatter([torch.full((size,), k) for k, size in enumerate(layout.sizes)])
+    return len(layout.sizes), lambda theta: Diagonal.by_group(theta, group)
 
 
 @dataclass(frozen=True)
@@ -146,16 +152,16 @@ class Case:
     """c · curvature + diag(prior(θ)), in lapwing and in dense float64."""
 
     curvature: PSD
-    prior: Callable[[Tensor], Tensor]
+    prior: Callable[[Tensor], Diagonal]
     c: Tensor
     theta: Tensor
     rows: Rows
 
     def matrix(self) -> PSD:
-        return self.curvature.scale(self.c) + Diagonal(self.prior(self.theta))
+        return self.curvature.scale(self.c) + self.prior(self.theta)
 
     def explicit(self) -> Tensor:
-        return self.c.double() * self.curvature.dense().double() + torch.diag(self.prior(self.theta).double())
+        return self.c.double() * self.curvature.dense().double() + torch.diag(self.prior(self.theta).values.double())
 
 
 def rows_of(size: int, curvature: PSD, draw: Draw) -> Rows:
@@ -173,7 +179,8 @@ def make(name: str, kind: str, dtype: torch.dtype) -> Case:
     draw = Draw(torch.Generator().manual_seed(7), dtype)
     curvature = CURVATURES[name](draw)
     count, prior = prior_of(curvature, kind)
-    theta = (0.5 + draw(count).square()).requires_grad_()
+    theta = 0.5 + draw(count).square()
+    theta = (torch.full_like(theta, 0.7) if kind == "equal" else theta).requires_grad_()
     c = torch.tensor(1.7, dtype=dtype, requires_grad=True)
     return Case(curvature, prior, c, theta, rows_of(curvature.size, curvature, draw))
 
@@ -266,7 +273,7 @@ def test_smallest_eigenvalue(name: str, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_logdet_ratio(name: str, kind: str, dtype: torch.dtype) -> None:
     case = make(name, kind, dtype)
-    prior = Diagonal(case.prior(case.theta))
+    prior = case.prior(case.theta)
     want = torch.logdet(case.explicit()) - prior.values.double().log().sum()
     close(case.curvature.scale(case.c).logdet_ratio(prior), want, dtype)
 
@@ -274,10 +281,11 @@ def test_logdet_ratio(name: str, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_logdet_ratio_keeps_digits_under_a_strong_prior(name: str, kind: str) -> None:
     case = make(name, kind, torch.float64)
-    strong = 1e11 * case.prior(case.theta)
-    got = case.curvature.scale(case.c).logdet_ratio(Diagonal(strong))
-    first_order = case.c * (case.curvature.diagonal() / strong).sum()  # log|I + Π^-½ A Π^-½| = tr(Π⁻¹ A) + …
-    determinant = kind == "general" and name != "diagonal"  # without an eigenbasis: of a matrix near I, to 1e-16 of 1
+    strong = case.prior(case.theta).scale(1e11)
+    got = case.curvature.scale(case.c).logdet_ratio(strong)
+    first_order = case.c * (case.curvature.diagonal() / strong.values).sum()  # log|I + Π^-½ A Π^-½| = tr(Π⁻¹ A) + …
+    varies = kind == "general" or (kind == "equal" and name == "dense")
+    determinant = varies and name != "diagonal"  # without an eigenbasis: of a matrix near I, to 1e-16 of 1
     exact = not (determinant or name in ("lowrank", "blocks"))
     torch.testing.assert_close(got, first_order, rtol=1e-8 if exact else 1e-3, atol=0.0)
 
@@ -397,15 +405,18 @@ def test_gradients_in_scale_and_prior(name: str, kind: str) -> None:
 def test_gradients_of_the_logdet_ratio(name: str, kind: str) -> None:
     case = make(name, kind, torch.float64)
     parameters = (case.c, case.theta)
-    want = torch.logdet(case.explicit()) - case.prior(case.theta).log().sum()
+    want = torch.logdet(case.explicit()) - case.prior(case.theta).values.log().sum()
     expected = torch.autograd.grad(want, parameters)
-    got = case.curvature.scale(case.c).logdet_ratio(Diagonal(case.prior(case.theta)))
+    got = case.curvature.scale(case.c).logdet_ratio(case.prior(case.theta))
     for a, b in zip(torch.autograd.grad(got, parameters), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("ratio", [False, True])
-@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] != "product"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [case for case in CASES if case[1] != "product" and (case[1] != "equal" or case[0] in ("diagonal", "dense"))],
+)
 def test_second_derivatives_for_newton(name: str, kind: str, ratio: bool) -> None:
     case = make(name, kind, torch.float64)
 
@@ -414,12 +425,12 @@ def test_second_derivatives_for_newton(name: str, kind: str, ratio: bool) -> Non
         return [entry for row in rows for entry in row]
 
     def ours(c: Tensor, log_theta: Tensor) -> Tensor:
-        prior = Diagonal(case.prior(log_theta.exp()))
+        prior = case.prior(log_theta.exp())
         scaled = case.curvature.scale(c)
         return scaled.logdet_ratio(prior) if ratio else (scaled + prior).logdet()
 
     def dense(c: Tensor, log_theta: Tensor) -> Tensor:
-        prior = case.prior(log_theta.exp())
+        prior = case.prior(log_theta.exp()).values
         total = torch.logdet(c * case.curvature.dense() + torch.diag(prior))
         return total - prior.log().sum() if ratio else total
 

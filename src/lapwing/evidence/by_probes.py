@@ -11,7 +11,6 @@ from lapwing.evidence.evidence import FittedCurvature, log_evidence
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
 from lapwing.likelihoods import Gaussian, Likelihood
-from lapwing.linalg import Diagonal
 from lapwing.linalg.operator import Operator
 from lapwing.posterior import Tempered, resolve_temperature
 
@@ -88,7 +87,7 @@ def _precision(
     curvature: FittedCurvature, groups: Groups, tau: Tensor, likelihood: Likelihood, tempered: Tempered
 ) -> Operator:
     scale = tempered.likelihood_scale(likelihood.dispersion.detach(), curvature.dispersion_power)
-    prior = Diagonal(groups.expand(tau)).scale(tempered.prior_scale)
+    prior = groups.diagonal(tau).scale(tempered.prior_scale)
     precision = curvature.matrix.scale(scale) + prior
     assert isinstance(precision, Operator)
     return precision
@@ -131,6 +130,6 @@ def _value(
     center: float | Tensor,
     tempered: Tempered,
 ) -> float:
-    prior = torch.as_tensor(center, dtype=torch.float64), Diagonal(groups.expand(setting.precision))
+    prior = torch.as_tensor(center, dtype=torch.float64), groups.diagonal(setting.precision)
     with torch.no_grad():
         return float(log_evidence(curvature, prior, likelihood, mean=mean.double(), temperature=tempered))

@@ -17,7 +17,6 @@ from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import with_dispersion
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Diagonal
 
 ITERATIONS = 60
 TOLERANCE = 1e-3  # in log-precision, a step: the weights move on anyway
@@ -82,7 +81,7 @@ def _effective(curvature: FittedCurvature, groups: Groups, x: Tensor, u: Tensor)
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         scaled = curvature.matrix.scale((-curvature.dispersion_power * u).exp())
-        bracket = scaled.logdet_ratio(Diagonal(groups.expand(x.exp())))
+        bracket = scaled.logdet_ratio(groups.diagonal(x.exp()))
         (slope,) = torch.autograd.grad(bracket, x)
     return bracket.detach(), -slope
 

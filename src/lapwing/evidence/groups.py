@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.linalg import Diagonal
 from lapwing.posterior import Prior
 
 
@@ -64,6 +65,12 @@ class Groups:
     def expand(self, values: Tensor) -> Tensor:
         """(*batch, G) values of the groups -> (*batch, P) values of the weights."""
         return values[..., self.index.to(values.device)]
+
+    def diagonal(self, values: Tensor) -> Diagonal:
+        """diag of the values (G,) of the groups, which knows what weights share."""
+        if self.count == 1:
+            return Diagonal(values[0].expand(self.size))
+        return Diagonal.by_group(values, self.index)
 
     def total(self, values: Tensor) -> Tensor:
         """(P,) values of the weights -> (G,) sums over each group."""

@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 from lapwing.errors import NotPositiveDefinite
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.newton import Arrow, Concave, Curve, DenseCurve
-from lapwing.linalg import PSD, BlockDiagonal, Diagonal
+from lapwing.linalg import PSD, BlockDiagonal
 from lapwing.linalg.shifts import blocks_of
 
 
@@ -106,7 +106,7 @@ class CovarianceEvidence(Concave):
     def value(self, x: Tensor) -> Tensor:
         log_tau, u = self.fit.split(x)
         try:
-            bracket = self.matrix.scale(self._scale(u)).logdet_ratio(Diagonal(self.groups.expand(log_tau.exp())))
+            bracket = self.matrix.scale(self._scale(u)).logdet_ratio(self.groups.diagonal(log_tau.exp()))
         except NotPositiveDefinite:  # an exact Hessian under too small a prior: no posterior, no evidence
             return x.new_tensor(-torch.inf)
         return self.fit.log_likelihood(u) - 0.5 * (log_tau.exp() * self.squares).sum() - 0.5 * bracket
@@ -114,7 +114,7 @@ class CovarianceEvidence(Concave):
     def derivatives(self, x: Tensor) -> tuple[Tensor, Curve]:
         log_tau, u = self.fit.split(x)
         tau = log_tau.exp()
-        precision = self.matrix.scale(self._scale(u)) + Diagonal(self.groups.expand(tau))
+        precision = self.matrix.scale(self._scale(u)) + self.groups.diagonal(tau)
         left = tau * self.groups.total(precision.inverse_diagonal().double())  # m
         effective = self.groups.total(torch.ones(self.groups.size, dtype=tau.dtype, device=tau.device)) - left
         pull = tau * self.squares

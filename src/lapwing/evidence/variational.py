@@ -111,6 +111,6 @@ def _value(
     center: float | Tensor,
     tempered: Tempered,
 ) -> Tensor:
-    prior = torch.as_tensor(center, dtype=torch.float64), Diagonal(groups.expand(setting.precision))
+    prior = torch.as_tensor(center, dtype=torch.float64), groups.diagonal(setting.precision)
     with torch.no_grad():
         return variational_bound(curvature, prior, likelihood, mean=mean.double(), temperature=tempered)

@@ -124,7 +124,7 @@ class BlockDiagonal(PSD):
 
     def _split(self, other: PSD) -> tuple[PSD, ...]:
         if isinstance(other, Diagonal):
-            return tuple(Diagonal(part) for part in self.layout.gather(other.values))
+            return other.split(self.layout)
         if isinstance(other, BlockDiagonal) and self.layout.same_as(other.layout):
             return other.blocks
         raise self._refuse(other, "a diagonal prior or a block-diagonal one with the same blocks")

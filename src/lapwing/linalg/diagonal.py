@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lapwing.linalg.layout import Layout
 from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows
@@ -14,13 +15,27 @@ from lapwing.linalg.rows import Rows
 
 @dataclass(frozen=True, eq=False)
 class Diagonal(PSD):
-    """A = diag(values), values (P,)."""
+    """A = diag(values), values (P,).
+
+    Where entries that carry a graph share numbers, `levels` (G,) and `group` (P,) say so, as `by_group` does: the
+    gradient of equal entries that do not share one differs from entry to entry.
+    """
 
     values: Tensor
+    levels: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
+    group: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
 
     def __post_init__(self) -> None:
         if self.values.ndim != 1:
             raise ValueError(f"expected a vector of diagonal entries, got shape {tuple(self.values.shape)}")
+        if self.expanded and self.values.requires_grad and self.values.is_leaf:  # one number, and P of them to autograd
+            object.__setattr__(self, "values", self.values.clone(memory_format=torch.contiguous_format))
+
+    @classmethod
+    def by_group(cls, levels: Tensor, group: Tensor) -> Diagonal:
+        """Entry p is levels[group[p]]."""
+        group = group.to(levels.device)
+        return cls(levels[group], levels, group)
 
     @property
     def size(self) -> int:
@@ -47,18 +62,44 @@ class Diagonal(PSD):
         require_positive(self.values)
 
     def constant(self) -> Tensor | None:
-        """The common value of all entries as a float64 scalar (gradients spread evenly), or None if they differ.
+        """The one number that all entries are, a float64 scalar with its graph; None if they are several.
 
-        A few units of rounding count as equal: a vectorized `exp` of equal numbers need not be.
+        Without a graph, equal numbers are one (see `common`).
         """
         if self.expanded:
             return self.values[0].double()
         if not self.size:
             return torch.ones((), dtype=torch.float64, device=self.device)
-        low, high = self.values.detach().aminmax()
+        if not self.values.requires_grad:
+            return self.common()
+        if self.levels is None or self.group is None or bool((self.group != self.group[0]).any()):
+            return None
+        return self.levels[self.group[0]].double()
+
+    def common(self) -> Tensor | None:
+        """The common value of all entries without its graph, a float64 scalar; None if they differ.
+
+        A few units of rounding count as equal: a vectorized `exp` of equal numbers need not be.
+        """
+        values = self.values.detach()
+        if not self.size:
+            return torch.ones((), dtype=torch.float64, device=self.device)
+        low, high = values.aminmax()
         if not bool(high - low <= 8 * torch.finfo(self.dtype).eps * high.abs()):
             return None
-        return self.values.double().mean()
+        return values.double().mean()
+
+    def split(self, layout: Layout) -> tuple[Diagonal, ...]:
+        """The parts of the blocks of a layout; those whose entries share a number are that, expanded."""
+        if self.levels is None or self.group is None:
+            return tuple(Diagonal(part) for part in layout.gather(self.values))
+        return tuple(self._part(group) for group in layout.gather(self.group))
+
+    def _part(self, group: Tensor) -> Diagonal:
+        assert self.levels is not None
+        if len(group) and bool((group == group[0]).all()):
+            return Diagonal(self.levels[group[0]].expand(len(group)))
+        return Diagonal.by_group(self.levels, group)
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._vector(v) * self.values
@@ -85,6 +126,8 @@ class Diagonal(PSD):
     def scale(self, c: Scalar) -> Diagonal:
         if self.expanded:
             return Diagonal((self.values[0] * nonnegative(c)).to(self.dtype).expand(self.size))
+        if self.levels is not None and self.group is not None:
+            return Diagonal.by_group(self.levels * nonnegative(c), self.group)
         return Diagonal(self.values * nonnegative(c))
 
     def __add__(self, other: PSD) -> PSD:

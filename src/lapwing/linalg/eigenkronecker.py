@@ -13,6 +13,14 @@ from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.matrixrows import MatrixRows
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import DenseRows, Rows, chunks
+from lapwing.linalg.tangent import tangent
+
+
+def first_order(matrix: PSD, prior: Diagonal) -> Tensor:
+    """Zero, with the gradient of log |A + Π| − log |Π| in each entry π_p of the prior: (A + Π)⁻¹_pp − 1/π_p."""
+    fixed = Diagonal(prior.values.detach())
+    gradient = (matrix + fixed).inverse_diagonal().double() - fixed.inverse_diagonal().double()
+    return (tangent(prior.values).double() * gradient).sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +30,10 @@ class EigenKronecker(PSD):
     left U_G (q, o, o) and right U_A (q, i, i) orthogonal, values (q, o, i) kept in float64, left_scale (q, o) and
     right_scale (q, i) the roots of a row-and-column prior that whitened the factors, or None for S = I.
 
-    Bases and scales are constants. Where that prior carries a graph, `tangent` (q, o, i) is its deviation δ from the
-    value the decomposition was made with: zero, but with a gradient. A⁻¹ ≈ A₀⁻¹ − A₀⁻¹ diag(δ) A₀⁻¹ and its like then
-    give exact first derivatives without differentiating an eigenbasis; second ones raise.
+    Bases and scales are constants. Where a prior carries a graph of its own for each weight, `tangent` (q, o, i) is its
+    deviation δ from the value the decomposition was made with: zero, but with a gradient. Then
+    A⁻¹ ≈ A₀⁻¹ − A₀⁻¹ diag(δ) A₀⁻¹ and its like give exact first derivatives without differentiating an eigenbasis;
+    second ones raise.
     """
 
     left: Tensor
@@ -107,10 +116,9 @@ class EigenKronecker(PSD):
 
     def logdet(self) -> Tensor:
         total = self._positive.log().sum()
-        if self.left_scale is None or self.right_scale is None:
-            return total
-        _, o, i = self.shape
-        total = total + 2 * (i * self.left_scale.double().log().sum() + o * self.right_scale.double().log().sum())
+        if self.left_scale is not None and self.right_scale is not None:
+            _, o, i = self.shape
+            total = total + 2 * (i * self.left_scale.double().log().sum() + o * self.right_scale.double().log().sum())
         if self._delta is None:
             return total
         return total + (self._delta * self._weigh(*self._dual, 1 / self._positive)).double().sum()
@@ -147,8 +155,8 @@ class EigenKronecker(PSD):
         return self._corrected(draws, 0.5)
 
     def scale(self, c: Scalar) -> EigenKronecker:
-        tangent = None if self.tangent is None else self.tangent * c
-        return replace(self, values=self.values * nonnegative(c), tangent=tangent)
+        delta = None if self.tangent is None else self.tangent * c
+        return replace(self, values=self.values * nonnegative(c), tangent=delta)
 
     def __add__(self, other: PSD) -> EigenKronecker:
         self._matches(other)
@@ -156,21 +164,27 @@ class EigenKronecker(PSD):
             return replace(self, values=self.values + other.values)
         if not isinstance(other, Diagonal):
             raise self._refuse(other, "a prior that is constant over the block, or a matrix in the very same basis")
-        return EigenKronecker(self.left, self.right, self.values + self._constant(other))
+        constant, delta = self._constant(other)
+        if delta is not None and self.tangent is not None:
+            delta = delta + self.tangent
+        return replace(self, values=self.values + constant, tangent=self.tangent if delta is None else delta)
 
     def _shares_basis(self, other: EigenKronecker) -> bool:
         names = ("left", "right", "left_scale", "right_scale", "tangent")
         return all(getattr(self, name) is getattr(other, name) for name in names)
 
-    def _constant(self, prior: Diagonal) -> Tensor:
-        constant = prior.constant()
+    def _constant(self, prior: Diagonal) -> tuple[Tensor, Tensor | None]:
+        """The value of a prior that is constant, and how its entries deviate from it where each has its own graph."""
+        constant, delta = prior.constant(), None
+        if constant is None:
+            constant, delta = prior.common(), tangent(prior.values).reshape(self.shape)
         if constant is None or self.left_scale is not None:
             raise IncompatiblePrior(
                 "a matrix in a fixed Kronecker eigenbasis (EKFAC, or KFAC with a prior) takes only a prior that is "
                 "constant over the block. Use a layerwise prior, structure='kron' for one that is a product over rows "
                 "and columns, or 'diag', 'blockdiag' or 'full' for any other."
             )
-        return constant
+        return constant, delta
 
     def known_eigenvalues(self) -> Tensor | None:
         constant = self.left_scale is None and self.tangent is None and not self.values.requires_grad
@@ -181,7 +195,11 @@ class EigenKronecker(PSD):
         if not isinstance(prior, Diagonal):
             return super().logdet_ratio(prior)
         require_positive(prior.values)
-        return sum_log1p(self.values / self._constant(prior))
+        if self.tangent is not None:
+            return super().logdet_ratio(prior)
+        constant, delta = self._constant(prior)
+        ratio = sum_log1p(self.values / constant)
+        return ratio if delta is None else ratio + first_order(self, prior)
 
     def whiten(self, rows: Rows) -> Tensor:
         return self._rotated(rows).dense() * self._positive.rsqrt().to(self.dtype).reshape(-1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.linalg.diagonal import Diagonal
-from lapwing.linalg.eigenkronecker import EigenKronecker
+from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
 from lapwing.linalg.logs import PIECE, sum_log1p
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
@@ -186,6 +186,8 @@ class Kronecker(PSD):
         if constant is not None:
             self._require_definite()
             return replace(self, shift=constant if self.shift is None else self.shift + constant)
+        if other.common() is not None:  # one value, and a graph for each weight
+            return self._eigen(self.values()) + other
         whitened, rows, columns = self._whitened(other)
         bases = whitened.left_spectrum.vectors, whitened.right_spectrum.vectors
         delta = tangent(other.values).reshape(self.shape) if other.values.requires_grad else None
@@ -200,15 +202,12 @@ class Kronecker(PSD):
         constant = prior.constant()
         if constant is not None:
             return self._sum_log1p(constant)
-        ratio = self._whitened(prior)[0]._sum_log1p()
-        if not prior.values.requires_grad:
-            return ratio
-        fixed = Diagonal(prior.values.detach())
-        gradient = (self + fixed).inverse_diagonal().double() - fixed.inverse_diagonal().double()
-        return ratio + (tangent(prior.values).double() * gradient).sum()
+        common = prior.common()
+        ratio = self._whitened(prior)[0]._sum_log1p() if common is None else self._sum_log1p(common)
+        return ratio + first_order(self, prior) if prior.values.requires_grad else ratio
 
     def known_eigenvalues(self) -> Tensor | None:
-        tracked = self._factor.requires_grad or (self.shift is not None and self.shift.requires_grad)
+        tracked = any(isinstance(each, Tensor) and each.requires_grad for each in (self.factor, self.shift))
         return None if tracked else self.values().flatten()
 
     def damped(self, c: Scalar, tau: Scalar, *, split: float = 1.0) -> EigenKronecker:

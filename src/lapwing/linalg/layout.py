@@ -58,7 +58,7 @@ class Layout:
         """Each block's part of flat vectors: (*b, size) → ((*b, p_k), …)."""
         if v.shape[-1:] != (self.size,):
             raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
-        if v.stride(-1) == 0:  # one number, expanded
+        if v.stride(-1) == 0 and not (v.requires_grad and v.is_leaf):  # one number, expanded
             return tuple(v[..., :1].expand(*v.shape[:-1], p) for p in self.sizes)
         return tuple(place.take(v) for place in self.places)
 

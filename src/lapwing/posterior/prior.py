@@ -87,7 +87,7 @@ class Prior:
         mean = torch.as_tensor(self.mean, dtype=dtype, device=device)
         if mean.ndim and tuple(mean.shape) != (total,):
             raise IncompatiblePrior(f"the prior mean has shape {tuple(mean.shape)}; use a scalar or shape ({total},)")
-        return mean.expand(total), self._matrix(names, sizes, dtype, device, index, total)
+        return mean if mean.ndim else mean.expand(total), self._matrix(names, sizes, dtype, device, index, total)
 
     def _matrix(
         self,
@@ -101,15 +101,14 @@ class Prior:
         if isinstance(self.precision, PSD):
             return self.precision
         if isinstance(self.precision, Mapping):
-            each = _by_name(self.precision, names, sizes, dtype, device)
-            return Diagonal(each if index is None else each[index.to(each.device)])
+            return _by_name(self.precision, names, sizes, dtype, device, index)
         values = torch.as_tensor(self.precision, dtype=dtype, device=device)
         if values.ndim and tuple(values.shape) != (total,):
             raise IncompatiblePrior(
                 f"the prior precision has shape {tuple(values.shape)}; use a scalar, a dict from names to scalars or "
                 f"shape ({total},), one per selected weight"
             )
-        return Diagonal(values.expand(total))
+        return Diagonal(values if values.ndim else values.expand(total))
 
     def _precisions(self) -> Iterator[tuple[str, Scalar]]:
         if isinstance(self.precision, Mapping):
@@ -170,19 +169,26 @@ def _by_name(
     sizes: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str,
-) -> Tensor:
+    index: Tensor | None,
+) -> Diagonal:
     """One value per weight, from the first pattern that matches each parameter."""
     used = [_first_match(precision, name) for name in names]
     _check_patterns(precision, names, used)
+    values = {pattern: torch.as_tensor(precision[pattern], dtype=dtype, device=device) for pattern in precision}
+    if not any(value.ndim for value in values.values()) and any(value.requires_grad for value in values.values()):
+        where = {pattern: k for k, pattern in enumerate(values)}
+        group = torch.repeat_interleave(torch.tensor([where[pattern] for pattern in used]), torch.tensor([*sizes]))
+        return Diagonal.by_group(torch.stack([*values.values()]), group if index is None else group[index.cpu()])
     parts = []
     for name, size, pattern in zip(names, sizes, used, strict=True):
-        value = torch.as_tensor(precision[pattern], dtype=dtype, device=device)
+        value = values[pattern]
         if value.ndim and tuple(value.shape) != (size,):
             raise IncompatiblePrior(
                 f"the prior precision of {name!r} has shape {tuple(value.shape)}; use a scalar or shape ({size},)"
             )
         parts.append(value.expand(size))
-    return torch.cat(parts)
+    each = torch.cat(parts)
+    return Diagonal(each if index is None else each[index.to(each.device)])
 
 
 def _check(value: Any, where: str, allowed: str, above: float = -math.inf) -> None:
