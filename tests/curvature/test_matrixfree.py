@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -463,3 +465,39 @@ def test_products_leave_out_samples_below_the_tolerance(weighted: bool) -> None:
         torch.testing.assert_close(loose.matvec(block), part.matvec(block))
     drawn = loose.draw(4000, torch.Generator().manual_seed(1))
     torch.testing.assert_close(drawn.T @ drawn / 4000, part.dense(), rtol=0.2, atol=0.05 * float(part.dense().max()))
+
+
+def test_a_prior_with_the_same_sums_is_another_prior() -> None:
+    """Precisions of layers in a row that are mirror images."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).double()
+    x = torch.randn(9, 3, dtype=torch.float64)
+    whole, free = (lapwing.fit(model, (x, x), "regression", structure=s) for s in ("full", "matrixfree"))
+    for high, low in ((16.0, 1 / 16), (1 / 16, 16.0)):
+        prior = {"[03].*": high, "*": low}
+        new, exact = free.replace(prior=prior), whole.replace(prior=prior)
+        torch.testing.assert_close(new.log_evidence(), exact.log_evidence(), rtol=1e-8, atol=0)
+        torch.testing.assert_close(new.posterior.variance, exact.posterior.variance, rtol=1e-8, atol=0)
+
+
+def test_yesterdays_posterior_as_a_prior(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(27, 3, dtype=torch.float64), torch.randn(27, 2, dtype=torch.float64)
+
+    def fitted(structure: str) -> lapwing.Laplace:
+        first = lapwing.fit(model, (x[:20], y[:20]), "regression", structure=structure, prior=0.5)
+        prior = lapwing.Prior.from_posterior(first.posterior)
+        return lapwing.fit(model, (x[20:], y[20:]), "regression", structure=structure, prior=prior)
+
+    whole, free = fitted("full"), fitted("matrixfree")
+    torch.testing.assert_close(free.log_evidence(), whole.log_evidence())
+    assert free.effective_parameters == pytest.approx(whole.effective_parameters, rel=1e-8)
+    curved, prior = whole.curvature.dense(), whole._resolved_prior[1].dense()
+    exact = torch.linalg.solve(curved + prior, curved).trace()
+    assert free.effective_parameters == pytest.approx(float(exact), rel=1e-8)
+    temperature = torch.tensor(1.0, requires_grad=True)
+    with pytest.raises(lapwing.UnsupportedOperation, match="no gradients in temperature"):
+        free.replace(temperature=temperature).log_evidence()
+    with pytest.raises(lapwing.UnsupportedOperation, match="cannot be stored"):
+        free.save(tmp_path / "free.lapwing")

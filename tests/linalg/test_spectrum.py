@@ -137,3 +137,35 @@ def test_whoever_asks_first(first):
     first(quadratic)(one.expand(2) if first is torch.func.vmap else one)
     (gradient,) = torch.autograd.grad(quadratic(one.requires_grad_()), one)
     torch.testing.assert_close(gradient, v @ matrix @ v)
+
+
+class Tokens(nn.Module):
+    """Sequences of any length, pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = nn.Linear(5, 120), nn.Linear(120, 120), nn.Linear(120, 4)
+
+    def forward(self, x):
+        return 3 * self.o(self.b(self.a(x).tanh()).tanh().mean(1))
+
+
+@pytest.mark.parametrize("seed", [17, 107])
+def test_samples_of_other_lengths_that_are_run_again_count_as_they_are(seed):
+    """Those of twelve positions wait for each other, while a batch of one position has come in between."""
+    torch.manual_seed(seed)
+    model = Tokens()
+    data = []
+    for length in (12, 12, 1):
+        x = torch.randn(4, length, 5)
+        x[:3] = 30 * x[:3, :1]
+        data.append((x, torch.randint(0, 4, (4,))))
+    with torch.no_grad():
+        model.o.weight.mul_(10)
+    structure, factor = lapwing.Kron(sharing="expand"), lapwing.GGN(tolerance=1e-2)
+    la = lapwing.fit(model, data, "classification", structure=structure, factor=factor, progress=False)
+    for block in la.curvature.matrix.blocks:
+        values = torch.linalg.eigvalsh(block.left.double())
+        assert block.ranks[0] >= int((values > 1e-6 * values.max()).sum())
+        tight = 120 * torch.finfo(torch.float32).eps * float(values.max())
+        torch.testing.assert_close(block.left_spectrum.values, values, rtol=0, atol=tight)

@@ -159,6 +159,31 @@ def test_control_flow_changes_between_batches():
     assert_same(la.curvature.dense(), exact)
 
 
+@pytest.mark.parametrize("factor", ["ggn", "mc", "empirical"])
+def test_inputs_that_are_overwritten_in_a_later_batch(factor):
+    """Autograd has no gradient there, and the tape no inputs any more."""
+
+    def forward(s, x):
+        h = x.clone()
+        u = s.a(h)
+        if x[0, 0] > 10:
+            h.mul_(0.1)
+        return s.c(torch.tanh(u + s.b(h)))
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(3, 4), c=nn.Linear(4, 2)).double()
+    x, far = randn(6, 3), randn(6, 3, seed=1)
+    far[:, 0] = 11
+    la = lapwing.fit(module, [(x, x[:, :2])], "regression", structure="full", factor=factor)
+    for use in (
+        lambda: lapwing.fit(module, [(x, x[:, :2]), (far, far[:, :2])], "regression", factor=factor),
+        lambda: la.predict(far).function.variance,
+    ):
+        with pytest.raises(lapwing.UnsupportedModel, match="modified by an inplace operation"):
+            use()
+
+
 MIXING = {
     "batch mean": lambda s, x: s.fc(x - x.mean(0)),
     "batch mean after the layer": lambda s, x: (lambda h: h - h.mean(0))(s.fc(x)),

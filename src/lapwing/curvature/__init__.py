@@ -29,7 +29,7 @@ from lapwing.curvature.structure import (
 )
 from lapwing.curvature.totals import Totals
 from lapwing.curvature.valla import VaLLA
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.model import PlanChanged, batch_size, dynamic_plan
 
 CHEAPER.extend([EKFAC(), Kron(), Diag()])
@@ -194,6 +194,8 @@ def _finish(
     problem: Problem, structure: Structure, estimate: Estimate, n_data: float | None, notes: tuple[str, ...]
 ) -> Curvature:
     totals = estimate.totals
+    if not totals.seen > 0:
+        raise BadData("no datum counts: all targets are to be ignored, or all weights are zero")
     n = totals.seen if n_data is None else float(n_data)
     ratio = n / totals.seen
     unused = [name for block in problem.plan.blocks if block.kind == "unused" for name in block.names]

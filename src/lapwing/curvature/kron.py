@@ -124,7 +124,6 @@ class KronAccumulator(KroneckerSums):
         self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
         zeros = partial(torch.zeros, dtype=params.dtype, device=params.device)
         self.tensors: dict[str, Tensor] = {}
-        self.positions: dict[str, int] = {}
         for k, block in enumerate(self.blocks):
             if kept_as(block) == "dense":
                 self.tensors[f"{k}.dense"] = zeros(block.size, block.size)
@@ -162,8 +161,8 @@ class KronAccumulator(KroneckerSums):
                     self.tensors[_of_gradients(k, swapped)] += jacobian.rows.gradient_gram(
                         block, swapped, self.sharing == "reduce"
                     )
-                    rows = jacobian.n * jacobian.r * self.positions[_key(k, swapped)]
-                    self.tensors[f"{_key(k, swapped)}.outer"] += rows
+                    positions = jacobian.rows.positions(block, swapped, self.sharing == "reduce")
+                    self.tensors[f"{_key(k, swapped)}.outer"] += jacobian.n * jacobian.r * positions
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """The input side: once a sample, it does not depend on the directions."""
@@ -178,7 +177,6 @@ class KronAccumulator(KroneckerSums):
                 self.tensors[_of_inputs(k, swapped)] += found
                 self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
                 self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
-                self.positions[_key(k, swapped)] = positions
 
     def finish(self) -> BlockDiagonal:
         """Factors; those of inputs are means, for which their sums are given up."""

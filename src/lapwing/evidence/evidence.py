@@ -9,6 +9,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal
 from lapwing.linalg.logs import PIECE
+from lapwing.linalg.operator import Operator
 from lapwing.linalg.rows import added
 from lapwing.model import Params
 from lapwing.model.module import outside_inference
@@ -135,6 +136,9 @@ def effective_parameters(
     """
     tempered = resolve_temperature(temperature)
     scale = tempered.likelihood_scale(likelihood.dispersion.detach(), curvature.dispersion_power)
+    if isinstance(curvature.matrix, Operator) and isinstance(prior[1], Operator):
+        own = curvature.matrix.scale(scale.detach())
+        return (own + prior[1].scale(tempered.prior_scale)).determined_by(own).value.item()
     with torch.enable_grad():
         log_scale = scale.detach().double().log().requires_grad_()
         precision = prior[1].scale(tempered.prior_scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, Literal
 
 import torch
@@ -235,7 +236,7 @@ class Operator(PSD):
         c, shift = self._constants
         if shift.ndim == 0:
             return float(c), float(shift)
-        return float(c), float(shift.sum()), float(shift @ torch.linspace(0, 1, len(shift), dtype=shift.dtype))
+        return float(c), blake2b(shift.cpu().contiguous().numpy().data).digest()
 
     def _remember(self, name: str, compute: Any) -> Any:
         key = (name, self._key)
@@ -292,6 +293,20 @@ class Operator(PSD):
         each = -self.corrections().sum(-1)
         error = each.std() / len(each) ** 0.5
         return Estimate(self.preconditioner.shares().sum() + each.mean(), error, len(each), 0)
+
+    def determined_by(self, part: Operator) -> Estimate:
+        """tr(B A⁻¹) of a part B of the sum A, with its standard error: exact where both sketches are."""
+        with torch.no_grad():
+            _, shift = self._constants
+            root, z = shift.rsqrt(), self._probes()
+            basis, values = part.sketch.basis.double(), part._factor * part.sketch.values
+            known = (values[:, None] * basis * self.preconditioner.solve(basis)).sum()
+            right = z / root
+            found = (
+                part._apply(self.solution(right).x) - ((self.preconditioner.solve(right) @ basis.T) * values) @ basis
+            )
+            each = (root * z * found).sum(-1)
+        return Estimate(known + each.mean(), each.std() / len(each) ** 0.5, len(each), 0)
 
     def _ratio_scalar(self) -> Tensor:
         value: Tensor = _Ratio.apply(self._factor, self._shift, self)
@@ -387,6 +402,11 @@ class Operator(PSD):
         raise self._refuse(other, "a diagonal prior or another matrix of its kind")
 
     def _joined(self, other: Operator) -> Operator:
+        if self._factor.requires_grad or other._factor.requires_grad:
+            raise UnsupportedOperation(
+                "a matrix-free posterior with another one as its prior has no gradients in temperature and noise, that "
+                "scale a part of its products. Take differences, or use structure='kron', 'lowrank' or 'full'."
+            )
         mine, theirs = float(self._factor.detach()), float(other._factor.detach())
         rows = [
             c**0.5 * part.sketch.basis * part.sketch.values.sqrt().to(part.sketch.basis)[:, None]

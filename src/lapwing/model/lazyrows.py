@@ -134,6 +134,11 @@ class LazyRows(Sequence):
             summed = added([rule.left_sum(call_, g, out, self.at.n) for rule, call_, g, out in uses])
             return gram(summed.flatten(0, 1).to(dtype))
 
+    def positions(self, block: Block, swapped: bool, reduce: bool) -> int:
+        """How many gradients of a sample and direction `gradient_gram` multiplies."""
+        found = sum(rule.positions(call_, self.at.n) for _, rule, call_, _ in self._uses(block, swapped))
+        return min(found, 1) if reduce else found
+
     def input_gram(self, block: Block, swapped: bool, reduce: bool, weights: Tensor | None) -> tuple[Tensor, int]:
         """Σ w a aᵀ of a matrix block in one orientation, (q, d, d): of means over positions, or of all; and how many
         of them a sample has. What layers that read the same tensor (query, key and value) share is computed once."""

@@ -126,7 +126,8 @@ class Plan:
 
 
 def _fits(record: Record, step: Step, n: int) -> bool:
-    return step.out is not None and step.out.fits(record.out.shape, n) and not record.shuffled
+    fits = step.out is not None and step.out.fits(record.out.shape, n)
+    return fits and not record.shuffled and not record.touched()
 
 
 def _same_sources(record: Record, step: Step, names: dict[int, str]) -> bool:

@@ -230,6 +230,11 @@ class SelfCheck:
                 f"the gradient of the outputs with respect to {name!r} is not finite in the first batch, although the "
                 "outputs are: an operation after it has no derivative there (a square root or a norm at zero)"
             )
+        try:
+            self._autograd(f, directions)
+        except RuntimeError as error:
+            reason = str(error).split(" Hint:")[0]
+            raise UnsupportedModel(f"autograd cannot differentiate the network: {reason}") from error
         raise UnsupportedModel(
             f"the gradient of parameter {name!r} for one sample could not be reproduced: autograd on the batch has "
             f"norm {expected:.6g}, the sample alone {got:.6g}. The operation "

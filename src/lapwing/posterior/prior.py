@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior
+from lapwing.errors import IncompatiblePrior, UnsupportedOperation
 from lapwing.linalg import PSD, Diagonal, pack, unpack
+from lapwing.linalg.operator import Operator
 from lapwing.posterior.posterior import Posterior
 
 Scalar = float | Tensor
@@ -122,6 +123,11 @@ class Prior:
         """Tensors and a JSON-able description, for storage; `Prior.from_spec` reads them back."""
         tensors: dict[str, Tensor] = {}
         spec: dict[str, Any] = {"mean": _store(self.mean, "mean", tensors)}
+        if isinstance(self.precision, Operator):
+            raise UnsupportedOperation(
+                "a prior that is a matrix-free posterior reads the data of that posterior in every product, and cannot "
+                "be stored. Save that posterior, and fit again with Prior.from_posterior of what you load."
+            )
         if isinstance(self.precision, PSD):
             packed, inner = pack(self.precision)
             tensors.update({f"precision.{key}": value for key, value in packed.items()})
