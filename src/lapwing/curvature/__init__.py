@@ -195,7 +195,7 @@ def _finish(
 ) -> Curvature:
     totals = estimate.totals
     if not totals.seen > 0:
-        raise BadData("no datum counts: all targets are to be ignored, or all weights are zero")
+        raise BadData("no datum counts: all weights are zero")
     n = totals.seen if n_data is None else float(n_data)
     ratio = n / totals.seen
     unused = [name for block in problem.plan.blocks if block.kind == "unused" for name in block.names]

@@ -73,6 +73,7 @@ def log_evidence(
 
 def _distance(mean: Tensor, center: Tensor, precision: PSD) -> Tensor:
     """(θ̂−μ₀)ᵀΠ(θ̂−μ₀); where both are one number for all weights, of a few at a time, which stay in the cache."""
+    center = center.expand(mean.shape) if center.ndim == 0 else center
     single = center.stride(0) == 0 and not (center.requires_grad and center.is_leaf)
     if isinstance(precision, Diagonal) and precision.expanded and single:
         pieces = [(few.double() - center[0].double()).square().sum() for few in mean.split(PIECE)]
