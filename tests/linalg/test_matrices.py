@@ -438,3 +438,30 @@ def test_ten_million_parameters() -> None:
     matrix = BlockDiagonal(layout, tuple(Diagonal(torch.ones(size // 4)) for _ in range(4)))
     posterior = matrix.scale(2.0) + Diagonal(torch.arange(size, dtype=torch.float32) + 1)
     torch.testing.assert_close(posterior.diagonal(), torch.arange(size, dtype=torch.float32) + 3)
+
+
+@pytest.mark.parametrize(("k", "rank"), [(120, 31), (60, 8), (20, 8), (31, 31)])
+@pytest.mark.parametrize(("scale", "tau"), [(1.0, 1.0), (1e5, 1e-3)])
+def test_directions_that_depend_on_each_other(k: int, rank: int, scale: float, tau: float) -> None:
+    """More of them than weights, or than they span: a float64 inverse is good to 1e-5 here."""
+    basis = draw(k, rank) @ draw(rank, 31, seed=1) if rank < 31 else draw(k, 31)
+    values = scale * draw(k, seed=2).square()
+    matrix = LowRank(basis, values, torch.full((31,), tau, dtype=F64))
+    e, u = torch.linalg.eigh((basis.T * values) @ basis)
+    e = e.clamp(min=0) * (e > 1e-13 * e.max()) + tau
+    inverse, j = (u / e) @ u.T, torch.stack([basis[0], draw(31, seed=3)])[None]
+    close = {"rtol": 1e-4, "atol": 1e-6 * float(inverse.abs().max())}
+    torch.testing.assert_close(matrix.inverse_diagonal(), inverse.diagonal(), **close)
+    torch.testing.assert_close(matrix.solve(torch.eye(31, dtype=F64)), inverse, **close)
+    torch.testing.assert_close(matrix.logdet(), e.log().sum(), rtol=1e-5, atol=0)
+    for got, want in ((matrix.quadratic(DenseRows(j)), j @ inverse @ j.mT), (matrix.variance(DenseRows(j)), None)):
+        want = (j @ inverse @ j.mT).diagonal(dim1=1, dim2=2) if want is None else want
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6 * float(want.abs().max()))
+    white = matrix.whiten(DenseRows(j))
+    torch.testing.assert_close(white @ white.mT, j @ inverse @ j.mT, rtol=1e-3, atol=1e-6 * float(want.abs().max()))
+
+
+def test_a_curvature_beyond_float64_is_refused() -> None:
+    matrix = LowRank(draw(9, 4), torch.full((9,), 1e20, dtype=F64), torch.full((4,), 1e-10, dtype=F64))
+    with pytest.raises(NotPositiveDefinite, match="Raise the prior precision"):
+        matrix.solve(torch.ones(4, dtype=F64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lapwing.errors import NotPositiveDefinite
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, chunks
@@ -18,9 +20,10 @@ from lapwing.linalg.rows import Rows, chunks
 class LowRank(PSD):
     """A = D + Uᵀ diag(d) U: basis U (k, P), values d (k,) ≥ 0, shift the diagonal of D (P,).
 
-    The rows of U need not be orthonormal. With K = U D⁻¹ Uᵀ and M = (I + diag(d) K)⁻¹ diag(d),
-    A⁻¹ = D⁻¹ − D⁻¹ Uᵀ M U D⁻¹ and |A| = |D| |I + diag(d) K|. Inverses subtract nearly equal numbers where d ≫ D, so
-    they are computed in float64.
+    The rows of U need not be orthonormal, nor fewer than P. With C = I + d^½ U D⁻¹ Uᵀ d^½ and M = d^½ C⁻¹ d^½,
+    A⁻¹ = D⁻¹ − D⁻¹ Uᵀ M U D⁻¹ and |A| = |D| |C|. Inverses subtract nearly equal numbers where d ≫ D, so they are
+    computed in float64, by the Cholesky factor of C and without M, which is large where the rows of U depend on each
+    other. Gradients reach d where it is above zero.
     """
 
     basis: Tensor
@@ -62,7 +65,7 @@ class LowRank(PSD):
 
     @property
     def _capacitance(self) -> Tensor:
-        """I + diag(d) K, (k, k) float64. Only the constant one is cached: a cached graph would be freed or missing."""
+        """L with L Lᵀ = C, (k, k) float64. Only a constant one is cached: a cached graph would be freed or missing."""
         tracked = any(tensor.requires_grad for tensor in (self.basis, self.values, self.shift))
         return self._form() if tracked and torch.is_grad_enabled() else self._constant_capacitance
 
@@ -72,13 +75,18 @@ class LowRank(PSD):
             return self._form()
 
     def _form(self) -> Tensor:
-        # Not symmetrized by √d, whose gradient is infinite at d = 0.
         kernel = torch.zeros(len(self.values), len(self.values), dtype=torch.float64, device=self.device)
         precision = self._precision
         for span, basis in self._pieces():
             kernel = kernel + (basis / precision[span]) @ basis.T
         eye = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
-        return eye + self.values.double()[:, None] * kernel
+        lower, info = torch.linalg.cholesky_ex(eye + self._roots[:, None] * kernel * self._roots)
+        if int(info):
+            raise NotPositiveDefinite(
+                "the curvature is so much larger than the prior precision that float64 does not tell their sum from a "
+                "singular matrix. Raise the prior precision, or lower the temperature's T."
+            )
+        return lower
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Columns of U in float64, a few at a time: the whole may be too large to hold twice."""
@@ -103,10 +111,10 @@ class LowRank(PSD):
         parts = [rows.matvec(self.basis.narrow(0, *span).double() / precision) for span in spans]
         return torch.cat(parts) if parts else precision.new_zeros(0, rows.n, rows.r)
 
-    def _middle(self) -> Tensor:
-        """M = (I + diag(d) K)⁻¹ diag(d), symmetric (k, k) float64."""
-        middle = torch.linalg.solve(self._capacitance, torch.diag(self.values.double()))
-        return (middle + middle.T) / 2
+    def _half(self, z: Tensor) -> Tensor:
+        """L⁻¹ d^½ z, so that its square is zᵀ M z: (k, *b) → (k, *b)."""
+        flat = self._roots[:, None] * z.reshape(len(z), math.prod(z.shape[1:]))
+        return torch.linalg.solve_triangular(self._capacitance, flat, upper=False).reshape(z.shape)
 
     def matvec(self, v: Tensor) -> Tensor:
         v = self._vector(v)
@@ -118,17 +126,18 @@ class LowRank(PSD):
     def _solve(self, v: Tensor) -> Tensor:
         precision = self._precision
         scaled = v / precision
-        return scaled - self._combine(self._project(scaled) @ self._middle()) / precision
+        half = self._half(self._project(scaled).reshape(-1, len(self.values)).T)
+        middle = self._roots * torch.linalg.solve_triangular(self._capacitance.T, half, upper=True).T
+        return scaled - self._combine(middle).reshape(v.shape) / precision
 
     def logdet(self) -> Tensor:
-        return self._precision.log().sum() + torch.linalg.slogdet(self._capacitance).logabsdet
+        return self._precision.log().sum() + 2 * self._capacitance.diagonal().log().sum()
 
     def diagonal(self) -> Tensor:
         return self.shift.to(self.dtype) + self.values.to(self.dtype) @ self.basis.square()
 
     def inverse_diagonal(self) -> Tensor:
-        middle = self._middle()
-        lost = torch.cat([((middle @ basis) * basis).sum(0) for _, basis in self._pieces()])
+        lost = torch.cat([self._half(basis).square().sum(0) for _, basis in self._pieces()])
         return (1 / self._precision - lost / self._precision.square()).to(self.dtype)
 
     def smallest_eigenvalue(self) -> Tensor:
@@ -161,7 +170,7 @@ class LowRank(PSD):
             return super().logdet_ratio(prior)
         precision = require_positive(prior.values).double()
         capacitance = (self + prior)._capacitance
-        return (self.shift.double() / precision).log1p().sum() + torch.linalg.slogdet(capacitance).logabsdet
+        return (self.shift.double() / precision).log1p().sum() + 2 * capacitance.diagonal().log().sum()
 
     def whiten(self, rows: Rows) -> Tensor:
         """J A⁻¹ [D^½, Uᵀ d^½], (n, r, P + k): W Wᵀ = J A⁻¹ A A⁻¹ Jᵀ."""
@@ -171,18 +180,17 @@ class LowRank(PSD):
 
     def quadratic(self, rows: Rows) -> Tensor:
         rows = self._rows(rows).to(torch.float64)
-        half = self._apply(rows)
-        correction = torch.einsum("anr,ab,bns->nrs", half, self._middle(), half)
+        half = self._half(self._apply(rows))
+        correction = torch.einsum("anr,ans->nrs", half, half)
         return (rows.weighted_gram(1 / self._precision) - correction).to(self.dtype)
 
     def variance(self, rows: Rows) -> Tensor:
         rows = self._rows(rows).to(torch.float64)
-        half = self._apply(rows)
-        correction = torch.einsum("anr,ab,bnr->nr", half, self._middle(), half)
+        correction = self._half(self._apply(rows)).square().sum(0)
         return (rows.weighted_norm(1 / self._precision) - correction).to(self.dtype)
 
     def joint(self, rows: Rows) -> Tensor:
         rows = self._rows(rows).to(torch.float64)
-        half = self._apply(rows)
-        correction = torch.einsum("anr,ab,bms->nrms", half, self._middle(), half)
+        half = self._half(self._apply(rows))
+        correction = torch.einsum("anr,ams->nrms", half, half)
         return (rows.joint_gram(1 / self._precision) - correction).to(self.dtype)
