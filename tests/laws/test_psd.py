@@ -439,10 +439,17 @@ def test_second_derivatives_for_newton(name: str, kind: str, ratio: bool) -> Non
 
 
 def test_second_derivatives_raise_where_they_would_be_wrong() -> None:
-    case = make("kronecker", "product", torch.float64)
-    (first,) = torch.autograd.grad(case.matrix().logdet(), case.theta, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    for name, kind in (("kronecker", "product"), ("kronecker", "equal"), ("eigenkronecker", "equal")):
+        case = make(name, kind, torch.float64)
+        prior = case.prior(case.theta)
+        for value in (
+            case.matrix().logdet(),
+            case.curvature.logdet_ratio(prior),
+            case.curvature.scale(2.0).logdet_ratio(prior),
+        ):
+            (first,) = torch.autograd.grad(value, case.theta, create_graph=True)
+            with pytest.raises(RuntimeError, match="first derivatives only"):
+                first.sum().backward()
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

@@ -422,6 +422,8 @@ def test_sums_of_priors_and_of_the_same_factors() -> None:
         whole + Diagonal(torch.linspace(0.5, 0.7, 24, dtype=F64))
     with pytest.raises(IncompatiblePrior, match="constant over the block or"):
         matrix + kronecker()
+    with pytest.raises(UnsupportedOperation, match="without a prior"):
+        whole.damped(1.0, 1.0)
 
 
 def test_gradients_reach_a_dense_matrix_itself() -> None:

@@ -83,7 +83,7 @@ class Kronecker(PSD):
         for spectrum, side in ((self.left_spectrum, "left (output)"), (self.right_spectrum, "right (input)")):
             _require_definite(spectrum, side)
 
-    def values(self) -> Tensor:
+    def grid(self) -> Tensor:
         """All eigenvalues, (q, o, i), those of the factors clamped at zero."""
         return _grid(self._factor, *self.eigenvalues, self.shift)
 
@@ -110,7 +110,7 @@ class Kronecker(PSD):
     def _written(self) -> EigenKronecker:
         """With all eigenvalues; without a shift those within rounding of zero are zero, so that inverses refuse."""
         if self.shift is not None:
-            return self._eigen(self.values())
+            return self._eigen(self.grid())
         self._require_definite()
         left, right = self.left_spectrum.significant.clamp(min=0), self.right_spectrum.significant.clamp(min=0)
         return self._eigen(_grid(self._factor, left, right, None))
@@ -187,12 +187,12 @@ class Kronecker(PSD):
             self._require_definite()
             return replace(self, shift=constant if self.shift is None else self.shift + constant)
         if other.common() is not None:  # one value, and a graph for each weight
-            return self._eigen(self.values()) + other
+            return self._eigen(self.grid()) + other
         whitened, rows, columns = self._whitened(other)
         bases = whitened.left_spectrum.vectors, whitened.right_spectrum.vectors
         delta = tangent(other.values).reshape(self.shape) if other.values.requires_grad else None
         roots = rows.sqrt().to(self.dtype), columns.sqrt().to(self.dtype)
-        return EigenKronecker(*bases, whitened.values() + 1, *roots, delta)
+        return EigenKronecker(*bases, whitened.grid() + 1, *roots, delta)
 
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
@@ -208,7 +208,7 @@ class Kronecker(PSD):
 
     def known_eigenvalues(self) -> Tensor | None:
         tracked = any(isinstance(each, Tensor) and each.requires_grad for each in (self.factor, self.shift))
-        return None if tracked else self.values().flatten()
+        return None if tracked else self.grid().flatten()
 
     def damped(self, c: Scalar, tau: Scalar, *, split: float = 1.0) -> EigenKronecker:
         """(√c/s · G + √τ I) ⊗ (√c·s · A + √τ I): factor-wise regularization, Ritter et al. (2018), Eq. 9.
@@ -216,6 +216,8 @@ class Kronecker(PSD):
         With A a mean and G a sum over n data, `split=√n` gives both factors the paper's scaling √n·E[·]. Always ⪰
         c·G ⊗ A + τ I, so its log-determinant is no part of an evidence.
         """
+        if self.shift is not None:
+            raise UnsupportedOperation("factor-wise damping is for a Kronecker product without a prior")
         tau = torch.as_tensor(tau, dtype=torch.float64, device=self.device)
         left, right = self.eigenvalues
         root = (self._factor * nonnegative(c)).sqrt()

@@ -15,6 +15,8 @@ from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, chunks
 
+NEXT_TO_NOTHING = 1e-100
+
 
 @dataclass(frozen=True, eq=False)
 class LowRank(PSD):
@@ -23,7 +25,7 @@ class LowRank(PSD):
     The rows of U need not be orthonormal, nor fewer than P. With C = I + d^½ U D⁻¹ Uᵀ d^½ and M = d^½ C⁻¹ d^½,
     A⁻¹ = D⁻¹ − D⁻¹ Uᵀ M U D⁻¹ and |A| = |D| |C|. Inverses subtract nearly equal numbers where d ≫ D, so they are
     computed in float64, by the Cholesky factor of C and without M, which is large where the rows of U depend on each
-    other. Gradients reach d where it is above zero.
+    other.
     """
 
     basis: Tensor
@@ -59,9 +61,9 @@ class LowRank(PSD):
 
     @property
     def _roots(self) -> Tensor:
-        """d^½, float64, with gradient zero where d is."""
+        """d^½, float64. Zero is next to nothing, so that its gradient is not infinite times zero."""
         weights = self.values.double()
-        return torch.where(weights > 0, weights, 1.0).sqrt() * (weights > 0)
+        return torch.where(weights > 0, weights, weights + NEXT_TO_NOTHING).sqrt()
 
     @property
     def _capacitance(self) -> Tensor:

@@ -404,8 +404,8 @@ class Operator(PSD):
     def _joined(self, other: Operator) -> Operator:
         if self._factor.requires_grad or other._factor.requires_grad:
             raise UnsupportedOperation(
-                "a matrix-free posterior with another one as its prior has no gradients in temperature and noise, that "
-                "scale a part of its products. Take differences, or use structure='kron', 'lowrank' or 'full'."
+                "a matrix-free posterior with another one as its prior has no gradients in temperature and noise, "
+                "which scale a part of its products. Take differences, or use structure='diag', 'lowrank' or 'full'."
             )
         mine, theirs = float(self._factor.detach()), float(other._factor.detach())
         rows = [

@@ -33,7 +33,7 @@ def eigenvalues(matrix: PSD) -> Tensor | None:
     if isinstance(matrix, EigenKronecker) and matrix.left_scale is None:
         return matrix.values.reshape(-1)
     if isinstance(matrix, Kronecker):
-        return matrix.values().reshape(-1)
+        return matrix.grid().reshape(-1)
     if isinstance(matrix, LowRank) and not bool(matrix.shift.any()):
         half = matrix.basis.double() * matrix._roots[:, None]
         return torch.linalg.eigvalsh(half @ half.T).clamp(min=0)
@@ -46,7 +46,7 @@ def shifted_products(matrix: PSD, rows: Rows, shifts: Tensor, pairs: Tensor) -> 
     For one block. J is brought to the eigenbasis once, whatever the number of shifts.
     """
     if isinstance(matrix, Kronecker):
-        matrix = matrix._eigen(matrix.values())
+        matrix = matrix._eigen(matrix.grid())
     values = eigenvalues(matrix)
     if values is None:
         ones = torch.ones(matrix.size, dtype=torch.float64, device=matrix.device)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 class _Tangent(torch.autograd.Function):
@@ -16,12 +15,34 @@ class _Tangent(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _Last.apply(grads[0], x) if torch.is_grad_enabled() else grads[0]
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that depends on x in a way that is not known: also where nothing else says that it does, so that a
+    second derivative is not taken for zero."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, x: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         return None
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "a prior with a graph for each weight has first derivatives only here. For second ones give it a number "
+            "for each layer (a dict), or use structure='diag', 'blockdiag' or 'full'."
+        )
 
 
 def tangent(x: Tensor) -> Tensor:

@@ -182,8 +182,9 @@ def _by_name(
     _check_patterns(precision, names, used)
     values = {pattern: torch.as_tensor(precision[pattern], dtype=dtype, device=device) for pattern in precision}
     if not any(value.ndim for value in values.values()) and any(value.requires_grad for value in values.values()):
-        where = {pattern: k for k, pattern in enumerate(values)}
-        group = torch.repeat_interleave(torch.tensor([where[pattern] for pattern in used]), torch.tensor([*sizes]))
+        first = {id(precision[pattern]): k for k, pattern in reversed([*enumerate(values)])}  # one tensor, one level
+        level = torch.tensor([first[id(precision[pattern])] for pattern in used])
+        group = torch.repeat_interleave(level, torch.tensor([*sizes]))
         return Diagonal.by_group(torch.stack([*values.values()]), group if index is None else group[index.cpu()])
     parts = []
     for name, size, pattern in zip(names, sizes, used, strict=True):
