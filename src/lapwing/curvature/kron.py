@@ -24,7 +24,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
-from lapwing.model import Block, LazyRows, Plan
+from lapwing.model import Block, Digest, LazyRows, Plan
 
 Sharing = Literal["auto", "expand", "reduce"]
 
@@ -141,8 +141,21 @@ class KronAccumulator(KroneckerSums):
 
     def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         return sweep(
-            problem, self.update, self.factor, label=label, gradient=gradient, inputs=self.inputs, state=self.tensors
+            problem,
+            self.update,
+            self.factor,
+            label=label,
+            gradient=gradient,
+            inputs=self.inputs,
+            state=self.tensors,
+            digest=self._digest,
         )
+
+    @property
+    def _digest(self) -> Digest:
+        """What is made of gradients as they arrive."""
+        blocks = frozenset(k for k, b in enumerate(self.blocks) if b.kind == "matrix" and kept_as(b) == "kron")
+        return Digest("sums" if self.sharing == "reduce" else "grams", blocks)
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         if fresh is not None:

@@ -18,7 +18,7 @@ from lapwing.curvature.shards import add_up, sharded
 from lapwing.curvature.totals import Sums, Totals
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
-from lapwing.model import Batch, LazyRows, Linearization
+from lapwing.model import Batch, Digest, LazyRows, Linearization
 from lapwing.model.batches import parts_of
 
 Update = Callable[[Jacobian, Tensor | None], None]
@@ -44,6 +44,7 @@ def sweep(
     together: bool = False,
     state: Mapping[str, Tensor] | None = None,
     rows: MakeRows | None = None,
+    digest: Digest | None = None,
 ) -> Totals:
     """Pass over the data once, handing rows to `update` for a few samples and directions at a time.
 
@@ -53,9 +54,10 @@ def sweep(
     `together` hands over all directions of fewer samples, rather than fewer directions of all samples. With
     `state`, the tensors that `update` adds to, an interrupted pass goes on where the problem keeps a journal.
     `rows` makes them in place of `Linearization.jacobian`, of every batch as it comes: no samples are regrouped.
+    `digest`: of its blocks the structure wants no rows, only what `LazyRows.gradient_gram` gives.
     """
     factor = factor or problem.factor
-    scored, pieces = gradient and isinstance(factor, GGN), Pieces(problem, row_bytes, together)
+    scored, pieces = gradient and isinstance(factor, GGN), Pieces(problem, row_bytes, together, digest)
     resume = None if state is None else problem.resume
 
     def run() -> Sums:
@@ -82,6 +84,7 @@ class Pieces:
     problem: Problem
     row_bytes: int  # what a structure itself needs for each row
     together: bool  # all directions of fewer samples, rather than fewer directions of all
+    digest: Digest | None = None
 
     @property
     def cap(self) -> int:
@@ -111,7 +114,7 @@ class Pieces:
 
     def directions(self, at: Linearization, count: int) -> int:
         """As many as fit, or as share a backward pass or are small."""
-        row = max(at.n * self.row, 1)
+        row = max(at.n * self.row if self.digest is None else 4 * at.n * at.kept_with(self.digest), 1)
         length = max(1, self.cap // row)
         return length if self.together else max(1, min(length, max(at.shared(count), SMALL // row)))
 
@@ -224,7 +227,7 @@ class _Pass:
         """Rows of a piece, as many directions at a time as fit; and the gradient of the log-likelihood, from the pass
         of the first direction where that is along the score."""
         count = max(directions.count, 1)  # if of zeros
-        length = self.pieces.directions(at, count)
+        length, digest = self.pieces.directions(at, count), self.pieces.digest
         with torch.no_grad():
             if score is not None and (self.rows is not None or directions.scale is None or not at.joined):
                 self._add_gradient(at.vjp(score))
@@ -232,11 +235,11 @@ class _Pass:
             for start in range(0, count, length):
                 chosen = directions.between(start, min(start + length, count))
                 if score is not None and directions.scale is not None:
-                    jacobian, gradient = at.jacobian_and_vjp(chosen, score, directions.scale)
+                    jacobian, gradient = at.jacobian_and_vjp(chosen, score, directions.scale, digest)
                     self._add_gradient(gradient)
                     score = None
                 else:
-                    jacobian = at.jacobian(chosen) if self.rows is None else self.rows(at, chosen)
+                    jacobian = at.jacobian(chosen, digest) if self.rows is None else self.rows(at, chosen)
                 self._hand_over(jacobian, fresh, where)
                 del jacobian  # before the next pass takes as much
                 fresh = None

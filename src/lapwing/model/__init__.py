@@ -7,13 +7,14 @@ from lapwing.model.module import unwrap
 from lapwing.model.network import Network, last_layer
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, PlanChanged, dynamic_plan
-from lapwing.model.reading import Reading
+from lapwing.model.reading import Digest, Reading
 from lapwing.model.select import Subnetwork, choose_weights, select_names, subnetwork
 
 __all__ = [
     "Batch",
     "Batches",
     "Block",
+    "Digest",
     "LazyRows",
     "Linearization",
     "Network",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,18 +15,19 @@ from lapwing.model.gradients import Gradients
 from lapwing.model.lazyrows import LazyRows, TapeJacobian, small_rows
 from lapwing.model.module import output_tensor
 from lapwing.model.plan import PlanChanged
-from lapwing.model.reading import Reading
+from lapwing.model.reading import Digest, Reading
 
 BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
 
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """What one backward pass of r directions brings to each record, or the rows that were made of it at once."""
+    """What one backward pass of r directions brings to each record, or what was made of it at once."""
 
     r: int
     found: tuple[Tensor | None, ...]
-    rows: dict[int, list[Tensor]]  # by record, (n, r, *shape) for each live tensor
+    rows: dict[int, list[Tensor]] = field(default_factory=dict)  # by record, (n, r, *shape) for each live tensor
+    digests: dict[int, Tensor] = field(default_factory=dict)  # by record, (n, r, q, o) or (q, o, o)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,19 +41,20 @@ class Linearization(Reading):
         elements = sum(record.out.numel() for record in self.finished.records)
         return directions if directions * elements <= BATCHED_ELEMENTS else 1
 
-    def jacobian(self, directions: Tensor) -> Jacobian:
-        """Rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row a sample and direction."""
+    def jacobian(self, directions: Tensor, digest: Digest | None = None) -> Jacobian:
+        """Rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row a sample and direction. With a digest there are no
+        rows of its blocks, but what `LazyRows.gradient_gram` is made of."""
         looped = self._loop(directions) if self.plan.looped else {}
         if not self._reached(directions):
             return self._from(LazyRows(self, self.gradients(directions), looped, directions.shape[0]))
-        return self._from(self._lazy([self._turned(one) for one in self._passes(directions)], looped))
+        return self._from(self._lazy([self._turned(one, digest) for one in self._passes(directions)], looped))
 
     def jacobian_at(self, k: int, directions: Tensor) -> Jacobian:
         """The same with gradients at one record alone, by passes that end there; zero at the others."""
         records, r = self.finished.records, directions.shape[0]
         found: list[tuple[Tensor, ...]] = [(torch.zeros(()).expand(r, *record.out.shape),) for record in records]
         if r and self.f.requires_grad:
-            passes = [Backward(1, self._pull([records[k].edge], v), {}) for v in directions]
+            passes = [Backward(1, self._pull([records[k].edge], v)) for v in directions]
             found[k] = _shaped(passes, 0, records[k].out)
         return self._from(LazyRows(self, Gradients(tuple(found)), {}, r))
 
@@ -62,11 +64,13 @@ class Linearization(Reading):
         return self.plan.joined and self.f.requires_grad
 
     def jacobian_and_vjp(
-        self, directions: Tensor, v: Tensor, scale: Tensor
+        self, directions: Tensor, v: Tensor, scale: Tensor, digest: Digest | None = None
     ) -> tuple[Jacobian, dict[str, Tensor | None]]:
         """Rows for directions of which the first is `scale` (n,) times v; and Σ vᵀ ∂f/∂θ from its backward pass."""
         first, weights = self._joint(v)
-        passes = [self._turned(first), *(self._turned(one) for one in self._passes(directions[1:]))]
+        passes = [self._turned(first, digest, scale)]
+        del first  # what it brings is not kept while the others run
+        passes.extend(self._turned(one, digest) for one in self._passes(directions[1:]))
         return self._from(self._lazy(passes, {}, scale)), weights
 
     def gradients_and_vjp(self, v: Tensor) -> tuple[Gradients, dict[str, Tensor | None]]:
@@ -78,7 +82,7 @@ class Linearization(Reading):
         edges = [record.edge for record in self.finished.records]
         found = self._pull([*edges, *self.leaves.values()], v)
         weights = dict(zip(self.leaves, found[len(edges) :], strict=True))
-        return Backward(1, found[: len(edges)], {}), weights
+        return Backward(1, found[: len(edges)]), weights
 
     def vjp(self, v: Tensor) -> dict[str, Tensor | None]:
         """Σ vᵀ ∂f/∂θ by parameter, None where f does not depend on it."""
@@ -118,21 +122,37 @@ class Linearization(Reading):
         """As many backward passes as directions, or one where they share it."""
         edges, r = [record.edge for record in self.finished.records], directions.shape[0]
         if 1 < r <= self.shared(r):
-            yield Backward(r, pull_all(self.f, edges, directions), {})
+            yield Backward(r, pull_all(self.f, edges, directions))
             return
         for v in directions:
-            yield Backward(1, self._pull(edges, v), {})
+            yield Backward(1, self._pull(edges, v))
 
-    def _turned(self, one: Backward) -> Backward:
-        """With rows in place of gradients where those are `early`."""
+    def _turned(self, one: Backward, digest: Digest | None = None, scale: Tensor | None = None) -> Backward:
+        """With rows in place of gradients where those are `early`, and with digests. What `scale` (n,) is still to
+        multiply is multiplied in digests."""
         self._require_reaching(one)
         rows: dict[int, list[Tensor]] = {}
+        digests: dict[int, Tensor] = {}
         with torch.no_grad():
             for k, (rule, call_) in self.early.items():
                 record, out = self.finished.records[k], self.plan.steps[k].out
                 assert out is not None
                 rows[k] = small_rows(rule, call_, record, _shaped([one], k, record.out)[0], out, self.n)
-        return Backward(one.r, tuple(None if k in rows else g for k, g in enumerate(one.found)), rows)
+            for k in self.digested(digest):
+                assert digest is not None
+                digests[k] = self._digest(k, digest, one, scale)
+        gone = rows.keys() | digests.keys()
+        return Backward(one.r, tuple(None if k in gone else g for k, g in enumerate(one.found)), rows, digests)
+
+    def _digest(self, k: int, digest: Digest, one: Backward, scale: Tensor | None) -> Tensor:
+        (rule, call_), record, out = self._matrix(k), self.finished.records[k], self.plan.steps[k].out
+        assert out is not None
+        g = _shaped([one], k, record.out)[0]
+        if digest.kind == "sums":
+            summed = rule.left_sum(call_, g, out, self.n)
+            return summed if scale is None else summed * scale.to(summed)[:, None, None, None]
+        g = g if scale is None else g * out.spread(scale, record.out, self.n)
+        return rule.left_gram(call_, g.to(self.params.dtype), out, self.n)
 
     def _require_reaching(self, one: Backward) -> None:
         for g, reaches in zip(one.found, self.plan.reaching, strict=False):
@@ -140,20 +160,21 @@ class Linearization(Reading):
                 raise PlanChanged
 
     def _lazy(self, passes: list[Backward], looped: dict[str, Tensor], scale: Tensor | None = None) -> LazyRows:
-        """Rows of these passes, the first of them to be multiplied with one number a sample."""
+        """Rows of these passes, the first of them to be multiplied with one number a sample (but for digests)."""
         early: dict[int, list[list[Tensor]]] = {}
         for k in passes[0].rows:
             early[k] = [one.rows[k] for one in passes]
             if scale is not None:
                 early[k][0] = [row * scale.to(row).reshape(-1, *(1,) * (row.ndim - 1)) for row in early[k][0]]
-        return LazyRows(self, self._gradients(passes, scale), looped, sum(one.r for one in passes), early)
+        digests = {k: [one.digests[k] for one in passes] for k in passes[0].digests}
+        return LazyRows(self, self._gradients(passes, scale), looped, sum(one.r for one in passes), early, digests)
 
     def _pull(self, edges: list, v: Tensor) -> tuple[Tensor | None, ...]:
         return pull(self.f, edges, v, create_graph=self.create_graph)
 
     def _gradients(self, passes: list[Backward], scale: Tensor | None = None) -> Gradients:
         """What they found at every record, the first of them to be multiplied with one number a sample."""
-        records, n, gone = self.finished.records, self.n, passes[0].rows
+        records, n, gone = self.finished.records, self.n, passes[0].rows.keys() | passes[0].digests.keys()
         if not gone:
             self._require_reaching(passes[0])
         found = tuple(() if k in gone else _shaped(passes, k, record.out) for k, record in enumerate(records))

@@ -34,6 +34,7 @@ class LazyRows(Sequence):
     looped: dict[str, Tensor]
     r: int
     early: dict[int, list[list[Tensor]]] = field(default_factory=dict)  # rows made by the passes: record, pass, tensor
+    digests: dict[int, list[Tensor]] = field(default_factory=dict)  # of gradients that are gone: record, pass
     recent: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)  # what `input_gram` found last
 
     def __len__(self) -> int:
@@ -41,7 +42,8 @@ class LazyRows(Sequence):
 
     def finite(self, k: int) -> bool:
         """Whether what reached a record is finite."""
-        parts = [row for rows in self.early[k] for row in rows] if k in self.early else [*self.gradients.passes(k)]
+        parts = [row for rows in self.early[k] for row in rows] if k in self.early else self.digests.get(k)
+        parts = [*self.gradients.passes(k)] if parts is None else parts
         if all(bool(part.sum().isfinite()) for part in parts):
             return True
         return all(bool(part.isfinite().all()) for part in parts)
@@ -126,13 +128,17 @@ class LazyRows(Sequence):
 
     def gradient_gram(self, block: Block, swapped: bool, reduce: bool) -> Tensor:
         """Σ g gᵀ of a matrix block in one orientation, (q, d, d): of gradients summed over positions, or of all."""
-        dtype = self.at.params.dtype
         with torch.no_grad():
-            uses = [(rule, call_, self.gradients[k], out) for k, rule, call_, out in self._uses(block, swapped)]
-            if not reduce:
-                return added([rule.left_gram(call_, g.to(dtype), out, self.at.n) for rule, call_, g, out in uses])
-            summed = added([rule.left_sum(call_, g, out, self.at.n) for rule, call_, g, out in uses])
-            return gram(summed.flatten(0, 1).to(dtype))
+            found = [self._digest(*use, reduce) for use in self._uses(block, swapped)]
+            return gram(added(found).flatten(0, 1).to(self.at.params.dtype)) if reduce else added(found)
+
+    def _digest(self, k: int, rule: MatrixRule, call_: Call, out: Samples, reduce: bool) -> Tensor:
+        """Σ_t g of each sample and direction (n, r, q, o), or Σ g gᵀ of all, (q, o, o)."""
+        if k in self.digests:
+            return torch.cat(self.digests[k], 1) if reduce else added(self.digests[k])
+        if reduce:
+            return rule.left_sum(call_, self.gradients[k], out, self.at.n)
+        return rule.left_gram(call_, self.gradients[k].to(self.at.params.dtype), out, self.at.n)
 
     def positions(self, block: Block, swapped: bool, reduce: bool) -> int:
         """How many gradients of a sample and direction `gradient_gram` multiplies."""

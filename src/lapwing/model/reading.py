@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -16,6 +17,15 @@ from lapwing.model.tape import Pass
 
 SMALLER = 4  # times, so that rows are made before they are asked for
 Outputs = Callable[[Tensor], Tensor]  # raw outputs -> (n, *event, c)
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What is made of the gradients of some matrix blocks as soon as a pass brings them, so that they need not be kept:
+    their sums over the positions of a sample, or the sum of their outer products."""
+
+    kind: Literal["sums", "grams"]
+    blocks: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +55,7 @@ class Reading:
 
     def right(self, k: int, with_ones: bool) -> Tensor:
         """The inputs of a record that multiplies with a matrix, (n, 1, t, groups, in)."""
-        (rule, call_), out = self.bound[k], self.plan.steps[k].out
-        assert isinstance(rule, MatrixRule)
+        (rule, call_), out = self._matrix(k), self.plan.steps[k].out
         assert out is not None
         return rule.right(call_, out, self.n, with_ones)
 
@@ -61,6 +70,38 @@ class Reading:
             for k, (rule, call_) in self.bound.items()
             if isinstance(rule, RowsRule) and SMALLER * self._row(k) * self.n <= self.finished.records[k].out.numel()
         }
+
+    def digested(self, digest: Digest | None) -> dict[int, int]:
+        """Records of which nothing but the digest is wanted, as all their weights are in its blocks, with the size of
+        the digest of one direction of all samples; those where that is much smaller than the gradients."""
+        if digest is None or self.create_graph:
+            return {}
+        if digest not in self._digested:
+            self._digested[digest] = self._find_digested(digest)
+        return self._digested[digest]
+
+    @cached_property
+    def _digested(self) -> dict[Digest, dict[int, int]]:
+        return {}
+
+    def _find_digested(self, digest: Digest) -> dict[int, int]:
+        names: dict[int, set[str]] = {}
+        for j in digest.blocks:
+            for k, _ in self.plan.blocks[j].uses:
+                names.setdefault(k, set()).update(self.plan.blocks[j].names)
+        sizes = {k: self._digest_size(k, digest) for k, own in names.items() if self.plan.steps[k].names <= own}
+        return {k: size for k, size in sizes.items() if SMALLER * size <= self.finished.records[k].out.numel()}
+
+    def _digest_size(self, k: int, digest: Digest) -> int:
+        rule, call_ = self._matrix(k)
+        assert call_.weight is not None
+        q, o, _ = rule.view(call_, call_.weight).shape
+        return q * o * (self.n if digest.kind == "sums" else o)
+
+    def _matrix(self, k: int) -> tuple[MatrixRule, Call]:
+        rule, call_ = self.bound[k]
+        assert isinstance(rule, MatrixRule)
+        return rule, call_
 
     def _row(self, k: int) -> int:
         """Numbers of one row of all weights of a record."""
@@ -77,3 +118,9 @@ class Reading:
         """Those of them that wait to be asked for, with the rows that others were turned into."""
         gone = sum(self.finished.records[k].out.numel() for k in self.early) // max(self.n, 1)
         return self.width - gone + sum(self._row(k) for k in self.early)
+
+    def kept_with(self, digest: Digest) -> int:
+        """The same where gradients are digested."""
+        sizes = self.digested(digest)
+        gone = sum(self.finished.records[k].out.numel() for k in sizes)
+        return self.kept + (sum(sizes.values()) - gone) // max(self.n, 1)
