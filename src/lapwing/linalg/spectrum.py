@@ -54,8 +54,8 @@ class Spectrum:
     @property
     def _symmetric(self) -> Tensor:
         """In float64 and in memory of its own."""
-        matrix = self.matrix.detach().double()
-        return (matrix + matrix.mT).div_(2)
+        matrix = self.matrix.detach()
+        return matrix.to(torch.float64, copy=True).add_(matrix.mT).div_(2)
 
     def _tolerance(self, values: Tensor) -> Tensor:
         return self.matrix.shape[-1] * torch.finfo(self.dtype).eps * values.abs().amax(-1, keepdim=True)

@@ -33,8 +33,8 @@ class LazyRows(Sequence):
     gradients: Gradients
     looped: dict[str, Tensor]
     r: int
-    early: dict[int, list[list[Tensor]]] = field(default_factory=dict)  # rows made by the passes: record, pass, tensor
-    digests: dict[int, list[Tensor]] = field(default_factory=dict)  # of gradients that are gone: record, pass
+    early: dict[int, list[Tensor]] = field(default_factory=dict)  # rows made while the passes ran: record, tensor
+    digests: dict[int, Tensor] = field(default_factory=dict)  # by record, of gradients that are gone
     recent: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)  # what `input_gram` found last
 
     def __len__(self) -> int:
@@ -42,8 +42,10 @@ class LazyRows(Sequence):
 
     def finite(self, k: int) -> bool:
         """Whether what reached a record is finite."""
-        parts = [row for rows in self.early[k] for row in rows] if k in self.early else self.digests.get(k)
-        parts = [*self.gradients.passes(k)] if parts is None else parts
+        if k in self.digests:
+            parts = [self.digests[k]]
+        else:
+            parts = self.early[k] if k in self.early else [*self.gradients.passes(k)]
         if all(bool(part.sum().isfinite()) for part in parts):
             return True
         return all(bool(part.isfinite().all()) for part in parts)
@@ -94,8 +96,7 @@ class LazyRows(Sequence):
 
     def _positions(self, k: int) -> int:
         """Positions a sample of a record; 0 where samples are not the first axis of its arguments."""
-        (rule, call_), record, out = self.at.bound[k], self.at.finished.records[k], self.at.plan.steps[k].out
-        assert isinstance(rule, MatrixRule)
+        (rule, call_), record, out = self.at.matrix(k), self.at.finished.records[k], self.at.plan.steps[k].out
         first = out is not None and not out.axis and record.out.shape[0] == call_.data.shape[0] == self.at.n
         return rule.positions(call_, self.at.n) if first else 0
 
@@ -116,8 +117,7 @@ class LazyRows(Sequence):
 
     def _factors(self, k: int, with_ones: bool, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Gradients (length, r, t, groups, out) and inputs (length, 1, t, groups, in) of some samples."""
-        (rule, call_), out = self.at.bound[k], self.at.plan.steps[k].out
-        assert isinstance(rule, MatrixRule)
+        (rule, call_), out = self.at.matrix(k), self.at.plan.steps[k].out
         assert out is not None
         if length < self.at.n:
             call_ = replace(call_, data=call_.data.narrow(0, start, length))
@@ -135,7 +135,7 @@ class LazyRows(Sequence):
     def _digest(self, k: int, rule: MatrixRule, call_: Call, out: Samples, reduce: bool) -> Tensor:
         """Σ_t g of each sample and direction (n, r, q, o), or Σ g gᵀ of all, (q, o, o)."""
         if k in self.digests:
-            return torch.cat(self.digests[k], 1) if reduce else added(self.digests[k])
+            return self.digests[k]
         if reduce:
             return rule.left_sum(call_, self.gradients[k], out, self.at.n)
         return rule.left_gram(call_, self.gradients[k].to(self.at.params.dtype), out, self.at.n)
@@ -174,8 +174,7 @@ class LazyRows(Sequence):
     def _uses(self, block: Block, swapped: bool) -> Iterator[Use]:
         """Records in which a matrix block has this orientation."""
         for k in (k for k, s in block.uses if s == swapped):
-            (rule, call_), out = self.at.bound[k], self.at.plan.steps[k].out
-            assert isinstance(rule, MatrixRule)
+            (rule, call_), out = self.at.matrix(k), self.at.plan.steps[k].out
             assert out is not None
             yield k, rule, call_, out
 
@@ -198,7 +197,9 @@ class LazyRows(Sequence):
         if isinstance(rule, MatrixRule):
             return [self._matrix_rows(k, rule, call_, record.tensors[j], out) for j in record.live]
         assert isinstance(rule, RowsRule)
-        each = self.early.get(k) or [small_rows(rule, call_, record, g, out, n) for g in self.gradients.passes(k)]
+        if k in self.early:
+            return self.early[k]
+        each = [small_rows(rule, call_, record, g, out, n) for g in self.gradients.passes(k)]
         return each[0] if len(each) == 1 else [torch.cat(rows, 1) for rows in zip(*each, strict=True)]
 
     def _matrix_rows(self, k: int, rule: MatrixRule, call_: Call, tensor: Tensor, out: Samples) -> Tensor:

@@ -55,7 +55,7 @@ class Reading:
 
     def right(self, k: int, with_ones: bool) -> Tensor:
         """The inputs of a record that multiplies with a matrix, (n, 1, t, groups, in)."""
-        (rule, call_), out = self._matrix(k), self.plan.steps[k].out
+        (rule, call_), out = self.matrix(k), self.plan.steps[k].out
         assert out is not None
         return rule.right(call_, out, self.n, with_ones)
 
@@ -93,12 +93,13 @@ class Reading:
         return {k: size for k, size in sizes.items() if SMALLER * size <= self.finished.records[k].out.numel()}
 
     def _digest_size(self, k: int, digest: Digest) -> int:
-        rule, call_ = self._matrix(k)
+        rule, call_ = self.matrix(k)
         assert call_.weight is not None
         q, o, _ = rule.view(call_, call_.weight).shape
         return q * o * (self.n if digest.kind == "sums" else o)
 
-    def _matrix(self, k: int) -> tuple[MatrixRule, Call]:
+    def matrix(self, k: int) -> tuple[MatrixRule, Call]:
+        """Rule and arguments of a record that multiplies with a matrix."""
         rule, call_ = self.bound[k]
         assert isinstance(rule, MatrixRule)
         return rule, call_

@@ -136,7 +136,8 @@ class Linearized:
         basis: Tensor | None = None,
     ) -> tuple[Linearization, Jacobian]:
         """The network at these inputs and its rows; without the tape where they run other operations than the fit's."""
-        for plan in (self.plan, dynamic_plan(self.network.params, "these inputs run other operations")):
+        for dynamic in (False, True):
+            plan = dynamic_plan(self.network.params, "these inputs run other operations") if dynamic else self.plan
             try:
                 with torch.enable_grad():
                     at = self.network.linearize(plan, inputs, create_graph)
