@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.linalg.gram import gram
 from lapwing.linalg.layout import Layout
 
 CHUNK_BYTES = 8 * 2**20
@@ -89,7 +90,7 @@ class Rows(ABC):
         total = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)
         for start, length in chunks(self.n, self.r * self.size * self.dtype.itemsize):
             flat = self.narrow(start, length).dense().flatten(0, 1)
-            total = total + flat.T @ flat
+            total = total + gram(flat)
         return total
 
     def _check(self, v: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lapwing.model.gradients import Gradients
 from lapwing.model.plan import Block, Source, Step
 from lapwing.model.reading import Reading
 from lapwing.model.rules import Call, MatrixRule, RowsRule
-from lapwing.model.rules.rule import gram
+from lapwing.model.rules.rule import gram_by_group
 from lapwing.model.samples import Samples
 from lapwing.model.tape import Record
 
@@ -130,7 +130,7 @@ class LazyRows(Sequence):
         """Σ g gᵀ of a matrix block in one orientation, (q, d, d): of gradients summed over positions, or of all."""
         with torch.no_grad():
             found = [self._digest(*use, reduce) for use in self._uses(block, swapped)]
-            return gram(added(found).flatten(0, 1).to(self.at.params.dtype)) if reduce else added(found)
+            return gram_by_group(added(found).flatten(0, 1).to(self.at.params.dtype)) if reduce else added(found)
 
     def _digest(self, k: int, rule: MatrixRule, call_: Call, out: Samples, reduce: bool) -> Tensor:
         """Σ_t g of each sample and direction (n, r, q, o), or Σ g gᵀ of all, (q, o, o)."""
@@ -169,7 +169,7 @@ class LazyRows(Sequence):
             count = sum(rule.positions(c, n) for _, rule, c, _ in uses)
             mean = added([rule.right_sum(c, out, n, block.bias) for _, rule, c, out in uses]) / max(count, 1)
             mean = mean.to(dtype) if weights is None else mean.to(dtype) * weights.to(dtype).sqrt()[:, None, None]
-            return gram(mean), min(count, 1)
+            return gram_by_group(mean), min(count, 1)
 
     def _uses(self, block: Block, swapped: bool) -> Iterator[Use]:
         """Records in which a matrix block has this orientation."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.linalg.gram import gram
 from lapwing.model.samples import Samples
 
 
@@ -65,7 +66,7 @@ class MatrixRule(Rule):
 
     def left_gram(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         """Σ_{n,r,t} left leftᵀ, (groups, out, out)."""
-        return gram(self.left(call, g, samples, n).flatten(0, 2))
+        return gram_by_group(self.left(call, g, samples, n).flatten(0, 2))
 
     def right_gram(
         self, call: Call, samples: Samples, n: int, ones: bool, weights: Tensor | None, dtype: torch.dtype
@@ -74,7 +75,7 @@ class MatrixRule(Rule):
         right = self.right(call, samples, n, ones)[:, 0].to(dtype)
         if weights is not None:
             right = right * weights.to(right).sqrt()[:, None, None, None]
-        return gram(right.flatten(0, 1)), right.shape[1]
+        return gram_by_group(right.flatten(0, 1)), right.shape[1]
 
     def positions(self, call: Call, n: int) -> int:
         """t, the number of positions a sample."""
@@ -86,10 +87,9 @@ class MatrixRule(Rule):
         return summed.reshape(*summed.shape[:2], *call.bias.shape)
 
 
-def gram(rows: Tensor) -> Tensor:
-    """(rows, groups, d) -> (groups, d, d)."""
-    rows = rows.transpose(0, 1)
-    return rows.mT @ rows
+def gram_by_group(rows: Tensor) -> Tensor:
+    """Σ of outer products, (rows, groups, d) -> (groups, d, d)."""
+    return gram(rows.transpose(0, 1))
 
 
 def with_ones(x: Tensor, value: float = 1.0) -> Tensor:
