@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lapwing
 from lapwing.curvature import sweep
+from lapwing.curvature.kron import KronAccumulator
+from lapwing.linalg import Jacobian
+from lapwing.model import selfcheck
 
 
 def fitted(structure: str) -> lapwing.Laplace:
@@ -58,3 +61,63 @@ def test_few_directions_do_not_make_large_graphs(sizes: list[int], monkeypatch: 
     monkeypatch.setattr(sweep, "CHUNK", 80 * 3)  # three graphs
     fitted("diag")
     assert max(sizes) == 3
+
+
+class Unseen(torch.autograd.Function):
+    """x Wᵀ by an operation that the tape does not see: its rows come from a loop over samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w, g.T @ x
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Unseen.apply(x, self.weight)
+
+
+def pooled(last: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+
+
+CASES = {  # numbers that a direction of a sample takes: gradients or sums of the matrices, rows, and the direction
+    "matrices": (lambda: pooled(nn.Linear(8, 5)), 8 + 5 + 5),
+    "derived": (lambda: pooled(nn.utils.parametrizations.weight_norm(nn.Linear(8, 5))), 8 + 5 + (5 + 5 + 40) + 5),
+    "looped": (lambda: pooled(Looped()), 8 + 40 + 5),
+    "pixels": (lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Conv2d(8, 2, 1)), 8 + 2 + 2 * 64),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_directions_count_all_they_take(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several at once only as long as what is made of each is small."""
+    torch.manual_seed(0)
+    (build, numbers), n = CASES[case], 6
+    model, pixels = build(), case == "pixels"
+    y = torch.arange(n)[:, None, None].expand(n, 8, 8) % 2 if pixels else torch.arange(n) % 5
+    seen = []
+    update = KronAccumulator.update
+
+    def counted(self: KronAccumulator, jacobian: Jacobian, fresh: Tensor | None) -> None:
+        seen.append(jacobian.r)
+        update(self, jacobian, fresh)
+
+    monkeypatch.setattr(KronAccumulator, "update", counted)
+    monkeypatch.setattr(selfcheck, "BATCHED_SAMPLE", 0)  # no two directions in one backward pass
+    likelihood = lapwing.Categorical(class_dim=1) if pixels else "classification"
+    options = {"structure": lapwing.Kron(sharing="reduce"), "factor": lapwing.GGN(tolerance=0.0), "progress": False}
+    for small, several in ((2 * 4 * n * numbers - 1, 1), (2 * 4 * n * numbers, 2)):
+        seen.clear()
+        monkeypatch.setattr(sweep, "SMALL", small)
+        lapwing.fit(model, (torch.randn(n, 1, 10, 10), y), likelihood, **options)
+        assert max(seen) == several

@@ -194,3 +194,21 @@ def test_what_is_not_finite_is_named(sharing: Literal["reduce", "expand"]) -> No
     batches = [(batch, torch.arange(8) % 2) for batch in (good, bad)]
     with pytest.raises(BadData, match=r"batch 1: the gradient of the outputs at layer conv2d\("):
         lapwing.fit(Pole().eval(), batches, "classification", structure=lapwing.Kron(sharing=sharing), progress=False)
+
+
+class Steep(nn.Module):
+    """Finite outputs and gradients, whose squares overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e25 * self.conv(x).mean((2, 3))
+
+
+def test_products_that_overflow_are_not_said_to_have_no_derivative() -> None:
+    torch.manual_seed(0)
+    data, structure = (torch.rand(8, 1, 8, 8), torch.rand(8, 2)), lapwing.Kron(sharing="expand")
+    with pytest.raises(BadData, match=r"too large for its square .* or a very steep one"):
+        lapwing.fit(Steep(), data, "regression", structure=structure, progress=False)

@@ -148,13 +148,13 @@ class KronAccumulator(KroneckerSums):
             gradient=gradient,
             inputs=self.inputs,
             state=self.tensors,
-            digest=self._digest,
+            digest=self.digest,
         )
 
     @property
-    def _digest(self) -> Digest:
+    def digest(self) -> Digest:
         """What is made of gradients as they arrive."""
-        blocks = frozenset(k for k, b in enumerate(self.blocks) if b.kind == "matrix" and kept_as(b) == "kron")
+        blocks = frozenset(k for k, block in enumerate(self.blocks) if kept_as(block) == "kron")
         return Digest("sums" if self.sharing == "reduce" else "grams", blocks)
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:

@@ -114,9 +114,17 @@ class Pieces:
 
     def directions(self, at: Linearization, count: int) -> int:
         """As many as fit, or as share a backward pass or are small."""
-        row = max(at.n * self.row if self.digest is None else 4 * at.n * at.kept_with(self.digest), 1)
+        row = max(self._direction(at), 1)
         length = max(1, self.cap // row)
         return length if self.together else max(1, min(length, max(at.shared(count), SMALL // row)))
+
+    def _direction(self, at: Linearization) -> int:
+        """Bytes that one direction of all samples takes; where gradients are digested and few of them are kept, so do
+        rows that are written out, and the direction itself."""
+        if self.digest is None:
+            return at.n * self.row
+        explicit = sum(block.size for block in at.plan.blocks if block.kind == "rows")
+        return 4 * (at.n * (at.kept_with(self.digest) + explicit) + at.f.numel()) + at.n * self.row_bytes
 
 
 @dataclass(eq=False)
@@ -276,8 +284,9 @@ class _Pass:
 def _no_derivative(rows: LazyRows, k: int) -> str:
     layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
     return (
-        f"the gradient of the outputs at layer {layer} is not finite, although the outputs are: an operation after it "
-        "has no derivative there (a square root or a norm at zero)"
+        f"the gradient of the outputs at layer {layer} is not finite, or too large for its square to be, although the "
+        "outputs are finite: an operation after it has no derivative there (a square root or a norm at zero), or a "
+        "very steep one"
     )
 
 

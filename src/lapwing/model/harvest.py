@@ -23,34 +23,51 @@ class Backward:
 
 
 class Harvest:
-    """Passes of r directions in all. Rows and digests are written into arrays for all of them, made at the first pass:
-    small ones made at each would lie between the large ones that come and go, and memory would grow."""
+    """Passes of r directions in all.
+
+    Rows of norms are written into arrays for all of them, and with a digest so is all that is left: small tensors of
+    one pass that stay between the large ones of the next would let memory grow. Without a digest, gradients of matrices
+    stay as they came.
+    """
 
     def __init__(self, at: Reading, r: int, digest: Digest | None = None) -> None:
         self.at, self.r, self.digest = at, r, digest
+        self.digested = at.digested(digest).keys()
         self.taken = 0
         self.passes: list[Backward] = []
         self.rows: dict[int, list[Tensor]] = {}  # by record, (n, r, *shape) for each live tensor
         self.digests: dict[int, Tensor] = {}  # by record, (n, r, q, o) or (q, o, o)
+        self.gradients: dict[int, Tensor] = {}  # by record, (r, *out.shape)
+
+    @property
+    def gone(self) -> Set[int]:
+        """Records whose gradients are not kept."""
+        return self.rows.keys() | self.digests.keys()
 
     def take(self, one: Backward, scale: Tensor | None = None) -> None:
-        """Of what it brings, rows and digests are made, which `scale` (n,) multiplies; the rest is kept."""
+        """What a pass brings, which is still to be multiplied with one number a sample, `scale` (n,)."""
         require_reaching(self.at, one)
         with torch.no_grad():
             for k in self.at.early:
                 self._write_rows(k, one, scale)
-            for k in self.at.digested(self.digest):
+            for k in self.digested:
                 self._write_digest(k, one, scale)
-        gone = self.rows.keys() | self.digests.keys()
-        self.passes.append(Backward(one.r, tuple(None if k in gone else g for k, g in enumerate(one.found))))
+            if self.digest is not None:
+                for k in range(len(one.found)):
+                    if k not in self.gone:
+                        self._write_gradient(k, one, scale)
+        if self.digest is None:
+            self.passes.append(Backward(one.r, tuple(None if k in self.gone else g for k, g in enumerate(one.found))))
         self.taken += one.r
 
     def lazy(self, looped: dict[str, Tensor], scale: Tensor | None = None) -> LazyRows:
         """Rows of all passes; `scale` is that of the first."""
-        gone = self.rows.keys() | self.digests.keys()
-        return LazyRows(
-            self.at, gradients_of(self.at, self.passes, scale, gone), looped, self.r, self.rows, self.digests
-        )
+        if self.digest is None:
+            found = gradients_of(self.at, self.passes, scale, self.gone)
+        else:
+            records = range(len(self.at.finished.records))
+            found = Gradients(tuple((self.gradients[k],) if k in self.gradients else () for k in records))
+        return LazyRows(self.at, found, looped, self.r, self.rows, self.digests)
 
     def _write_rows(self, k: int, one: Backward, scale: Tensor | None) -> None:
         at, (rule, call_) = self.at, self.at.early[k]
@@ -60,7 +77,7 @@ class Harvest:
         if k not in self.rows:
             self.rows[k] = [rows.new_empty(at.n, self.r, *rows.shape[2:]) for rows in found]
         for whole, rows in zip(self.rows[k], found, strict=True):
-            whole[:, self.taken : self.taken + one.r] = rows if scale is None else _times(rows, scale)
+            self._place(whole, 1, rows if scale is None else _times(rows, scale))
 
     def _write_digest(self, k: int, one: Backward, scale: Tensor | None) -> None:
         at, (rule, call_) = self.at, self.at.matrix(k)
@@ -69,17 +86,30 @@ class Harvest:
         assert out is not None
         g = shaped(one, k, record.out)
         if self.digest.kind == "sums":
-            summed = rule.left_sum(call_, g, out, at.n)
+            summed = rule.left_sum(call_, g, out, at.n).to(at.params.dtype)
             if k not in self.digests:
                 self.digests[k] = summed.new_empty(at.n, self.r, *summed.shape[2:])
-            self.digests[k][:, self.taken : self.taken + one.r] = summed if scale is None else _times(summed, scale)
+            self._place(self.digests[k], 1, summed if scale is None else _times(summed, scale))
             return
         g = g if scale is None else g * out.spread(scale, record.out, at.n)
         found = rule.left_gram(call_, g.to(at.params.dtype), out, at.n)
-        if k not in self.digests:
-            self.digests[k] = found
-        else:
+        if k in self.digests:
             self.digests[k] += found
+        else:
+            self.digests[k] = found
+
+    def _write_gradient(self, k: int, one: Backward, scale: Tensor | None) -> None:
+        record, out = self.at.finished.records[k], self.at.plan.steps[k].out
+        g = shaped(one, k, record.out)
+        if k not in self.gradients:
+            self.gradients[k] = g.new_empty(self.r, *record.out.shape)
+        if scale is not None:
+            assert out is not None  # there is none where a loop over samples takes the place of a pass
+            g = g * out.spread(scale, record.out, self.at.n)
+        self._place(self.gradients[k], 0, g)
+
+    def _place(self, whole: Tensor, axis: int, part: Tensor) -> None:
+        whole.narrow(axis, self.taken, part.shape[axis]).copy_(part)
 
 
 def gradients_of(
@@ -101,7 +131,7 @@ def gradients_of(
 
 
 def require_reaching(at: Reading, one: Backward) -> None:
-    """Refuse a batch whose graph lost a record that the self-check saw."""
+    """Refuse a batch whose graph lost a record that the self-check saw (a plan that was not checked saw none)."""
     for g, reaches in zip(one.found, at.plan.reaching, strict=False):
         if g is None and reaches:
             raise PlanChanged

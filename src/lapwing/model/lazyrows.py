@@ -87,6 +87,7 @@ class LazyRows(Sequence):
     def _matrix(self, block: Block) -> MatrixRows:
         """In pieces of a few samples where the arguments of its calls can be cut into samples with many positions."""
         n, params = self.at.n, self.at.params
+        assert not any(k in self.digests for k, _ in block.uses), "gradients were digested: there are no rows"
         positions = [self._positions(k) for k, _ in block.uses]
         if self.at.create_graph or min(positions) < 2:
             return MatrixRows(self._terms(block, 0, n))
@@ -129,10 +130,10 @@ class LazyRows(Sequence):
     def gradient_gram(self, block: Block, swapped: bool, reduce: bool) -> Tensor:
         """Σ g gᵀ of a matrix block in one orientation, (q, d, d): of gradients summed over positions, or of all."""
         with torch.no_grad():
-            found = [self._digest(*use, reduce) for use in self._uses(block, swapped)]
+            found = [self._summed_up(*use, reduce) for use in self._uses(block, swapped)]
             return gram_by_group(added(found).flatten(0, 1).to(self.at.params.dtype)) if reduce else added(found)
 
-    def _digest(self, k: int, rule: MatrixRule, call_: Call, out: Samples, reduce: bool) -> Tensor:
+    def _summed_up(self, k: int, rule: MatrixRule, call_: Call, out: Samples, reduce: bool) -> Tensor:
         """Σ_t g of each sample and direction (n, r, q, o), or Σ g gᵀ of all, (q, o, o)."""
         if k in self.digests:
             return self.digests[k]

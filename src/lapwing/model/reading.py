@@ -72,19 +72,10 @@ class Reading:
         }
 
     def digested(self, digest: Digest | None) -> dict[int, int]:
-        """Records of which nothing but the digest is wanted, as all their weights are in its blocks, with the size of
-        the digest of one direction of all samples; those where that is much smaller than the gradients."""
+        """Records of which nothing but the digest is wanted, as all their weights are in its blocks, and where that is
+        much smaller than gradients; with its size for one direction of all samples (grams of several are one sum)."""
         if digest is None or self.create_graph:
             return {}
-        if digest not in self._digested:
-            self._digested[digest] = self._find_digested(digest)
-        return self._digested[digest]
-
-    @cached_property
-    def _digested(self) -> dict[Digest, dict[int, int]]:
-        return {}
-
-    def _find_digested(self, digest: Digest) -> dict[int, int]:
         names: dict[int, set[str]] = {}
         for j in digest.blocks:
             for k, _ in self.plan.blocks[j].uses:
