@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lapwing.model import Batches, Network, Params
-from lapwing.model.forward import attention, quiet
+from lapwing.model.forward import forward_mode
+from lapwing.model.kernels import attention
 from lapwing.model.products import Products
 from lapwing.model.tangents import Recording, Tangents, Values
 
@@ -175,7 +176,7 @@ def test_values_of_other_calls_and_overwritten_ones_are_not_taken() -> None:
     with Recording(values), torch.no_grad():
         layer(x).relu_()
         layer(x)
-    with torch.autograd.forward_ad.dual_level(), Tangents(values), torch.no_grad(), quiet():
+    with torch.autograd.forward_ad.dual_level(), Tangents(values), torch.no_grad(), forward_mode():
         weight = torch.autograd.forward_ad.make_dual(layer.weight.detach(), v)
         for inputs in (x, x, x[:1]):
             found = torch.autograd.forward_ad.unpack_dual(F.linear(inputs, weight, layer.bias))

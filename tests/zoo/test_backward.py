@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 import lapwing
 from lapwing.model import backward
 from lapwing.model.backward import pull, pull_all
-from lapwing.model.forward import quiet
+from lapwing.model.forward import forward_mode
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -81,6 +81,6 @@ def test_inputs_with_a_forward_mode_tangent(structure: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
     la = lapwing.fit(model, (X, torch.tensor([0, 1, 0, 1, 1])), "classification", structure=structure, progress=False)
-    with forward_ad.dual_level(), quiet():
+    with forward_ad.dual_level(), forward_mode():
         got = la.predict(forward_ad.make_dual(X[:2], torch.ones_like(X[:2]))).probs
     torch.testing.assert_close(got, la.predict(X[:2]).probs)

@@ -12,8 +12,6 @@ from lapwing.curvature.structure import Estimate
 from lapwing.curvature.totals import Totals
 from lapwing.errors import TooLarge
 from lapwing.linalg import PSD
-from lapwing.model.batches import call
-from lapwing.model.module import output_tensor
 
 
 def hessian_estimate(problem: Problem, wrap: Callable[[Tensor], PSD]) -> Estimate:
@@ -30,7 +28,7 @@ def hessian_estimate(problem: Problem, wrap: Callable[[Tensor], PSD]) -> Estimat
     gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
     with problem.network.borrow(differentiable=True):
         for batch in problem.read("fit (Hessian)"):
-            f = problem.network.outputs(output_tensor(call(problem.network.module, batch.inputs)))
+            f = problem.network.functional(None, batch.inputs)
             y = problem.prepare(batch, f)
             statistics = statistics + problem.likelihood.statistics(f.detach(), y, batch.weights)
             seen += problem.likelihood.count(f, y, batch.weights)
@@ -47,8 +45,7 @@ def hessian_estimate(problem: Problem, wrap: Callable[[Tensor], PSD]) -> Estimat
 def _second(problem: Problem, loss: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient (P,) and Hessian (P, P) of a loss."""
     params = problem.network.params
-    live = dict(problem.network.module.named_parameters())
-    leaves = [live[name] for name in params.names]
+    leaves = list(problem.network.leaves().values())
 
     def flat(found: tuple) -> Tensor:
         whole = torch.cat(

@@ -80,12 +80,13 @@ class Problem:
         if bad:
             where = (~bad[0].isfinite()).nonzero()[0].tolist()
             return f"batch {batch.number}: the inputs hold {bad[0][tuple(where)].item()} at index {tuple(where)}"
-        names = dict(self.network.module.named_parameters())
-        ids = {id(p): name for name, p in names.items()}
-        for name, p in names.items():
+        for name, p in self.network.module.named_parameters():
             if not bool(p.isfinite().all()):
                 return f"batch {batch.number}: parameter {name!r} of the network is not finite"
-        finished = run(self.network.module, batch.inputs, {n: names[n] for n in self.network.params.names})
+        with self.network.borrow() as module:
+            leaves = self.network.leaves()
+            finished = run(module, batch.inputs, leaves)
+        ids = {id(p): name for name, p in leaves.items()}
         for record in finished.records:
             if not bool(record.out.isfinite().all()):
                 owners = ", ".join(ids.get(id(record.tensors[j]), "a derived weight") for j in record.live)

@@ -268,7 +268,7 @@ class _Pass:
     def _add_gradient(self, found: Mapping[str, Tensor | None]) -> None:
         """Σ_n φ·∇_θ log p(y_n | f_n), flat: how far the weights are from a mode."""
         network = self.problem.network
-        params, live = network.params, dict(network.module.named_parameters())
+        params, live = network.params, network.leaves()
         if self.sums.gradient is None:
             self.sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
         if params.index is not None:

@@ -90,8 +90,8 @@ def point_prediction(model: nn.Module | TemperatureScaled, inputs: Any, likeliho
     """p(y | f(x)) for a network without a posterior: the distribution of f is one point."""
     module = model.model if isinstance(model, TemperatureScaled) else model
     temperature = model.temperature if isinstance(model, TemperatureScaled) else 1.0
-    with borrowed(module), torch.no_grad():
-        raw = output_tensor(call(module, inputs)) / temperature
+    with borrowed(module) as own, torch.no_grad():
+        raw = output_tensor(call(own, inputs)) / temperature
     f = likelihood.outputs(raw)
     return predict_targets(SampledFunction(None, f[None]), likelihood, scalar=raw.ndim == 1)
 

@@ -45,16 +45,16 @@ class TemperatureScaled:
         return cls(model, best_temperature(f, y, likelihood), likelihood)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        with borrowed(self.model), torch.no_grad():
-            return output_tensor(self.model(*args, **kwargs)) / self.temperature
+        with borrowed(self.model) as module, torch.no_grad():
+            return output_tensor(module(*args, **kwargs)) / self.temperature
 
 
 def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
     """All outputs f (N, *event, C) and targets of the data, in float64."""
     outputs, targets = [], []
-    with borrowed(model), torch.no_grad():
+    with borrowed(model) as module, torch.no_grad():
         for batch in Batches(data, model, device_of(model)):
-            f = likelihood.outputs(output_tensor(call(model, batch.inputs)))
+            f = likelihood.outputs(output_tensor(call(module, batch.inputs)))
             outputs.append(f.double())
             targets.append(likelihood.targets(f, batch.targets))
     return torch.cat(outputs), torch.cat(targets)

@@ -6,12 +6,13 @@ process. The gradients of the number vᵀf are the same, and need none of it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lapwing.model.module import warnings_here
 
 # What `autograd.grad(is_grads_batched=True)` maps with; `torch.vmap` has a wrong derivative of `cdist`.
 _vmap = getattr(getattr(torch, "_vmap_internals", None), "_vmap", None)
@@ -34,8 +35,7 @@ def pull_all(f: Tensor, inputs: Sequence[Any], v: Tensor) -> tuple[Tensor | None
     v = v.to(f.dtype)
     if v.shape[1:] != f.shape:
         raise RuntimeError(f"cotangents of shape {tuple(v.shape)} for outputs of shape {tuple(f.shape)}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+    with warnings_here("ignore", UserWarning, "There is a performance drop"):
         if _vmap is None:
             return torch.autograd.grad(f, inputs, v, retain_graph=True, allow_unused=True, is_grads_batched=True)
         cotangents: list[Tensor] = []

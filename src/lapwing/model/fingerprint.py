@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.model.module import written_by_forward
+from lapwing.model.skeleton import written_by_forward
 
 WHOLE = 2**28  # bytes of a module up to which a checksum reads every one of them
 PROBES = 4096  # values of a tensor that it reads beyond that

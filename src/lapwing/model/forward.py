@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,64 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from lapwing.model.module import differentiable_kernels
+from lapwing.model.kernels import differentiable_kernels, elementary_attention
+from lapwing.model.module import warnings_here
 from lapwing.model.tangents import Tangents, Values
 
 _LEVEL: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # into KERNELS: what a module was seen to need
-
-
-class _ElementaryAttention(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and not _drops(*args, **kwargs):
-            return attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _drops(*args: Any, **kwargs: Any) -> bool:
-    return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-
-
-@contextmanager
-def elementary_attention() -> Iterator[None]:
-    """Attention as two products and a softmax, which differentiate forwards and twice; other kernels as they are."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with _ElementaryAttention(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """softmax(Q Kᵀ·scale + mask) V, as `scaled_dot_product_attention` without dropout; rows without a key give zero."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is None:
-        return scores.softmax(-1) @ value
-    if attn_mask.dtype != torch.bool:
-        scores, attn_mask = scores + attn_mask, attn_mask > -torch.inf
-    weights = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min).softmax(-1)
-    empty = ~attn_mask.any(-1, keepdim=True)
-    return (weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights) @ value
+_TURN = threading.RLock()  # PyTorch has one forward-mode level per process: threads take turns
+NESTED = "Nested forward mode AD"
 
 
 KERNELS: tuple[Callable[[], Any], ...] = (nullcontext, elementary_attention, differentiable_kernels)
@@ -80,6 +30,7 @@ def level(module: nn.Module) -> int:
 
 
 def lacks_derivative(error: Exception) -> bool:
+    """Whether an error says that an operation has no derivative of this kind; not that another thread is using it."""
     text = str(error).lower()
     return any(word in text for word in ("forward", "jvp", "derivative", "double backward", "batching rule"))
 
@@ -97,11 +48,13 @@ def push_forward(
     """
     for number in range(level(module), len(KERNELS)):
         try:
-            with KERNELS[number](), torch.no_grad(), quiet():
+            with KERNELS[number](), torch.no_grad(), forward_mode():
                 pairs = [_dual_pass(run, values, tangent, known) for tangent in tangents]
                 f = pairs[0][0] if pairs else run(values)
             return f, torch.stack([out for _, out in pairs]) if pairs else f.new_zeros(0, *f.shape)
         except (NotImplementedError, RuntimeError) as error:
+            if NESTED in str(error):  # the user's own forward mode in another thread
+                return None
             if not lacks_derivative(error):
                 raise
             _LEVEL[module] = number + 1
@@ -124,8 +77,10 @@ def _dual_pass(
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """PyTorch scripts its forward-mode formulas at first use, and warns that scripting is deprecated."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
+def forward_mode() -> Iterator[None]:
+    """Take this thread's turn with forward mode.
+
+    PyTorch scripts its forward-mode formulas at first use, and warns that scripting is deprecated.
+    """
+    with _TURN, warnings_here("ignore", DeprecationWarning):
         yield

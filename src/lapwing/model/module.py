@@ -1,18 +1,20 @@
-"""The user's module, borrowed: evaluated in eval mode and given back bit-identical, also after an exception."""
+"""The user's module as Lapwing runs it: a private copy in eval mode; and the outputs in what it returns."""
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.errors import UnsupportedModel
+from lapwing.model.kernels import without_fast_path
+from lapwing.model.skeleton import private
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,70 +49,46 @@ def ordinary(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-_WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-
-
-def written_by_forward(module: nn.Module) -> set[str]:
-    """Plain attributes that a forward pass of this submodule was seen to write (caches, counters, features)."""
-    return _WRITTEN.get(module, set())
-
-
 @contextmanager
-def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[None]:
-    """Eval mode, gradients for the selected parameters only; everything is put back afterwards.
+def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Module]:
+    """Lend a private copy of the module in eval mode, with gradients for the selected parameters only.
 
-    Letting only the selected parameters require grad keeps the backward pass out of frozen parts of the network.
-    Buffers that the forward pass changes even in eval mode are restored. PyTorch's fast path of encoders is off: it is
-    taken without a graph only and zeroes padded positions: outputs and derivatives would be those of two networks.
+    The user's module itself is neither run nor written to: other threads may call it meanwhile. Letting only the
+    selected parameters require grad keeps the backward pass out of frozen parts of the network.
     """
-    wanted = set(selected)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    training = [(m, m.training) for m in module.modules()]
-    params = list(module.named_parameters())
-    required = [p.requires_grad for _, p in params]
-    buffers = [(b, b._version, b.detach().clone()) for b in module.buffers()]
-    plain = [m for m, _ in training if not isinstance(m, torch.jit.ScriptModule)]  # a scripted one keeps its own state
-    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in plain]
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        for m, _ in training:
-            m.training = False
-        for name, p in params:
-            p.requires_grad_(name in wanted)
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for m, values, own in attributes:  # what the forward pass has set or re-assigned
-            changed = {k for k, v in vars(m).items() if k not in values or values[k] is not v} - {"training"}
-            if changed:
-                _WRITTEN.setdefault(m, set()).update(changed)
-            m.__dict__.clear()
-            m.__dict__.update(values)
-            m._buffers.clear()
-            m._buffers.update(own)
-        for (_, p), flag in zip(params, required, strict=True):
-            p.requires_grad_(flag)
-        for m, mode in training:
-            m.training = mode
-        with torch.no_grad():
-            for buffer, version, copy in buffers:
-                if buffer._version != version:
-                    buffer.copy_(copy)
+    with private(module, selected) as own, without_fast_path(own), torch.inference_mode(False), torch.enable_grad():
+        yield own
+
+
+class _Here:
+    """Matches messages of the thread that made it."""
+
+    def __init__(self, start: str) -> None:
+        self.start, self.thread = start, threading.get_ident()
+
+    def match(self, message: str) -> bool:
+        return threading.get_ident() == self.thread and message.startswith(self.start)
 
 
 @contextmanager
-def differentiable_kernels() -> Iterator[None]:
-    """Kernels that have forward-mode and second derivatives: math attention, no fused encoder, no fused RNN."""
-    fast, fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags() would do, but warns about TF32 on some builds
+def warnings_here(action: Literal["ignore", "error"], category: type[Warning], start: str = "") -> Iterator[None]:
+    """Ignore, or raise, warnings of this thread that begin with `start`.
+
+    `warnings.catch_warnings` does so for all threads, and two threads that use it at the same time can leave the
+    filters of one of them behind for good.
+    """
+    filters: Any = warnings.filters
+    entry = (action, _Here(start), category, None, 0)
+    filters.insert(0, entry)
+    warnings._filters_mutated()  # type: ignore[attr-defined]
     try:
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
-            yield
+        yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch._C._set_mkldnn_enabled(fused)
+        now: Any = warnings.filters
+        for own in (filters, now):  # the user may have replaced the list meanwhile
+            if entry in own:
+                own.remove(entry)
+        warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
 def output_tensor(output: object) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,14 @@ from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take
 from lapwing.model.forward import push_forward
 from lapwing.model.jacobian import Linearization
-from lapwing.model.module import borrowed, differentiable_kernels, output_tensor
+from lapwing.model.kernels import differentiable_kernels
+from lapwing.model.module import borrowed, output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged, source_of, unseen_names
 from lapwing.model.reading import Outputs
 from lapwing.model.samples import close
 from lapwing.model.selfcheck import CHECK_SAMPLES, TOLERANCES, SelfCheck
+from lapwing.model.skeleton import in_use
 from lapwing.model.tangents import Recording, Values
 from lapwing.model.tape import Pass, Record, first_reached, run
 
@@ -36,14 +38,19 @@ class Network:
     outputs: Outputs
 
     @contextmanager
-    def borrow(self, differentiable: bool = False) -> Iterator[None]:
-        """Use the module in eval mode with gradients for the selected parameters, and give it back as it was."""
-        with borrowed(self.module, self.params.names):
-            if differentiable:
-                with differentiable_kernels():
-                    yield
-            else:
-                yield
+    def borrow(self, differentiable: bool = False) -> Iterator[nn.Module]:
+        """Lend a private copy of the module, in eval mode with gradients for the selected parameters.
+
+        Inside, this thread's calls of the methods here use that copy; the module itself is not touched.
+        """
+        kernels = differentiable_kernels() if differentiable else nullcontext()
+        with borrowed(self.module, self.params.names) as own, kernels:
+            yield own
+
+    @property
+    def lent(self) -> nn.Module:
+        """The private copy that this thread has borrowed."""
+        return in_use(self.module, self.params.names)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """f (n, *event, c), no gradients."""
@@ -51,18 +58,19 @@ class Network:
 
     def forward_raw(self, inputs: Inputs) -> tuple[Tensor, bool]:
         """f (n, *event, c), and whether the module itself returned (n,)."""
-        with borrowed(self.module), torch.no_grad():
-            raw = output_tensor(call(self.module, inputs))
+        with self.borrow() as module, torch.no_grad():
+            raw = output_tensor(call(module, inputs))
             return self.outputs(raw).detach(), raw.ndim == 1
 
     def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """f at other weights theta (P,); gradients flow into theta and the inputs where the caller has them on."""
         wanted = torch.is_grad_enabled()
-        with borrowed(self.module), torch.set_grad_enabled(wanted):
-            return self._functional(self.params.unflatten(theta), inputs)
+        with self.borrow(), torch.set_grad_enabled(wanted):
+            return self.functional(self.params.unflatten(theta), inputs)
 
-    def _functional(self, values: dict[str, Tensor], inputs: Inputs) -> Tensor:
-        return self.outputs(output_tensor(call(self.module, inputs, values)))
+    def functional(self, values: dict[str, Tensor] | None, inputs: Inputs) -> Tensor:
+        """f with some parameters replaced by the values given, inside `borrow()`."""
+        return self.outputs(output_tensor(call(self.lent, inputs, values)))
 
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c), one forward-mode pass each.
@@ -71,7 +79,7 @@ class Network:
         """
         values = dict(zip(self.params.names, self.params.values, strict=True))
         moved = [self.params.tangent(v) for v in tangents]
-        at = lambda p: self._functional(p, inputs)  # noqa: E731
+        at = lambda p: self.functional(p, inputs)  # noqa: E731
         with self.borrow():
             found = self._jvp_around_one_pass(at, values, moved) if len(moved) > 1 else None
             found = push_forward(self.module, at, values, moved) if found is None else found
@@ -93,9 +101,8 @@ class Network:
 
     def _jvp_by_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
-        live = dict(self.module.named_parameters())
-        weights = [live[name] for name in self.params.names]
-        f = self.outputs(output_tensor(call(self.module, inputs)))
+        weights = list(self.leaves().values())
+        f = self.functional(None, inputs)
         u = torch.zeros_like(f, requires_grad=True)
         back = pull(f, weights, u, create_graph=True)
         results = []
@@ -113,11 +120,11 @@ class Network:
         `PlanChanged` where parameters would then fall into other blocks.
         """
         # a graph that outlives this call must not end in the user's parameters, whose .grad it would fill
-        leaves = self._aliases() if create_graph else self._leaves()
+        module, leaves = self.lent, self._aliases() if create_graph else self.leaves()
         if plan.dynamic:
-            finished = Pass(output_tensor(call(self.module, inputs, leaves if create_graph else None)), (), {})
+            finished = Pass(output_tensor(call(module, inputs, leaves if create_graph else None)), (), {})
         else:
-            finished = run(self.module, inputs, leaves, replaced=create_graph)
+            finished = run(module, inputs, leaves, replaced=create_graph)
             n, ids = batch_size(inputs), {id(p): name for name, p in leaves.items()}
             if not plan.matches(finished.records, n, ids) or plan.distinct < min(CHECK_SAMPLES, n):
                 anew = self.plan(map_tensors(Tensor.detach, inputs))
@@ -127,26 +134,27 @@ class Network:
             if not unseen_names(finished, ids) <= set(plan.looped):
                 raise PlanChanged
         f = self.outputs(finished.outputs)
-        return Linearization(self.module, self.params, plan, inputs, finished, self.outputs, f, leaves, create_graph)
+        return Linearization(module, self.params, plan, inputs, finished, self.outputs, f, leaves, create_graph)
 
-    def _leaves(self) -> dict[str, Tensor]:
-        live = dict(self.module.named_parameters())
+    def leaves(self) -> dict[str, Tensor]:
+        """The selected parameters of the borrowed copy, by name."""
+        live = dict(self.lent.named_parameters())
         return {name: live[name] for name in self.params.names}
 
     def _aliases(self) -> dict[str, Tensor]:
-        return {name: p.detach().requires_grad_() for name, p in self._leaves().items()}
+        return {name: p.detach().requires_grad_() for name, p in self.leaves().items()}
 
     def plan(self, inputs: Inputs) -> Plan:
         """Read the network from a few samples, and check the rows against autograd (call inside `borrow()`)."""
-        return SelfCheck(self.module, self.params, self.outputs, inputs).plan()
+        return SelfCheck(self.lent, self.params, self.outputs, inputs).plan()
 
 
 def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     """Names of the parameters of whatever produces the outputs: the last weight matrix and what follows it."""
     free = [name for name, p in module.named_parameters() if p.requires_grad]
-    with borrowed(module, free):
-        live = dict(module.named_parameters())
-        finished = run(module, take(inputs, slice(0, 1), batch_size(inputs)), {name: live[name] for name in free})
+    with borrowed(module, free) as own:
+        live = dict(own.named_parameters())
+        finished = run(own, take(inputs, slice(0, 1), batch_size(inputs)), {name: live[name] for name in free})
         ids = {id(live[name]): name for name in free}
         small: Callable = lambda record: all(record.tensors[j].ndim < 2 for j in record.live)  # noqa: E731
         found = first_reached(finished, small)

@@ -116,6 +116,6 @@ class Params:
     def _split(self, whole: Tensor) -> dict[str, Tensor]:
         parts = whole.split(self.sizes, dim=-1)
         return {
-            name: part.reshape(*whole.shape[:-1], *value.shape).to(value.dtype)
+            name: part.reshape((*whole.shape[:-1], *value.shape)).to(value.dtype)
             for name, part, value in zip(self.names, parts, self.values, strict=True)
         }

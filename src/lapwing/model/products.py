@@ -11,9 +11,9 @@ from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
 from lapwing.model.backward import pull, pull_all
-from lapwing.model.batches import Batch, Batches, Inputs, batch_size, call, take, tensors_in
-from lapwing.model.forward import elementary_attention, lacks_derivative, push_forward, quiet
-from lapwing.model.module import differentiable_kernels, output_tensor
+from lapwing.model.batches import Batch, Batches, Inputs, batch_size, take, tensors_in
+from lapwing.model.forward import forward_mode, lacks_derivative, push_forward
+from lapwing.model.kernels import differentiable_kernels, elementary_attention
 from lapwing.model.network import Network
 from lapwing.model.tangents import Recording, Values
 
@@ -55,21 +55,21 @@ class Products:
     def _jvp_at_once(self, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         params = self.network.params
         values = dict(zip(params.names, params.values, strict=True))
-        run = lambda p: self.network._functional(p, inputs)  # noqa: E731
+        run = lambda p: self.network.functional(p, inputs)  # noqa: E731
         push = lambda row: torch.func.jvp(run, (values,), (params.tangent(row),))[1]  # noqa: E731
-        with self.network.borrow(), elementary_attention(), torch.no_grad(), quiet():
+        with self.network.borrow(), elementary_attention(), torch.no_grad(), forward_mode():
             return run(values), torch.func.vmap(push)(v.to(params.dtype))
 
     def vjp(self, inputs: Inputs, pull: Callable[[Tensor], Tensor]) -> Tensor:
         """Jᵀ u, (s, P), for u (s, n, *event, c) = pull(f): one recorded forward pass for all s."""
         with self.network.borrow():
-            f = self.network.outputs(output_tensor(call(self.network.module, inputs)))
+            f = self.network.functional(None, inputs)
             with torch.no_grad():
                 u = pull(f.detach())
             return self._pull_back(f, u)
 
     def _pull_back(self, f: Tensor, u: Tensor) -> Tensor:
-        params, leaves = self.network.params, list(self.network._leaves().values())
+        params, leaves = self.network.params, list(self.network.leaves().values())
         total = torch.zeros(len(u), params.size, dtype=params.dtype, device=f.device)
         if not f.requires_grad:
             return total
@@ -137,13 +137,13 @@ class Products:
     def _by_one_pass(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
         """J v by forward mode around the values of the recorded pass, which then takes Jᵀ."""
         params, values = self.network.params, Values()
-        base = {name: p.detach() for name, p in self.network._leaves().items()}
         moved = [params.tangent(row) for row in v]
         with self.network.borrow():
+            base = {name: p.detach() for name, p in self.network.leaves().items()}
             with Recording(values):
-                f = self.network.outputs(output_tensor(call(self.network.module, batch.inputs)))
+                f = self.network.functional(None, batch.inputs)
             self._slow["attention"] = values.attends
-            run = lambda p: self.network._functional(p, batch.inputs)  # noqa: E731
+            run = lambda p: self.network.functional(p, batch.inputs)  # noqa: E731
             found = push_forward(self.network.module, run, base, moved, values)
             if found is None:
                 with differentiable_kernels():
@@ -156,8 +156,8 @@ class Products:
         """J v as the derivative of u ↦ (Jᵀu)ᵀv, then Jᵀ through the same recorded pass."""
         params = self.network.params
         with self.network.borrow(), elementary_attention():
-            f = self.network.outputs(output_tensor(call(self.network.module, batch.inputs)))
-            leaves = list(self.network._leaves().values())
+            f = self.network.functional(None, batch.inputs)
+            leaves = list(self.network.leaves().values())
             u = torch.zeros_like(f, requires_grad=True)
             back = pull(f, leaves, u, create_graph=True) if f.requires_grad else ()
             used = [(g, name) for g, name in zip(back, params.names) if g is not None and g.requires_grad]
@@ -192,8 +192,8 @@ class Products:
         total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
         for batch in self._read(label):
             with self.network.borrow(), differentiable_kernels():
-                leaves = list(self.network._leaves().values())
-                f = self.network.outputs(output_tensor(call(self.network.module, batch.inputs)))
+                leaves = list(self.network.leaves().values())
+                f = self.network.functional(None, batch.inputs)
                 slope = torch.autograd.grad(loss(batch, f), leaves, create_graph=True, allow_unused=True)
                 for k, row in enumerate(v):
                     total[k] += self._second(slope, leaves, row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.gradients import Gradients
 from lapwing.model.jacobian import Linearization
-from lapwing.model.module import output_tensor
+from lapwing.model.module import output_tensor, warnings_here
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
 from lapwing.model.reading import Outputs
@@ -270,8 +269,7 @@ class SelfCheck:
         if together.shared(len(directions)) < len(directions):
             return plan
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", UserWarning)
+            with warnings_here("error", UserWarning):
                 found = together.gradients(directions)
         except (RuntimeError, UserWarning):
             return plan

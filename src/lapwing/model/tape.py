@@ -6,7 +6,6 @@ twice need nothing special. Nothing is attached to the user's module.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lapwing.errors import UnsupportedModel
 from lapwing.model.batches import Inputs, call, tensors_in
-from lapwing.model.decompose import DECOMPOSED
 from lapwing.model.fixednorm import fixed_batch_norm
+from lapwing.model.kernels import WRITTEN_OUT
 from lapwing.model.module import output_tensor
 
 SHUFFLING = ("nonzero", "argwhere", "where", "masked_select", "unique", "unique_consecutive", "_pack_padded_sequence")
@@ -183,28 +182,6 @@ def _performed(func: Callable, args: tuple, kwargs: dict) -> Any:
 def _renormalizes(*args: Any, **kwargs: Any) -> bool:
     return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
 
-
-def _opened(function: Any) -> Callable:
-    """A copy of a Python-level torch function that runs its body instead of handing itself back to the mode.
-
-    Such functions begin with `if has_torch_function(...): return handle_torch_function(...)`, which would come back
-    here for ever; in the copy's globals that test is false, so the operations inside are seen one by one.
-    """
-
-    def never(*_: Any) -> bool:
-        return False
-
-    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    scope = {**function.__globals__, **dict.fromkeys(names, never)}
-    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-WRITTEN_OUT: dict[Callable, Callable] = {
-    **DECOMPOSED,
-    nn.functional.multi_head_attention_forward: _opened(nn.functional.multi_head_attention_forward),
-}
 
 CHEAPER: dict[Callable, Callable] = {nn.functional.batch_norm: fixed_batch_norm}
 

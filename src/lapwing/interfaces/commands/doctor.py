@@ -111,8 +111,8 @@ def _guessed(f: Tensor, y: Any = None) -> str:
 
 
 def _outputs(model: nn.Module, inputs: Any) -> Tensor:
-    with borrowed(model), torch.no_grad():
-        return output_tensor(call(model, inputs))
+    with borrowed(model) as own, torch.no_grad():
+        return output_tensor(call(own, inputs))
 
 
 def _device(model: nn.Module) -> torch.device:

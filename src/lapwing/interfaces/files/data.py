@@ -113,8 +113,8 @@ def require_readable(data: Any, module: nn.Module, text: str) -> None:
     inputs = Batches(data, module, parameter.device).inputs_of(first)
     inputs = map_tensors(lambda t: t.to(parameter.device), inputs)
     try:
-        with borrowed(module), torch.no_grad():
-            call(module, inputs)
+        with borrowed(module) as own, torch.no_grad():
+            call(own, inputs)
     except LapwingError:
         raise
     except Exception as error:
