@@ -17,6 +17,7 @@ from lapwing.curvature.resume import Resume
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tensors_in
+from lapwing.model.batches import Inputs
 from lapwing.model.tape import run
 
 SEEN = 8  # samples that are run before the network is planned
@@ -53,6 +54,7 @@ class Problem:
     scalar: bool = False  # the network returns (B,)
     resume: Resume | None = None  # where interrupted passes go on
     batch: int = 0  # samples of the first batch
+    example: Inputs = None  # the first samples
 
     @property
     def few(self) -> bool:
@@ -115,7 +117,8 @@ def pose(
     unplanned = Problem(network, Plan((), (), ()), batches, likelihood, factor or GGN(), (), 0)
     with network.borrow():
         f, scalar = _look(unplanned, first)
-    options |= {"scalar": scalar, "batch": batch_size(first.inputs)}
+    size = batch_size(first.inputs)
+    options |= {"scalar": scalar, "batch": size, "example": take(first.inputs, slice(0, 2), size)}
     notes: tuple[str, ...] = ()
     if factor is None:
         factor = GGN()

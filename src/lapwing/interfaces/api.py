@@ -34,11 +34,12 @@ from lapwing.interfaces.storage import (
     restore_curvature,
     restore_params,
     restore_prior,
+    restore_probe,
     restore_temperature,
 )
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
-from lapwing.model.fingerprint import checksum
+from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
 
@@ -105,9 +106,8 @@ def fit(
     if problem.resume is not None:
         problem.resume.forget()
     kept = Options(budget, split, progress, scalar=problem.scalar)
-    la = Laplace(
-        network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, state=checksum(module)
-    )
+    watch = Watch.on(module, problem.example)
+    la = Laplace(network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, watch=watch)
     _ = la.posterior  # refuse now what has no posterior
     return la
 
@@ -147,6 +147,7 @@ def load(
     path, module = Path(path), _module(model)
     tensors, header = read(path)
     require_same_module(header, module, path)
+    probe = restore_probe(tensors, header, module, path)
     params = restore_params(tensors, header, module)
     given = None if likelihood is None else resolve_likelihood(likelihood)
     family = likelihood_from_spec(header["likelihood"], given)
@@ -173,7 +174,7 @@ def load(
         repair=header["repair"],
         logit_temperature=header.get("logit_temperature", 1.0),
         tuned=header["tuned"],
-        state=checksum(module),
+        watch=Watch.on(module, probe=probe),
     )
 
 

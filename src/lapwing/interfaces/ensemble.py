@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lapwing.errors import UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network
 from lapwing.model.batches import Inputs, map_tensors
-from lapwing.model.fingerprint import checksum
+from lapwing.model.fingerprint import Watch
 from lapwing.model.module import ordinary, outside_inference
 from lapwing.predictive import Prediction, predict_targets
 from lapwing.predictive.sampled import sampled_function
@@ -28,7 +27,7 @@ class Ensemble:
     likelihood: Likelihood
     weights: Tensor
     scalar: bool = False
-    state: tuple[str, ...] = ()  # checksum of the module at the fit
+    watch: Watch | None = None  # what the module was like at the fit
     logit_temperature: float = 1.0
 
     def __len__(self) -> int:
@@ -40,8 +39,8 @@ class Ensemble:
     @outside_inference
     def predict(self, x: Inputs, *, link: str = "mc", differentiable: bool = False) -> Prediction:
         """The mixture of the members' predictions."""
-        if self.state and checksum(self.network.module) != self.state:
-            raise UnsupportedModel("the module has changed since the fit; restore it, or fit again")
+        if self.watch is not None:
+            self.watch.require_unchanged(self.network.module, self.network.params)
         x = map_tensors(lambda t: ordinary(t).to(self.network.params.device), x)
         function = sampled_function(self.network, self.weights, x, differentiable)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)

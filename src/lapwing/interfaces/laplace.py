@@ -16,7 +16,7 @@ from tqdm import tqdm
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.matrixfree import moved as sent
-from lapwing.errors import BadData, IncompatiblePrior, UnsupportedModel, UnsupportedOperation
+from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
@@ -44,7 +44,7 @@ from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
 from lapwing.model.batches import LABEL_KEYS, Batch, Inputs, map_tensors
-from lapwing.model.fingerprint import checksum
+from lapwing.model.fingerprint import Watch
 from lapwing.model.module import ordinary, outside_inference
 from lapwing.model.products import Products
 from lapwing.posterior import (
@@ -101,7 +101,7 @@ class Laplace:
     repair: bool = False
     logit_temperature: float = 1.0  # logits are divided by it before the link
     tuned: str = ""  # how prior, temperature and noise were chosen, in a line
-    state: tuple[str, ...] = field(default=(), repr=False)  # checksum of the module at the fit
+    watch: Watch | None = field(default=None, repr=False)  # what the module was like at the fit
     _plans: dict[str, Plan] = field(default_factory=dict, repr=False)  # the plan, once inputs were seen
 
     # --- what it is ------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class Laplace:
         if n < 1:
             raise BadData(f"an ensemble has at least one member, got {n}")
         draws = self._draws(n, generator)
-        return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.state, self.logit_temperature)
+        return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.watch, self.logit_temperature)
 
     def _inputs(self, x: Inputs) -> Inputs:
         if isinstance(x, Mapping) and self.options.split is None:
@@ -451,19 +451,8 @@ class Laplace:
         return information_gain(mean, at.covariance(inputs, mean, contrast=at.shift_invariant), self.likelihood)
 
     def _require_unchanged(self) -> None:
-        live = dict(self.module.named_parameters())
-        for name, value in zip(self.params.names, self.params.values, strict=True):
-            now = live.get(name)
-            if now is None or now.dtype != value.dtype or not torch.equal(now.detach(), value):
-                raise UnsupportedModel(
-                    f"parameter {name!r} of the module has changed since the fit; the posterior belongs to the old "
-                    "weights. Fit again, or restore the weights."
-                )
-        if self.state and checksum(self.module) != self.state:
-            raise UnsupportedModel(
-                "a frozen parameter, a buffer or a setting of the module has changed since the fit (for example batch "
-                "norm statistics, by a forward pass in training mode). Fit again, or restore the module."
-            )
+        if self.watch is not None:
+            self.watch.require_unchanged(self.module, self.params)
 
     # --- tuning ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from lapwing.errors import CorruptFile, UnsupportedModel, UnsupportedOperation, 
 from lapwing.linalg import PSD, once, pack, pack_layout, unpack, unpack_layout
 from lapwing.linalg.operator import Operator
 from lapwing.model import Params
-from lapwing.model.fingerprint import fingerprint, written
+from lapwing.model.fingerprint import Probe, fingerprint, written
+from lapwing.model.trees import full, lean
 from lapwing.posterior import Prior, Tempered
 
 FORMAT = 2  # 1: an index of all entries in place of runs
@@ -68,6 +69,10 @@ def write(path: Path, la: Any) -> None:
         "written": written(la.module),
         "fingerprint": fingerprint(la.module, written(la.module)),
     }
+    if la.watch is not None and la.watch.probe is not None and la.watch.probe.storable:
+        found: dict[str, Tensor] = {}
+        header["probe"] = lean([la.watch.probe.inputs, la.watch.probe.outputs], found)
+        tensors |= {f"probe.{name}": value for name, value in found.items()}
     tensors, header["aliases"] = once(tensors)
     flat = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     _write_atomically(path, flat, header | {"digest": _digest(flat, header)})
@@ -156,6 +161,25 @@ def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path
             f"{path.name!r} was made with other weights or buffers than this model has now. Load the weights it was "
             "fitted on first."
         )
+
+
+def restore_probe(
+    tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module, path: Path
+) -> Probe | None:
+    """Return the probe of the fit; refuse a module that gives other outputs for its inputs."""
+    if "probe" not in header:
+        return None
+    device = next(module.parameters()).device
+    own = {k.removeprefix("probe."): v.to(device) for k, v in tensors.items() if k.startswith("probe.")}
+    inputs, outputs = full(header["probe"], own)
+    probe = Probe(inputs, outputs, made_up=True)
+    if not probe.agrees(module):
+        raise UnsupportedModel(
+            f"{path.name!r} was made with a model that gives other outputs for the same inputs, although its weights "
+            "are the same (a hook, another activation, a setting such as an adapter's scaling). Load it for the model "
+            "it was fitted on."
+        )
+    return probe
 
 
 def restore_curvature(

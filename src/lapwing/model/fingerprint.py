@@ -1,33 +1,49 @@
-"""Whether a module is still the one that a posterior was fitted on."""
+"""Whether a module is still the one that a posterior was fitted on.
+
+Every parameter, buffer and plain tensor must have its values, and plain numbers and strings theirs. Whatever else a
+forward pass may read (private numbers, lists, dicts, configurations, hooks, functions) is looked at too; where any of
+it has changed, the outputs of a few probe inputs decide whether the module still computes the same.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import types
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lapwing.model.skeleton import written_by_forward
+from lapwing.errors import UnsupportedModel
+from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
+from lapwing.model.module import borrowed, output_tensor
+from lapwing.model.params import Params
+from lapwing.model.samples import close
+from lapwing.model.skeleton import ATOMIC, written_by_forward
 
-WHOLE = 2**28  # bytes of a module up to which a checksum reads every one of them
-PROBES = 4096  # values of a tensor that it reads beyond that
+DEPTH = 6  # how far a look follows objects into each other
+PROBED = 2  # samples whose outputs are kept
+STORED = 2**22  # bytes of probe inputs up to which a file holds them
+SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # others: 5e-2; relative to the largest output
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every parameter and buffer, also those that are not saved."""
+    """List every parameter and buffer, also those that are not saved."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 
 def written(module: nn.Module) -> list[str]:
-    """Plain attributes that forward passes were seen to write: caches, counters, features. They do not count."""
+    """List plain attributes that forward passes were seen to write: caches, counters, features. They do not count."""
     return sorted(f"{where}.{name}" for where, part in module.named_modules() for name in written_by_forward(part))
 
 
 def _attributes(module: nn.Module, skip: Iterable[str]) -> list[tuple[str, Any]]:
-    """Plain tensors, numbers and strings of all submodules, which the forward pass may read."""
+    """List the public attributes of all submodules, which the forward pass may read."""
     left_out = set(skip)
     return [
         (f"{where}.{name}", value)
@@ -38,20 +54,20 @@ def _attributes(module: nn.Module, skip: Iterable[str]) -> list[tuple[str, Any]]
 
 
 def _contents(module: nn.Module, skip: Iterable[str]) -> tuple[str, list[tuple[str, Tensor]]]:
-    """The module as it prints with its plain numbers and strings, and every tensor it has."""
+    """Return the module as it prints with its plain numbers and strings, and every tensor it has."""
     attributes = _attributes(module, skip)
     plain = [f"{name}={value!r}" for name, value in attributes if isinstance(value, bool | int | float | str)]
     tensors = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
     return "\n".join([repr(module), *plain]), [*_state(module), *tensors]
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def _bytes(tensor: Tensor) -> Any:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return flat.view(torch.uint8).numpy() if flat.numel() else b""
 
 
 def fingerprint(module: nn.Module, skip: Iterable[str] = ()) -> str:
-    """SHA-256 of everything the forward pass can read: parameters, buffers, plain attributes but those in `skip`."""
+    """Return the SHA-256 of parameters, buffers, plain tensors, numbers and strings but those in `skip`."""
     text, state = _contents(module, skip)
     digest = hashlib.sha256(text.encode())
     for name, tensor in state:
@@ -61,12 +77,188 @@ def fingerprint(module: nn.Module, skip: Iterable[str] = ()) -> str:
 
 
 def checksum(module: nn.Module) -> tuple[str, ...]:
-    """A cheap version of it, made before each prediction: CRC-32, of probes where tensors are large."""
+    """Return a cheap version of the fingerprint: CRC-32 of every tensor, and of the plain numbers and strings."""
     text, state = _contents(module, written(module))
-    whole = sum(t.numel() * t.element_size() for _, t in state) <= WHOLE
-    sums = [f"{zlib.crc32(text.encode()):x}"]
-    for name, tensor in state:
-        flat = tensor.detach().reshape(-1)
-        probed = flat if whole or flat.numel() <= PROBES else flat[:: flat.numel() // PROBES]
-        sums.append(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{zlib.crc32(_bytes(probed)):x}")
-    return tuple(sums)
+    return (f"{zlib.crc32(text.encode()):x}", *_sums(state))
+
+
+def _sums(state: list[tuple[str, Tensor]]) -> tuple[str, ...]:
+    return tuple(f"{name}|{t.dtype}|{tuple(t.shape)}|{zlib.crc32(_bytes(t)):x}" for name, t in state)
+
+
+class _Itself:
+    """Stands for an object that nothing is known of, and equals only itself."""
+
+    __slots__ = ("value",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+
+def glance(module: nn.Module) -> list:
+    """Describe all that the forward pass may read, for comparison with an earlier look: by value where that is cheap,
+    tensors by their place and version."""
+    seen: set[int] = set()
+    look = []
+    for where, part in list(module.named_modules()):
+        skip = written_by_forward(part)
+        own = {name: value for name, value in dict(vars(part)).items() if name != "training" and name not in skip}
+        look.append((where, type(part), [(name, _describe(value, DEPTH, seen)) for name, value in own.items()]))
+    return look
+
+
+def _describe(x: Any, depth: int, seen: set[int]) -> Any:
+    kind = type(x)
+    if kind in ATOMIC:
+        return x if x == x else "nan"
+    if isinstance(x, Tensor):
+        version = None if x.is_inference() else x._version
+        place = x.data_ptr() if x.layout == torch.strided else id(x)
+        return (tuple(x.shape), x.dtype, place, version)
+    if isinstance(x, nn.Module):  # its own attributes come in their turn, if it is registered
+        return _Itself(x)
+    if depth == 0 or id(x) in seen:
+        return kind
+    deeper = functools.partial(_describe, depth=depth - 1, seen=seen)
+    if isinstance(x, dict):
+        return (kind, [(_plain(k), deeper(v)) for k, v in list(x.items())])
+    if isinstance(x, (list, tuple)):
+        return (kind, [deeper(v) for v in list(x)])
+    if isinstance(x, (set, frozenset)):
+        return (kind, len(x), {v for v in list(x) if type(v) in ATOMIC})
+    if isinstance(x, np.ndarray):
+        return (x.shape, str(x.dtype), zlib.crc32(x.tobytes()) if x.dtype != object else 0)
+    if isinstance(x, types.MethodType):
+        return (x.__func__, _Itself(x.__self__))
+    if isinstance(x, functools.partial):
+        return (deeper(x.func), deeper(x.args), deeper(x.keywords))
+    seen.add(id(x))
+    if isinstance(x, types.FunctionType):
+        return (x, [_cell(cell, deeper) for cell in x.__closure__ or ()], deeper(x.__defaults__))
+    if hasattr(x, "__dict__") and not isinstance(x, type | types.ModuleType | types.BuiltinFunctionType):
+        return (kind, [(name, deeper(value)) for name, value in dict(vars(x)).items()])
+    return _Itself(x)
+
+
+def _plain(key: Any) -> Any:
+    return key if type(key) in ATOMIC else _Itself(key)
+
+
+def _cell(cell: Any, deeper: Any) -> Any:
+    try:
+        return deeper(cell.cell_contents)
+    except ValueError:  # a cell without a value
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A few inputs and what the module gave for them at the fit.
+
+    Inputs are noise with the mean and spread of the data, and shuffled integers, so that a file holds no sample of the
+    training data; where the module does not stand such inputs, they are samples of the data and `made_up` is false.
+    """
+
+    inputs: Inputs
+    outputs: Tensor
+    made_up: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: Inputs) -> Probe | None:
+        """Run the module on made-up inputs of the same kind, or on the first samples themselves."""
+        few = take(inputs, slice(0, PROBED), batch_size(inputs))
+        generator = torch.Generator().manual_seed(0)
+        for made_up, chosen in ((True, map_tensors(lambda t: _like(t, generator), few)), (False, few)):
+            chosen = map_tensors(lambda t: t.detach().clone(), chosen)
+            try:
+                outputs = _run(module, chosen)
+            except Exception:
+                continue
+            if bool(outputs.isfinite().all()):
+                return cls(chosen, outputs, made_up)
+        return None
+
+    @property
+    def storable(self) -> bool:
+        """Whether a file may hold it."""
+        size = sum(t.numel() * t.element_size() for t in tensors_in(self.inputs))
+        return self.made_up and size <= STORED and _storable(self.inputs)
+
+    def agrees(self, module: nn.Module) -> bool:
+        """Whether the module still gives these outputs."""
+        try:
+            now = _run(module, map_tensors(torch.clone, self.inputs))
+        except Exception:
+            return False
+        same = now.dtype == self.outputs.dtype and now.device == self.outputs.device
+        return same and close(now, self.outputs, SAME.get(now.dtype, 5e-2))
+
+
+def _run(module: nn.Module, inputs: Inputs) -> Tensor:
+    with borrowed(module) as own, torch.no_grad():
+        return output_tensor(call(own, inputs)).detach().clone()
+
+
+def _like(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Return noise with the mean and spread of a tensor, or its integers in another order."""
+    if t.layout != torch.strided or t.is_complex() or not t.numel():
+        return t
+    if not t.is_floating_point():
+        return t.reshape(-1)[torch.randperm(t.numel(), generator=generator).to(t.device)].reshape(t.shape)
+    wide = t.detach().double()
+    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+    return (wide.mean() + noise * wide.std(correction=0)).to(t.dtype)
+
+
+def _storable(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return all(isinstance(k, str) and _storable(v) for k, v in tree.items())
+    if isinstance(tree, (list, tuple)):
+        return type(tree) in (list, tuple) and all(map(_storable, tree))
+    return isinstance(tree, Tensor | str | int | float | bool | None)
+
+
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """What a module was like at the fit, and whether it still is."""
+
+    sums: tuple[str, ...]
+    probe: Probe | None
+    _looks: dict[str, Any] = field(default_factory=dict, repr=False)  # the last look that was found in order
+
+    @classmethod
+    def on(cls, module: nn.Module, inputs: Inputs | None = None, probe: Probe | None = None) -> Watch:
+        """Remember a module as it is, with its outputs at a few inputs like these or at a probe that is known."""
+        probe = Probe.of(module, inputs) if probe is None and inputs is not None else probe
+        state = tuple(_sums(_state(module)))
+        return cls(checksum(module), probe, {"look": glance(module), "state": state})
+
+    def require_unchanged(self, module: nn.Module, params: Params) -> None:
+        """Raise `UnsupportedModel` where the module is not what it was."""
+        look, state = glance(module), _sums(_state(module))
+        if look == self._looks.get("look") and state == self._looks.get("state"):
+            return
+        live = dict(module.named_parameters())
+        for name, value in zip(params.names, params.values, strict=True):
+            now = live.get(name)
+            if now is None or now.dtype != value.dtype or not torch.equal(now.detach(), value):
+                raise UnsupportedModel(
+                    f"parameter {name!r} of the module has changed since the fit; the posterior belongs to the old "
+                    "weights. Fit again, or restore the weights."
+                )
+        if checksum(module) != self.sums:
+            raise UnsupportedModel(
+                "a frozen parameter, a buffer or a setting of the module has changed since the fit (for example batch "
+                "norm statistics, by a forward pass in training mode). Fit again, or restore the module."
+            )
+        if self.probe is not None and not self.probe.agrees(module):
+            raise UnsupportedModel(
+                "the module has changed since the fit: it gives other outputs for the same inputs, although its "
+                "weights are the same (a hook, another activation, a patched forward, a setting). Fit again, or "
+                "restore the module."
+            )
+        self._looks.update(look=look, state=state)

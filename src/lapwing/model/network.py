@@ -23,7 +23,7 @@ from lapwing.model.samples import close
 from lapwing.model.selfcheck import CHECK_SAMPLES, TOLERANCES, SelfCheck
 from lapwing.model.skeleton import in_use
 from lapwing.model.tangents import Recording, Values
-from lapwing.model.tape import Pass, Record, first_reached, run
+from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,22 @@ class Network:
 
     def plan(self, inputs: Inputs) -> Plan:
         """Read the network from a few samples, and check the rows against autograd (call inside `borrow()`)."""
+        self._require_private(inputs)
         return SelfCheck(self.lent, self.params, self.outputs, inputs).plan()
+
+
+    def _require_private(self, inputs: Inputs) -> None:
+        """Refuse a forward pass that reaches the user's module itself past the private copy that is run."""
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        with torch.enable_grad():
+            f = self.functional(None, take(inputs, slice(0, 2), batch_size(inputs)))
+        found = [names[id(leaf)] for leaf in parameters_behind(f.grad_fn) if id(leaf) in names]
+        if found:
+            raise UnsupportedModel(
+                f"the forward pass uses parameter {found[0]!r} of the module by a name of its own (a global variable "
+                "inside a function that it calls, say), so that Lapwing cannot run it without touching your module. "
+                "Reach it through `self`."
+            )
 
 
 def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:

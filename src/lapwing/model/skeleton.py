@@ -205,7 +205,8 @@ class _Copier:
         except TypeError:  # made in C
             return x
         self._remember(x, own)
-        own.__dict__.update({k: self.of(v) for k, v in dict(getattr(x, "__dict__", {})).items()})
+        if hasattr(x, "__dict__"):
+            own.__dict__.update({k: self.of(v) for k, v in dict(vars(x)).items()})
         _copy_slots(x, own, self.of)
         return own
 

@@ -21,7 +21,7 @@ PLAIN = (str, int, float, bool, type(None))
 def save_tree(path: Path, tree: Any) -> None:
     """Write dicts, lists, tuples, numbers, strings, None and tensors, atomically."""
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(_lean(tree, tensors))
+    text = json.dumps(lean(tree, tensors))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     save_file(tensors, part, metadata={"tree": text, "digest": _digest(tensors, text)})
@@ -38,21 +38,21 @@ def load_tree(path: Path) -> Any:
         raise CorruptFile(f"{path} is damaged or no safetensors file ({error})") from error
     if header.get("digest") != _digest(tensors, header.get("tree", "")):
         raise CorruptFile(f"{path} is damaged: its contents do not match their checksum")
-    return _full(json.loads(header["tree"]), tensors)
+    return full(json.loads(header["tree"]), tensors)
 
 
-def _lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
+def lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """JSON with tensors and whatever JSON does not tell apart replaced by {kind: ...}."""
     if isinstance(tree, Tensor):
         name = str(len(tensors))
         tensors[name] = tree.detach().cpu().clone().contiguous()
         return {"tensor": name}
     if isinstance(tree, dict):
-        return {"dict": [[_lean(key, tensors), _lean(value, tensors)] for key, value in tree.items()]}
+        return {"dict": [[lean(key, tensors), lean(value, tensors)] for key, value in tree.items()]}
     if isinstance(tree, tuple):
-        return {"tuple": [_lean(value, tensors) for value in tree]}
+        return {"tuple": [lean(value, tensors) for value in tree]}
     if isinstance(tree, list):
-        return [_lean(value, tensors) for value in tree]
+        return [lean(value, tensors) for value in tree]
     if isinstance(tree, torch.dtype):
         return {"dtype": str(tree).removeprefix("torch.")}
     if isinstance(tree, PLAIN):
@@ -62,9 +62,9 @@ def _lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _full(lean: Any, tensors: dict[str, Tensor]) -> Any:
+def full(lean: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(lean, list):
-        return [_full(value, tensors) for value in lean]
+        return [full(value, tensors) for value in lean]
     if not isinstance(lean, dict):
         return lean
     ((kind, content),) = lean.items()
@@ -73,8 +73,8 @@ def _full(lean: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "dtype":
         return getattr(torch, content)
     if kind == "tuple":
-        return tuple(_full(value, tensors) for value in content)
-    return {_full(key, tensors): _full(value, tensors) for key, value in content}
+        return tuple(full(value, tensors) for value in content)
+    return {full(key, tensors): full(value, tensors) for key, value in content}
 
 
 def _digest(tensors: dict[str, Tensor], text: str) -> str:
