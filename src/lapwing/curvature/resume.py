@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.curvature.shards import place, sharded
 from lapwing.errors import CorruptFile
 from lapwing.model import Batch, tensors_in
 from lapwing.model.trees import load_tree, save_tree
@@ -33,12 +34,13 @@ class Resume:
 
     def journal(self, label: str, plan: str) -> Journal:
         name = "".join(letter if letter.isalnum() else "-" for letter in label).strip("-")
-        return Journal(self.folder / f"{name}.safetensors", f"{self.identity}|{plan}")
+        where = f"{name}-{place()}" if sharded() else name
+        return Journal(self.folder / f"{where}.safetensors", f"{self.identity}|{plan}")
 
     def forget(self) -> None:
         """Remove what is left of a fit that is complete."""
         for path in self.folder.glob("*.safetensors"):
-            path.unlink()
+            path.unlink(missing_ok=True)  # another process may have been first
 
 
 class Journal:

@@ -26,6 +26,7 @@ from lapwing.curvature import (
 )
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.resume import Resume
+from lapwing.curvature.shards import filled, require_same, sharded, together
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.interfaces.laplace import Laplace, Options
 from lapwing.interfaces.storage import (
@@ -40,10 +41,11 @@ from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likeli
 from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
 from lapwing.model.fingerprint import checksum
 from lapwing.model.module import outside_inference
-from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
+from lapwing.posterior import Prior, Tempered, resolve_prior, resolve_temperature
 
 
 @outside_inference
+@together()
 def fit(
     model: nn.Module,
     data: Any,
@@ -72,8 +74,9 @@ def fit(
     `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
     `data` stands for. The module is evaluated in eval mode and given back bit-identical. `checkpoint` is a folder in
     which an interrupted fit (diag, blockdiag, kron, ekfac, full) goes on; other batches or another order start over.
-    Under `torchrun`, after `torch.distributed.init_process_group`, all processes call `fit`, each with its own shard of
-    the data, and get the same posterior of all of them (the same five structures).
+    Under `torchrun`, after `torch.distributed.init_process_group`, all processes call `fit` with the same model and
+    options, each with its own shard of the data (it may be empty), and get the same posterior of all of them (the same
+    five structures). Where one process fails, all do.
 
         la = lapwing.fit(model, train_loader, "classification")
         la.predict(x).probs
@@ -90,13 +93,17 @@ def fit(
     if memory is not None and not (isinstance(memory, int | float) and memory > 0):
         raise BadData(f"memory is a number of bytes, got {memory!r}")
     where = _device(module, device)
-    batches = Batches(data, module, where, split)
+    batches = filled(Batches(data, module, where, split))
     names = _names(module, select, batches)
     network = Network(module, Params.of(module, names), family.outputs)
     budget = available_memory() if memory is None else int(memory)
     options = {"generator": generator, "memory": budget, "progress": progress}
     if isinstance(select, Subnetwork):
         network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
+    if sharded():
+        asked: dict[str, Any] = {"temperature": (float(tempered.T), tempered.prior), "n_data": n_data, "repair": repair}
+        asked |= {"structure": chosen, "factor": directions}
+        require_same(_identity(network, family, belief) | {name: repr(value) for name, value in asked.items()})
     problem = pose(network, batches, family, directions, **options)
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
     if checkpoint is not None:
@@ -110,6 +117,19 @@ def fit(
     )
     _ = la.posterior  # refuse now what has no posterior
     return la
+
+
+def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, str]:
+    """What all processes of a fit must share, as texts by name."""
+    params = network.params
+    mean, matrix = prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
+    values = (t.detach().cpu().contiguous().numpy().tobytes() for t in (mean, matrix.diagonal()))
+    return {
+        "model": repr(checksum(network.module)),
+        "likelihood": repr(family.spec()),
+        "select": f"{params.names} {None if params.index is None else params.index.tolist()}",
+        "prior": " ".join(hashlib.sha256(value).hexdigest() for value in values),
+    }
 
 
 def _resume(

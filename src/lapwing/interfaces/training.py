@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lapwing.curvature import Factor, Structure
+from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData
 from lapwing.evidence.checkpoints import Moment
 from lapwing.evidence.online import BATCH, Online, Subset
@@ -99,6 +100,7 @@ def train(
         trained = lapwing.train(model, (X, y), "classification", epochs=20)
         trained.laplace.predict(x).probs
     """
+    require_one_process("train")
     module = unwrap(model)
     if schedule_by not in ("epoch", "step"):
         raise BadData(f"schedule_by is 'epoch' or 'step', got {schedule_by!r}")
