@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.shards import place, sharded
-from lapwing.errors import CorruptFile
+from lapwing.errors import BadData, CorruptFile
 from lapwing.model import Batch, tensors_in
 from lapwing.model.trees import load_tree, save_tree
+from lapwing.model.writing import remove_leftovers, require_writable
 
 EVERY = 16  # batches after which no sample waits, so that a pass can go on from there exactly
 SECONDS = 20.0  # between two files
@@ -23,6 +24,13 @@ SECONDS = 20.0  # between two files
 
 class OtherBatches(Exception):
     """The batches are not those that the file has seen."""
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse a checkpoint folder that cannot be written, before the work."""
+    if folder.exists() and not folder.is_dir():
+        raise BadData(f"checkpoint={str(folder)!r} is a file; name a folder")
+    require_writable(folder)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +49,7 @@ class Resume:
         """Remove what is left of a fit that is complete."""
         for path in self.folder.glob("*.safetensors"):
             path.unlink(missing_ok=True)  # another process may have been first
+        remove_leftovers(self.folder, "*.safetensors")
 
 
 class Journal:

@@ -25,7 +25,7 @@ from lapwing.curvature import (
     resolve_structure,
 )
 from lapwing.curvature.factor import Hessian
-from lapwing.curvature.resume import Resume
+from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, together
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.interfaces.laplace import Laplace, Options
@@ -140,8 +140,7 @@ def _resume(
         raise UnsupportedOperation(
             "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
         )
-    if folder.exists() and not folder.is_dir():
-        raise BadData(f"checkpoint={str(folder)!r} is a file; name a folder")
+    require_folder(folder)
     index = network.params.index
     picked = "" if index is None else str(index.tolist())
     what = (repr(checksum(module)), repr(chosen), repr(factor), repr(family), repr(network.params.names), picked)

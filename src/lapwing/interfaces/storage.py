@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from lapwing.linalg import PSD, once, pack, pack_layout, unpack, unpack_layout
 from lapwing.linalg.operator import Operator
 from lapwing.model import Params
 from lapwing.model.fingerprint import fingerprint, written
+from lapwing.model.writing import replacing
 from lapwing.posterior import Prior, Tempered
 
 FORMAT = 2  # 1: an index of all entries in place of runs
@@ -70,7 +69,9 @@ def write(path: Path, la: Any) -> None:
     }
     tensors, header["aliases"] = once(tensors)
     flat = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    _write_atomically(path, flat, header | {"digest": _digest(flat, header)})
+    text = json.dumps(header | {"digest": _digest(flat, header)})
+    with replacing(path) as part:
+        save_file(flat, part, metadata={KEY: text})
 
 
 def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
@@ -85,27 +86,6 @@ def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
 
 def _prefixed(prefix: str, tensors: Mapping[str, Tensor], spec: Any) -> tuple[dict[str, Tensor], Any]:
     return {prefix + name: value for name, value in tensors.items()}, spec
-
-
-def _write_atomically(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata={KEY: json.dumps(header)})
-        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
