@@ -143,11 +143,11 @@ def _as_it_is(raw: tuple) -> tuple:
     return raw
 
 
-def add_up(tensors: Mapping[str, Tensor], plan: Plan) -> None:
+def add_up(tensors: Mapping[str, Tensor], plan: Plan | None = None) -> None:
     """Replace every tensor by its sum over the processes; `PlanChanged` where they run different operations."""
-    own = plan.signature, {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
+    own = plan and plan.signature, {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
     if any(other != own for other in exchange(own)):
-        if plan.dynamic:
+        if plan is None or plan.dynamic:
             raise _shared(UnsupportedOperation("the sums of the processes have different shapes and do not add up"))
         raise _shared(PlanChanged())
     for name in sorted(tensors):

@@ -27,9 +27,10 @@ from lapwing.curvature import (
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, together
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
 from lapwing.interfaces.laplace import Laplace, Options
 from lapwing.interfaces.storage import (
+    intact,
     read,
     require_same_module,
     restore_curvature,
@@ -165,8 +166,9 @@ def load(
     """
     path, module = Path(path), _module(model)
     tensors, header = read(path)
-    require_same_module(header, module, path)
-    params = restore_params(tensors, header, module)
+    with intact(path):
+        require_same_module(header, module, path)
+        params = restore_params(tensors, header, module)
     given = None if likelihood is None else resolve_likelihood(likelihood)
     family = likelihood_from_spec(header["likelihood"], given)
     network = Network(module, params, family.outputs)
@@ -181,19 +183,24 @@ def load(
         batches.require_reiterable("structure='matrixfree'")
         return pose(network, batches, family, factor, memory=header["memory"])
 
-    return Laplace(
-        network,
-        replace(restore_curvature(tensors, header, params.device, posed), params=params),
-        family,
-        restore_prior(tensors, header, params.device),
-        restore_temperature(header),
-        Options(header["memory"], split, scalar=header["scalar"]),
-        damped=header["damped"],
-        repair=header["repair"],
-        logit_temperature=header.get("logit_temperature", 1.0),
-        tuned=header["tuned"],
-        state=checksum(module),
-    )
+    curvature = restore_curvature(tensors, header, params, posed, path)
+    with intact(path):
+        la = Laplace(
+            network,
+            curvature,
+            family,
+            restore_prior(tensors, header, params),
+            restore_temperature(header),
+            Options(header["memory"], split, scalar=header["scalar"]),
+            damped=header["damped"],
+            repair=header["repair"],
+            logit_temperature=header.get("logit_temperature", 1.0),
+            tuned=header["tuned"],
+            state=checksum(module),
+        )
+        if not bool(la.log_likelihood.isfinite()):
+            raise CorruptFile(f"{path.name!r} holds statistics that are of no data; fit again, or restore a copy")
+    return la
 
 
 def _module(model: Any) -> nn.Module:
