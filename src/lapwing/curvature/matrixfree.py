@@ -24,7 +24,7 @@ from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Policy, Sketch, nystrom
 from lapwing.linalg.operator import Operator, Solver
 from lapwing.linalg.rows import chunks
-from lapwing.linalg.validity import first_flaw, flaw_of_values
+from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_values
 from lapwing.model import Network, Plan
 from lapwing.model.products import Products
 
@@ -204,8 +204,11 @@ def _require_sound(sketch: Sketch, tensors: Mapping[str, Tensor]) -> None:
     diagonal = tensors.get("diagonal")
     if diagonal is not None and diagonal.shape != sketch.basis.shape[-1:]:
         raise CorruptFile(f"the stored diagonal has shape {tuple(diagonal.shape)}; fit again, or restore a copy")
-    numbers = {name: value for name, value in tensors.items() if name in ("factor", "diagonal")}
-    found = sketch.flaw() or first_flaw(*(flaw_of_values(f"its {name}", value) for name, value in numbers.items()))
+    found = first_flaw(
+        sketch.flaw(),
+        flaw_of_scalar("its factor", tensors["factor"]),
+        "" if diagonal is None else flaw_of_values("its diagonal", diagonal),
+    )
     if found:
         raise CorruptFile(f"the stored sketch is impossible: {found}; fit again, or restore a copy")
 

@@ -64,7 +64,7 @@ class Journal:
             found = load_tree(path) if path.exists() else None
         except CorruptFile:
             found = None
-        if found is not None and found["identity"] == identity:
+        if isinstance(found, dict) and found.get("identity") == identity and _complete(found):
             self.found = found
 
     def skips(self, batch: Batch) -> bool:
@@ -88,6 +88,9 @@ class Journal:
     def restore(self, state: Mapping[str, Tensor], generator: torch.Generator | None) -> dict[str, Any]:
         """Put the sums of the file into the accumulator, and return what the pass itself knew."""
         assert self.found is not None
+        shapes = {name: value.shape for name, value in self.found["state"].items()}
+        if shapes != {name: value.shape for name, value in state.items()}:
+            raise OtherBatches
         for name, value in self.found["state"].items():
             state[name].copy_(value)
         if generator is not None and self.found["generator"] is not None:
@@ -117,3 +120,12 @@ class Journal:
         """Refuse data that end before those of the file."""
         if self.found is not None and self.read < self.found["read"]:
             raise OtherBatches
+
+
+def _complete(found: Mapping[str, Any]) -> bool:
+    """Whether a file holds what `Journal.save` writes, with sums of numbers."""
+    kinds = {"read": int, "chain": str, "kept": dict, "state": dict, "generator": Tensor | None}
+    if not all(name in found and isinstance(found[name], kind) for name, kind in kinds.items()):
+        return False
+    state = found["state"].values()
+    return set(found["kept"]) == {"sums", "waiting"} and all(bool(value.isfinite().all()) for value in state)

@@ -198,8 +198,8 @@ def load(
             tuned=header["tuned"],
             state=checksum(module),
         )
-        if not bool(la.log_likelihood.isfinite()):
-            raise CorruptFile(f"{path.name!r} holds statistics that are of no data; fit again, or restore a copy")
+        if found := family.flaw(curvature.statistics):
+            raise CorruptFile(f"{path.name!r} is impossible: {found}; fit again, or restore a copy")
     return la
 
 

@@ -250,7 +250,8 @@ def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], para
 
 
 def restore_temperature(header: Mapping[str, Any]) -> Tempered:
-    return Tempered(*header["temperature"])
+    T, prior = header["temperature"]
+    return Tempered(T, prior)
 
 
 def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module) -> Params:

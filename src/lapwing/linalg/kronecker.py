@@ -17,7 +17,7 @@ from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
 from lapwing.linalg.spectrum import Spectrum
 from lapwing.linalg.tangent import tangent
-from lapwing.linalg.validity import first_flaw, flaw_of_ranks, flaw_of_symmetric, flaw_of_values
+from lapwing.linalg.validity import first_flaw, flaw_of_ranks, flaw_of_scalar, flaw_of_symmetric
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,8 @@ class Kronecker(PSD):
     def flaw(self, signed: bool = False) -> str:
         return first_flaw(
             flaw_of_ranks(self.ranks),
-            flaw_of_values("its factor", self._factor),
-            "" if self.shift is None else flaw_of_values("its shift", self.shift),
+            flaw_of_scalar("its factor", self._factor),
+            "" if self.shift is None else flaw_of_scalar("its shift", self.shift),
             flaw_of_symmetric("its left factor", self.left),
             flaw_of_symmetric("its right factor", self.right),
         )

@@ -17,6 +17,12 @@ def flaw_of_values(name: str, values: Any, *, signed: bool = False) -> str:
     return f"{name} holds {values[bad].reshape(-1)[0].item()}" if bool(bad.any()) else ""
 
 
+def flaw_of_scalar(name: str, value: Any) -> str:
+    """One number that is not below zero."""
+    shape = tuple(torch.as_tensor(value).shape)
+    return f"{name} has shape {shape}" if shape else flaw_of_values(name, value)
+
+
 def flaw_of_symmetric(name: str, matrix: Tensor, *, signed: bool = False) -> str:
     """Symmetric matrices (*b, n, n) without eigenvalues below zero, up to rounding, unless they are `signed`."""
     if found := flaw_of_values(name, matrix, signed=True):
@@ -36,13 +42,15 @@ def flaw_of_symmetric(name: str, matrix: Tensor, *, signed: bool = False) -> str
     return f"{name} has an eigenvalue below zero" if bool(failed.any()) else ""
 
 
-def flaw_of_basis(name: str, rows: Tensor) -> str:
-    """Orthonormal rows (*b, k, n)."""
+def flaw_of_basis(name: str, rows: Tensor, values: Tensor | None = None) -> str:
+    """Orthonormal rows (*b, k, n); those of small `values` (k,), which rounding has spoiled, count the less."""
     if found := flaw_of_values(name, rows, signed=True):
         return found
     rows = rows if rows.dtype.itemsize >= 4 else rows.float()
-    eye = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
-    off = rows @ rows.mT - eye
+    each = torch.ones(rows.shape[-2]) if values is None or not len(values) else values / values.max().clamp(min=1e-300)
+    each = each.to(rows)
+    rows = rows * each.sqrt()[:, None]
+    off = rows @ rows.mT - torch.diag(each)
     return f"{name} is not orthonormal" if bool((off.abs() > torch.finfo(rows.dtype).eps ** 0.5).any()) else ""
 
 

@@ -25,7 +25,9 @@ class Sketch:
         """What makes the numbers impossible, in words; empty where they are sound. For files."""
         if self.basis.ndim != 2 or self.values.shape != self.basis.shape[:1]:
             return f"it has vectors of shape {tuple(self.basis.shape)} and values of {tuple(self.values.shape)}"
-        return flaw_of_values("its list of eigenvalues", self.values) or flaw_of_basis("its basis", self.basis)
+        return flaw_of_values("its list of eigenvalues", self.values) or flaw_of_basis(
+            "its basis", self.basis, self.values
+        )
 
     @property
     def rank(self) -> int:
