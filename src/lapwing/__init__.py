@@ -28,6 +28,7 @@ from lapwing.curvature import (
 )
 from lapwing.errors import (
     BadData,
+    CannotWrite,
     CorruptFile,
     IncompatiblePrior,
     LapwingError,
@@ -76,6 +77,7 @@ __all__ = [
     "Bernoulli",
     "BlockDiag",
     "BradleyTerry",
+    "CannotWrite",
     "Categorical",
     "CorruptFile",
     "Diag",

@@ -37,6 +37,10 @@ class CorruptFile(LapwingError, OSError):
     """A file is damaged or is not a Lapwing file."""
 
 
+class CannotWrite(LapwingError, OSError):
+    """A file could not be written: the disk is full, or the folder is not for writing. An older file is as it was."""
+
+
 class VersionMismatch(LapwingError):
     """A file was written by a newer format than this version reads."""
 

@@ -250,7 +250,7 @@ def test_a_crash_leaves_the_old_file_alone(
             Path(second).write_bytes(b"half of")
         raise error
 
-    monkeypatch.setattr(storage if step == "save_file" else storage.os, step.removeprefix("os."), crash)
+    monkeypatch.setattr(storage if step == "save_file" else os, step.removeprefix("os."), crash)
     with pytest.raises(type(error)):
         new.save(path)
     monkeypatch.undo()

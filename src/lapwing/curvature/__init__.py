@@ -18,6 +18,7 @@ from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.problem import Problem, available_memory, pose
+from lapwing.curvature.shards import require_same, sharded, together
 from lapwing.curvature.structure import (
     CHEAPER,
     OTHER_OPERATIONS,
@@ -90,7 +91,7 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
         return STRUCTURES[served[0]](), f"{served[0]}, because factor {type(problem.factor).__name__} asks for it"
     if params.size <= FULL_BELOW and Full().bytes(plan, itemsize) <= problem.memory:
         return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
-    rows = _rows_at_most(problem)
+    rows = None if sharded() else _rows_at_most(problem)
     if rows is not None and rows <= FUNCTIONAL_BELOW and rows < params.size:
         needed = Functional.needed(rows, params.size, itemsize)
         if needed <= problem.memory:
@@ -108,7 +109,7 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
         return Kron(), "kron, because the data can be read only once or ekfac exceeds the memory budget"
     small = MatrixFree(rank=32, columns=4, probes=4, steps=10, samples=32, predictive="samples")
     needed = small.bytes(plan, itemsize)
-    if problem.batches.reiterable and needed <= problem.memory:
+    if problem.batches.reiterable and needed <= problem.memory and not sharded():
         return small, (
             f"matrixfree, because Kronecker factors exceed the memory budget and {needed / 1e6:,.3g} MB of vectors do "
             "not; every product reads all data, about two gradients of them"
@@ -131,6 +132,7 @@ def estimate_curvature(problem: Problem, structure: Structure | None, n_data: fl
         structure, why = choose_structure(problem)
         notes = (f"structure: {why}",)
     _require(problem, structure)
+    require_same({"structure": repr(structure)})
     problem, estimate = _robustly(problem, structure, structure.estimate)
     notes = (*notes, *problem.plan.notes, *estimate.notes, *estimate.totals.notes)
     return _finish(problem, structure, estimate, n_data, notes)
@@ -181,7 +183,8 @@ def _robustly(
 ) -> tuple[Problem, Estimate]:
     """Where the operations change from batch to batch, start over without the tape."""
     try:
-        return problem, estimate(problem)
+        with together():
+            return problem, estimate(problem)
     except PlanChanged:
         problem.batches.require_reiterable("a network whose operations change from batch to batch")
         note = "a loop over samples for all weights: the operations change from batch to batch"

@@ -71,6 +71,7 @@ class Factor(ABC):
     """Directions s[n, r] in output space whose outer products sum to φ·Λ of each sample, or estimate it."""
 
     dispersion_power = 1  # the curvature scales as 1/φ to this power
+    definite = True  # whether the curvature has no eigenvalues below zero
     structures: tuple[str, ...] = ()  # the only ones that have an estimator for it, the usual one first; () is all
 
     @abstractmethod
@@ -222,6 +223,7 @@ class Hessian(Factor):
     Not of the form Σ Jᵀ S Sᵀ J: `Full`, `BlockDiag` and `Diag` have their own estimator for it.
     """
 
+    definite = False
     structures = ("full", "blockdiag", "diag")
 
     def directions(

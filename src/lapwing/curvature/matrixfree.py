@@ -19,11 +19,12 @@ from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_f
 from lapwing.curvature.structure import Estimate, Structure
 from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
 from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Policy, Sketch, nystrom
 from lapwing.linalg.operator import Operator, Solver
 from lapwing.linalg.rows import chunks
+from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_values
 from lapwing.model import Network, Plan
 from lapwing.model.products import Products
 
@@ -190,11 +191,26 @@ def stored(matrix: Operator) -> dict[str, Tensor]:
 def restored(problem: Problem, structure: MatrixFree, tensors: Mapping[str, Tensor]) -> Operator:
     """The inverse of `stored`, for the same network and data; no pass over them."""
     sketch = Sketch(tensors["basis"], tensors["values"])
+    _require_sound(sketch, tensors)
     products = Products(problem.network, problem.batches, problem.progress)
     product = CurvatureProduct(problem, products, tensors.get("diagonal"), structure.seed)
     if sketch.basis.shape[-1] != product.size:
         raise BadData(f"the file holds vectors of {sketch.basis.shape[-1]} weights, the selection has {product.size}")
     return Operator(product, sketch, tensors["factor"], solver=structure.solver(product.dtype))
+
+
+def _require_sound(sketch: Sketch, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse numbers that no fit can have stored."""
+    diagonal = tensors.get("diagonal")
+    if diagonal is not None and diagonal.shape != sketch.basis.shape[-1:]:
+        raise CorruptFile(f"the stored diagonal has shape {tuple(diagonal.shape)}; fit again, or restore a copy")
+    found = first_flaw(
+        sketch.flaw(),
+        flaw_of_scalar("its factor", tensors["factor"]),
+        "" if diagonal is None else flaw_of_values("its diagonal", diagonal),
+    )
+    if found:
+        raise CorruptFile(f"the stored sketch is impossible: {found}; fit again, or restore a copy")
 
 
 def require_same_data(problem: Problem, statistics: Tensor, seen: float) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import CorruptFile
+from lapwing.curvature.shards import place, sharded
+from lapwing.errors import BadData, CorruptFile
 from lapwing.model import Batch, tensors_in
 from lapwing.model.trees import load_tree, save_tree
+from lapwing.model.writing import remove_leftovers, require_writable
 
 EVERY = 16  # batches after which no sample waits, so that a pass can go on from there exactly
 SECONDS = 20.0  # between two files
@@ -22,6 +24,13 @@ SECONDS = 20.0  # between two files
 
 class OtherBatches(Exception):
     """The batches are not those that the file has seen."""
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse a checkpoint folder that cannot be written, before the work."""
+    if folder.exists() and not folder.is_dir():
+        raise BadData(f"checkpoint={str(folder)!r} is a file; name a folder")
+    require_writable(folder)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +42,14 @@ class Resume:
 
     def journal(self, label: str, plan: str) -> Journal:
         name = "".join(letter if letter.isalnum() else "-" for letter in label).strip("-")
-        return Journal(self.folder / f"{name}.safetensors", f"{self.identity}|{plan}")
+        where = f"{name}-{place()}" if sharded() else name
+        return Journal(self.folder / f"{where}.safetensors", f"{self.identity}|{plan}")
 
     def forget(self) -> None:
         """Remove what is left of a fit that is complete."""
         for path in self.folder.glob("*.safetensors"):
-            path.unlink()
+            path.unlink(missing_ok=True)  # another process may have been first
+        remove_leftovers(self.folder, "*.safetensors")
 
 
 class Journal:
@@ -53,7 +64,7 @@ class Journal:
             found = load_tree(path) if path.exists() else None
         except CorruptFile:
             found = None
-        if found is not None and found["identity"] == identity:
+        if isinstance(found, dict) and found.get("identity") == identity and _complete(found):
             self.found = found
 
     def skips(self, batch: Batch) -> bool:
@@ -77,6 +88,9 @@ class Journal:
     def restore(self, state: Mapping[str, Tensor], generator: torch.Generator | None) -> dict[str, Any]:
         """Put the sums of the file into the accumulator, and return what the pass itself knew."""
         assert self.found is not None
+        shapes = {name: value.shape for name, value in self.found["state"].items()}
+        if shapes != {name: value.shape for name, value in state.items()}:
+            raise OtherBatches
         for name, value in self.found["state"].items():
             state[name].copy_(value)
         if generator is not None and self.found["generator"] is not None:
@@ -106,3 +120,12 @@ class Journal:
         """Refuse data that end before those of the file."""
         if self.found is not None and self.read < self.found["read"]:
             raise OtherBatches
+
+
+def _complete(found: Mapping[str, Any]) -> bool:
+    """Whether a file holds what `Journal.save` writes, with sums of numbers."""
+    kinds = {"read": int, "chain": str, "kept": dict, "state": dict, "generator": Tensor | None}
+    if not all(name in found and isinstance(found[name], kind) for name, kind in kinds.items()):
+        return False
+    state = found["state"].values()
+    return set(found["kept"]) == {"sums", "waiting"} and all(bool(value.isfinite().all()) for value in state)

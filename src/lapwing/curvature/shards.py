@@ -1,11 +1,25 @@
-"""Data in shards, one a process: sums over all of them, the same on each."""
+"""Data in shards, one per process: every process ends with the same sums, or every process ends with an error.
+
+Every exchange between processes is a call of `exchange` on all of them. A process that fails tells the others in its
+next exchange, wherever they are by then, so that none of them waits for sums that never come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+from lapwing import errors
+from lapwing.errors import BadData, LapwingError, UnsupportedOperation
+from lapwing.model import Batch, Batches, Plan, PlanChanged, batch_size
+from lapwing.model.batches import NoSamples, map_tensors
 
 
 def sharded() -> bool:
@@ -13,14 +27,135 @@ def sharded() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def add_up(tensors: Mapping[str, Tensor]) -> None:
-    """Replace every tensor by its sum over the processes, all of which must call this."""
+def place() -> str:
+    """This process among all of them, such as "0-of-2"; empty where there is one."""
+    return f"{distributed.get_rank()}-of-{distributed.get_world_size()}" if sharded() else ""
+
+
+def require_one_process(what: str) -> None:
+    """Refuse, on every process, work that reads data and does not add up over processes."""
+    if sharded():
+        raise UnsupportedOperation(
+            f"{what} does not add up over processes: each would see its own shard alone and find something else. "
+            "Save the posterior (la.save) or the weights, and go on in one process, without torchrun"
+        )
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A part of the work that all processes do: where one fails, all do. Serves as a decorator too."""
+    if not sharded():
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, "shared", False):
+            _tell(error)
+            error.shared = True  # type: ignore[attr-defined]
+        raise
+    exchange(None)
+
+
+def exchange(content: Any) -> list[Any]:
+    """What every process brings, by rank; raises on all of them where one has failed."""
+    found: list[Any] = [None] * distributed.get_world_size()
+    try:
+        distributed.all_gather_object(found, (None, content))
+    except RuntimeError as error:
+        raise _shared(LapwingError(f"another process has ended or does not answer ({error})")) from error
+    for rank, (failure, _) in enumerate(found):
+        if failure is not None:
+            raise _shared(_received(rank, *failure))
+    return [content for _, content in found]
+
+
+def _tell(error: Exception) -> None:
+    """Answer the exchange that the other processes come to next with an error."""
+    found: list[Any] = [None] * distributed.get_world_size()
+    try:
+        distributed.all_gather_object(found, ((type(error).__name__, str(error)), None))
+    except RuntimeError:
+        pass  # the others are gone; the error itself is what there is to say
+
+
+def _received(rank: int, kind: str, message: str) -> Exception:
+    """The error of another process: of the same class where the class is one of ours."""
+    if kind == PlanChanged.__name__:
+        return PlanChanged()
+    known = getattr(errors, kind, None)
+    if known is not None:
+        return known(f"process {rank}: {message}")
+    return LapwingError(f"process {rank} stopped with {kind}: {message}")
+
+
+def _shared(error: Any) -> Exception:
+    error.shared = True
+    return error
+
+
+def require_same(what: Mapping[str, str]) -> None:
+    """Refuse, on every process, texts that differ between processes; `what` maps their names to them."""
+    if not sharded():
+        return
+    texts = {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in what.items()}  # objects that have no repr
+    found = exchange(texts)
+    differ = [name for name in texts if len({each.get(name) for each in found}) > 1]
+    if differ:
+        raise _shared(
+            BadData(
+                f"the processes differ in {', '.join(differ)}: each passes its own shard of the data, but the same "
+                "model with the same weights and the same options"
+            )
+        )
+
+
+def filled(batches: Batches) -> Batches:
+    """The batches of this process; where its shard is empty, one of another process whose samples weigh nothing."""
+    if not sharded():
+        return batches
+    iterator = iter(batches)
+    try:
+        first = next(iterator)
+    except NoSamples:
+        first = None
+    empty = exchange(first is None)
+    if all(empty):
+        raise _shared(BadData("the data holds no samples on any process"))
+    lender = empty.index(False)
+    lent = exchange(_parts(first) if first and lender == distributed.get_rank() else None) if any(empty) else []
+    if first is None:
+        inputs, targets = lent[lender]
+        return replace(batches, data=[(inputs, targets, torch.zeros(batch_size(inputs)))], split=_as_it_is)
+    if batches.reiterable:
+        return batches
+    again = ((batch.inputs, batch.targets, batch.weights) for batch in chain([first], iterator))
+    return replace(batches, data=again, split=_as_it_is)
+
+
+def _parts(batch: Batch) -> tuple[Any, Any]:
+    """Inputs and targets, as they travel."""
+    inputs, targets = map_tensors(lambda t: t.detach().cpu(), (batch.inputs, batch.targets))
+    return inputs, targets
+
+
+def _as_it_is(raw: tuple) -> tuple:
+    return raw
+
+
+def add_up(tensors: Mapping[str, Tensor], plan: Plan | None = None) -> None:
+    """Replace every tensor by its sum over the processes; `PlanChanged` where they run different operations."""
+    own = plan and plan.signature, {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
+    if any(other != own for other in exchange(own)):
+        if plan is None or plan.dynamic:
+            raise _shared(UnsupportedOperation("the sums of the processes have different shapes and do not add up"))
+        raise _shared(PlanChanged())
     for name in sorted(tensors):
         distributed.all_reduce(tensors[name])
 
 
 def add_up_numbers(numbers: Mapping[str, float], device: torch.device) -> dict[str, float]:
-    """The same of plain numbers."""
+    """Sums of plain numbers over the processes."""
     names = sorted(numbers)
     total = torch.tensor([float(numbers[name]) for name in names], dtype=torch.float64, device=device)
     distributed.all_reduce(total)

@@ -14,7 +14,7 @@ from lapwing.curvature.factor import GGN, Directions, Factor
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.regroup import Group, Regrouped
 from lapwing.curvature.resume import Journal, OtherBatches
-from lapwing.curvature.shards import add_up, sharded
+from lapwing.curvature.shards import sharded
 from lapwing.curvature.totals import Sums, Totals
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
@@ -72,8 +72,10 @@ def sweep(
         resume.journal(label, problem.plan.signature).path.unlink(missing_ok=True)
         sums = run()
     if state is not None and sharded():
-        add_up(state)
-        sums.add_up()
+        if scored and sums.gradient is None:  # no sample of this shard needed a direction
+            params = problem.network.params
+            sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+        sums.add_up(state, problem.plan)
     return sums.totals()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from lapwing.curvature.factor import Directions
 from lapwing.curvature.shards import add_up, add_up_numbers
+from lapwing.model import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +45,10 @@ class Sums:
         for name in ("seen", "curvature", "dropped", "samples", "directions"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def add_up(self) -> None:
-        """Over all processes."""
+    def add_up(self, state: Mapping[str, Tensor], plan: Plan) -> None:
+        """Add up these totals and the tensors of `state` over all processes."""
         assert self.statistics is not None
-        add_up({name: t for name, t in vars(self).items() if isinstance(t, Tensor)})
+        add_up({**state, **{f"total {name}": t for name, t in vars(self).items() if isinstance(t, Tensor)}}, plan)
         numbers = {name: v for name, v in vars(self).items() if isinstance(v, int | float)}
         vars(self).update(add_up_numbers(numbers, self.statistics.device))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evaluation.meter import measure
 from lapwing.evaluation.report import Gallery, Outside, Report, Result
@@ -46,6 +47,7 @@ def evaluate(
         >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"notMNIST": images})
         >>> print(report.table("accuracy", "nll", "ece", "auroc notMNIST"))
     """
+    require_one_process("evaluate")
     if not models:
         raise BadData("evaluate needs at least one model: pass {'MAP': model, 'Laplace': la}")
     shared = find_likelihood(models, likelihood)

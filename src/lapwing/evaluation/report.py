@@ -14,6 +14,7 @@ from lapwing.errors import BadData
 from lapwing.evaluation import html, metrics, plots
 from lapwing.evaluation.meter import Cost
 from lapwing.evaluation.scoring import LEVELS, Classes, Column, Items, Task
+from lapwing.model.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,8 +142,8 @@ class Report:
             pictures=self._pictures(),
         )
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        with replacing(path) as part:
+            part.write_text(page, encoding="utf-8")
         return path
 
     def _chosen(self, names: tuple[str, ...]) -> tuple[Column, ...]:

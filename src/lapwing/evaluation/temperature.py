@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches, call
@@ -35,6 +36,7 @@ class TemperatureScaled:
     @classmethod
     def fit(cls, model: nn.Module, data: Any, likelihood: str | Likelihood = "classification") -> "TemperatureScaled":
         """The temperature of smallest validation NLL, between 0.01 and 100; `data` as in `lapwing.fit`."""
+        require_one_process("temperature scaling")
         likelihood = resolve_likelihood(likelihood)
         if not isinstance(likelihood, Categorical | Bernoulli | BradleyTerry):
             raise UnsupportedOperation(

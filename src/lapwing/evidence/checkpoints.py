@@ -83,6 +83,15 @@ class Checkpoint:
     def read(self, state: State) -> None:
         """Set module, optimizer, scheduler, generators and state to what was written."""
         content = self._content()
+        try:
+            self._apply(content, state)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            raise CorruptFile(f"{self.path} does not fit together ({error}): delete it to start over") from error
+
+    def _apply(self, content: dict[str, Any], state: State) -> None:
+        for name, value in content["module"].items():
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise ValueError(f"{name!r} is not finite")
         self.module.load_state_dict(content["module"])
         self.optimizer.load_state_dict(content["optimizer"])
         if self.scheduler is not None:
@@ -103,6 +112,8 @@ class Checkpoint:
             content: dict[str, Any] = load_tree(self.path)
         except CorruptFile as error:
             raise CorruptFile(f"{self.path} is not a complete checkpoint ({error}): delete it to start over") from error
+        if not isinstance(content, dict) or not isinstance(content.get("identity"), dict):
+            raise CorruptFile(f"{self.path} is not a checkpoint of a training: delete it to start over")
         changed = [key for key, value in self.identity.items() if content["identity"].get(key) != value]
         if changed:
             raise BadData(

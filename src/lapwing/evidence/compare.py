@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lapwing.curvature import Curvature, Kron
+from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.evidence import effective_parameters
 from lapwing.likelihoods import Likelihood
@@ -113,6 +114,8 @@ def compare(models: Mapping[str, Fitted], data: Any = None) -> Comparison:
     """
     if not models:
         raise BadData("compare needs at least one fitted model: pass {name: lapwing.fit(...)}")
+    if data is not None:
+        require_one_process("compare with held-out data")
     candidates = {name: _candidate(model, data) for name, model in models.items()}
     return Comparison(candidates, tuple(_beware(models, candidates)))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from lapwing.curvature import Kron, estimate_curvature, pose
+from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData
 from lapwing.evidence.affine import Affine, Averaged
 from lapwing.evidence.batch_bound import bracket_bound
@@ -105,6 +106,7 @@ def learn_invariances(
         found = lapwing.learn_invariances(model, (images, labels), "classification", augment, epochs=30)
         found.augmentation.ranges
     """
+    require_one_process("learn_invariances")
     x, y = data
     if x.ndim != 4 or len(x) != len(y):
         raise BadData(f"data is a pair of images (n, c, h, w) and targets (n,); got {tuple(x.shape)}, {tuple(y.shape)}")

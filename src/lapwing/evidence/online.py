@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Factor, Structure, estimate_curvature, pose, resolve_factor, resolve_structure
+from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.batch_bound import batch_bound
 from lapwing.evidence.evidence import effective_parameters, log_evidence
@@ -161,6 +162,7 @@ class Online:
         The network is evaluated in eval mode and given back in the mode it came in. `.belief` of the result holds the
         new prior, likelihood and the log evidence.
         """
+        require_one_process("Online.step")
         names = select_names(model, self.select)
         network = Network(model, Params.of(model, names), self.likelihood.outputs)
         subset = Subset(data, self.samples, self.generator) if self.structure != BATCH else data

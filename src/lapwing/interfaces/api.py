@@ -25,10 +25,12 @@ from lapwing.curvature import (
     resolve_structure,
 )
 from lapwing.curvature.factor import Hessian
-from lapwing.curvature.resume import Resume
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.curvature.resume import Resume, require_folder
+from lapwing.curvature.shards import filled, require_same, sharded, together
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
 from lapwing.interfaces.laplace import Laplace, Options
 from lapwing.interfaces.storage import (
+    intact,
     read,
     require_same_module,
     restore_curvature,
@@ -41,10 +43,11 @@ from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likeli
 from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
 from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.module import outside_inference
-from lapwing.posterior import Tempered, resolve_prior, resolve_temperature
+from lapwing.posterior import Prior, Tempered, resolve_prior, resolve_temperature
 
 
 @outside_inference
+@together()
 def fit(
     model: nn.Module,
     data: Any,
@@ -73,8 +76,9 @@ def fit(
     `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
     `data` stands for. The module is evaluated in eval mode and given back bit-identical. `checkpoint` is a folder in
     which an interrupted fit (diag, blockdiag, kron, ekfac, full) goes on; other batches or another order start over.
-    Under `torchrun`, after `torch.distributed.init_process_group`, all processes call `fit`, each with its own shard of
-    the data, and get the same posterior of all of them (the same five structures).
+    Under `torchrun`, after `torch.distributed.init_process_group`, all processes call `fit` with the same model and
+    options, each with its own shard of the data (it may be empty), and get the same posterior of all of them (the same
+    five structures). Where one process fails, all do.
 
         la = lapwing.fit(model, train_loader, "classification")
         la.predict(x).probs
@@ -91,13 +95,17 @@ def fit(
     if memory is not None and not (isinstance(memory, int | float) and memory > 0):
         raise BadData(f"memory is a number of bytes, got {memory!r}")
     where = _device(module, device)
-    batches = Batches(data, module, where, split)
+    batches = filled(Batches(data, module, where, split))
     names = _names(module, select, batches)
     network = Network(module, Params.of(module, names), family.outputs)
     budget = available_memory() if memory is None else int(memory)
     options = {"generator": generator, "memory": budget, "progress": progress}
     if isinstance(select, Subnetwork):
         network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
+    if sharded():
+        asked: dict[str, Any] = {"temperature": (float(tempered.T), tempered.prior), "n_data": n_data, "repair": repair}
+        asked |= {"structure": chosen, "factor": directions}
+        require_same(_identity(network, family, belief) | {name: repr(value) for name, value in asked.items()})
     problem = pose(network, batches, family, directions, **options)
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
     if checkpoint is not None:
@@ -112,6 +120,19 @@ def fit(
     return la
 
 
+def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, str]:
+    """What all processes of a fit must share, as texts by name."""
+    params = network.params
+    mean, matrix = prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
+    values = (t.detach().cpu().contiguous().numpy().tobytes() for t in (mean, matrix.diagonal()))
+    return {
+        "model": repr(checksum(network.module)),
+        "likelihood": repr(family.spec()),
+        "select": f"{params.names} {None if params.index is None else params.index.tolist()}",
+        "prior": " ".join(hashlib.sha256(value).hexdigest() for value in values),
+    }
+
+
 def _resume(
     folder: Path, module: nn.Module, network: Network, family: Likelihood, factor: Factor, chosen: Structure | None
 ) -> Resume:
@@ -120,8 +141,7 @@ def _resume(
         raise UnsupportedOperation(
             "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
         )
-    if folder.exists() and not folder.is_dir():
-        raise BadData(f"checkpoint={str(folder)!r} is a file; name a folder")
+    require_folder(folder)
     index = network.params.index
     picked = "" if index is None else str(index.tolist())
     what = (repr(checksum(module)), repr(chosen), repr(factor), repr(family), repr(network.params.names), picked)
@@ -146,9 +166,10 @@ def load(
     """
     path, module = Path(path), _module(model)
     tensors, header = read(path)
-    require_same_module(header, module, path)
-    probe = restore_probe(tensors, header, module, path)
-    params = restore_params(tensors, header, module)
+    with intact(path):
+        require_same_module(header, module, path)
+        probe = restore_probe(tensors, header, module, path)
+        params = restore_params(tensors, header, module)
     given = None if likelihood is None else resolve_likelihood(likelihood)
     family = likelihood_from_spec(header["likelihood"], given)
     network = Network(module, params, family.outputs)
@@ -163,19 +184,24 @@ def load(
         batches.require_reiterable("structure='matrixfree'")
         return pose(network, batches, family, factor, memory=header["memory"])
 
-    return Laplace(
-        network,
-        replace(restore_curvature(tensors, header, params.device, posed), params=params),
-        family,
-        restore_prior(tensors, header, params.device),
-        restore_temperature(header),
-        Options(header["memory"], split, scalar=header["scalar"]),
-        damped=header["damped"],
-        repair=header["repair"],
-        logit_temperature=header.get("logit_temperature", 1.0),
-        tuned=header["tuned"],
-        watch=Watch.on(module, probe=probe),
-    )
+    curvature = restore_curvature(tensors, header, params, posed, path)
+    with intact(path):
+        la = Laplace(
+            network,
+            curvature,
+            family,
+            restore_prior(tensors, header, params),
+            restore_temperature(header),
+            Options(header["memory"], split, scalar=header["scalar"]),
+            damped=header["damped"],
+            repair=header["repair"],
+            logit_temperature=header.get("logit_temperature", 1.0),
+            tuned=header["tuned"],
+            watch=Watch.on(module, probe=probe),
+        )
+        if found := family.flaw(curvature.statistics):
+            raise CorruptFile(f"{path.name!r} is impossible: {found}; fit again, or restore a copy")
+    return la
 
 
 def _module(model: Any) -> nn.Module:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.matrixfree import moved as sent
+from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
@@ -203,6 +204,7 @@ class Laplace:
 
         la.linear_mode(train_loader).weights
         """
+        require_one_process("linear_mode")
         self._require_unchanged()
         mean, matrix = self._prior_in_use
         batches = Batches(data, self.module, self.params.device, self.options.split)
@@ -290,6 +292,7 @@ class Laplace:
         return damped
 
     @outside_inference
+    @together()
     def update(self, data: Any, *, generator: torch.Generator | None = None) -> Laplace:
         """Add data to the curvature: as if fitted on the union (diag, blockdiag, kron, full).
 
@@ -297,7 +300,9 @@ class Laplace:
         can hold. n_data grows by the number of new data.
         """
         self._require_unchanged()
-        batches = Batches(data, self.module, self.params.device, self.options.split)
+        batches = filled(Batches(data, self.module, self.params.device, self.options.split))
+        if sharded():
+            require_same({"model": repr(self.state), "curvature": self._fingerprint()})
         problem = pose(
             self.network,
             batches,
@@ -308,6 +313,12 @@ class Laplace:
             progress=self.options.progress,
         )
         return replace(self, curvature=extend_curvature(problem, self.curvature), plan=problem.plan, _plans={})
+
+    def _fingerprint(self) -> str:
+        """A text that tells two curvatures apart."""
+        curvature = self.curvature
+        numbers = [curvature.n_data, curvature.seen, *curvature.statistics.reshape(-1).tolist()]
+        return f"{curvature.structure!r} {curvature.factor!r} {numbers} {float(curvature.matrix.diagonal().sum())}"
 
     def to(self, device: torch.device | str) -> Laplace:
         """The same posterior on another device, module included in what is *read*, so move the module first."""
@@ -480,6 +491,8 @@ class Laplace:
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
+        if data is not None:
+            require_one_process("tune with data")
         if method == "auto":
             method = "validation" if data is not None else "evidence"
         learn = (learn,) if isinstance(learn, str) else learn
@@ -614,6 +627,7 @@ class Laplace:
             curve = la.temperature_curve(test_loader, ood={"KMNIST": images});  print(curve.table())
             lapwing.plots.temperature(curve).savefig("temperature.png")
         """
+        require_one_process("temperature_curve")
         if not temperatures or not all(T > 0 for T in temperatures):
             raise BadData(f"temperatures must be positive and at least one, got {list(temperatures)}")
         groups, precision = self._prior_groups()

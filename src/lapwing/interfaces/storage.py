@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,25 @@ from torch import Tensor
 
 from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Problem, Structure
 from lapwing.curvature.matrixfree import require_same_data, restored, stored
-from lapwing.errors import CorruptFile, UnsupportedModel, UnsupportedOperation, VersionMismatch
-from lapwing.linalg import PSD, once, pack, pack_layout, unpack, unpack_layout
+from lapwing.errors import CorruptFile, LapwingError, UnsupportedModel, UnsupportedOperation, VersionMismatch
+from lapwing.linalg import PSD, Layout, once, pack, pack_layout, unpack_layout, unpack_sound
 from lapwing.linalg.operator import Operator
+from lapwing.linalg.validity import flaw_of_values
 from lapwing.model import Params
 from lapwing.model.fingerprint import Probe, fingerprint, written
 from lapwing.model.trees import full, lean
+from lapwing.model.writing import replacing
 from lapwing.posterior import Prior, Tempered
 
 FORMAT = 2  # 1: an index of all entries in place of runs
 KEY = "lapwing"
+ENTRIES: dict[str, Any] = {
+    **dict.fromkeys(("structure", "factor", "matrix", "prior", "likelihood", "parameters"), dict),
+    **dict.fromkeys(("temperature", "blocks", "notes", "written"), list),
+    **dict.fromkeys(("n_data", "seen", "memory"), (int, float)),
+    **dict.fromkeys(("scalar", "damped", "repair"), bool),
+    **dict.fromkeys(("tuned", "fingerprint"), str),
+}
 PRODUCTS = "matrixfree"  # the file holds a sketch; the matrix is in its products with the data
 
 
@@ -75,7 +84,9 @@ def write(path: Path, la: Any) -> None:
         tensors |= {f"probe.{name}": value for name, value in found.items()}
     tensors, header["aliases"] = once(tensors)
     flat = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    _write_atomically(path, flat, header | {"digest": _digest(flat, header)})
+    text = json.dumps(header | {"digest": _digest(flat, header)})
+    with replacing(path) as part:
+        save_file(flat, part, metadata={KEY: text})
 
 
 def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
@@ -92,27 +103,6 @@ def _prefixed(prefix: str, tensors: Mapping[str, Tensor], spec: Any) -> tuple[di
     return {prefix + name: value for name, value in tensors.items()}, spec
 
 
-def _write_atomically(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata={KEY: json.dumps(header)})
-        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and header of a file, or a clear error."""
     if not path.is_file():
@@ -126,13 +116,14 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             header = json.loads(metadata[KEY])
             _require_format(header, path, damaged)
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, ValueError, OSError, KeyError, TypeError) as error:
+            if header.get("digest") != _digest(tensors, header):
+                raise CorruptFile(f"{damaged} (its checksum does not fit its content)")
+            _require_header(header)
+            return tensors | {name: tensors[own] for name, own in header.get("aliases", {}).items()}, header
+    except (SafetensorError, ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CorruptFile):
             raise
         raise CorruptFile(f"{damaged} ({error})") from error
-    if header.get("digest") != _digest(tensors, header):
-        raise CorruptFile(f"{damaged} (its checksum does not fit its content)")
-    return tensors | {name: tensors[own] for name, own in header.get("aliases", {}).items()}, header
 
 
 def _require_format(header: Any, path: Path, damaged: str) -> None:
@@ -143,6 +134,32 @@ def _require_format(header: Any, path: Path, damaged: str) -> None:
         raise VersionMismatch(
             f"{path.name!r} has format {number}, this version of Lapwing reads up to {FORMAT}: update lapwing"
         )
+
+
+def _require_header(header: Mapping[str, Any]) -> None:
+    """Refuse a header with entries that `write` does not make, however well its checksum fits."""
+    for name, kind in ENTRIES.items():
+        if not isinstance(header[name], kind) or (isinstance(header[name], bool) and kind is not bool):
+            raise CorruptFile(f"its entry {name!r} is {header[name]!r}")
+    for name in ("n_data", "seen", "memory", "logit_temperature"):
+        if not 0 < header.get(name, 1.0) < math.inf:
+            raise CorruptFile(f"its entry {name!r} is {header[name]}, which is not a positive number")
+    names = [name for block in header["blocks"] for name in block]
+    if not set(names) <= set(header["parameters"]):
+        raise CorruptFile("its blocks name weights that are none of its parameters")
+
+
+@contextmanager
+def intact(path: Path) -> Iterator[None]:
+    """`CorruptFile` in place of whatever goes wrong with entries that are not as `write` makes them."""
+    try:
+        yield
+    except CorruptFile:
+        raise
+    except (LapwingError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        if isinstance(error, UnsupportedModel):
+            raise
+        raise CorruptFile(f"{path.name!r} does not fit together ({error}); fit again, or restore a copy") from error
 
 
 def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
@@ -185,54 +202,90 @@ def restore_probe(
 def restore_curvature(
     tensors: Mapping[str, Tensor],
     header: Mapping[str, Any],
-    device: torch.device,
+    params: Params,
     pose: Callable[[Factor], Problem],
+    path: Path,
 ) -> Curvature:
     """The curvature that a file holds; `pose` is called where it has to read the data again."""
-    own = lambda prefix: {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
-    try:
-        structure = _from_spec(header["structure"], STRUCTURES)
-        factor = _from_spec(header["factor"], FACTORS)
-        if header["matrix"]["type"] == PRODUCTS:
-            problem = pose(factor)
-            ratio = header["n_data"] / header["seen"]
-            require_same_data(problem, tensors["statistics"].to(device) / ratio, header["seen"])
+    own = lambda prefix: {  # noqa: E731
+        k.removeprefix(prefix): v.to(params.device) for k, v in tensors.items() if k.startswith(prefix)
+    }
+    with intact(path):
+        structure = _from_spec(header["structure"], Structure)
+        factor = _from_spec(header["factor"], Factor)
+        statistics = tensors["statistics"].to(params.device)
+        reads_data = header["matrix"]["type"] == PRODUCTS
+    problem = pose(factor) if reads_data else None
+    if problem is not None:
+        require_same_data(problem, statistics * (header["seen"] / header["n_data"]), header["seen"])
+    with intact(path):
+        if problem is not None:
             matrix: PSD = restored(problem, structure, own("matrix."))
         else:
-            matrix = unpack(own("matrix."), header["matrix"])
-        layout = header.get("layout") or {  # a file of an earlier version holds an index of all entries
-            "size": matrix.size,
-            "blocks": [{"tensor": f"layout.{k}"} for k in range(len(header["blocks"]))],
-        }
-        return Curvature(
+            matrix = unpack_sound(own("matrix."), header["matrix"], params.size, signed=not factor.definite)
+        curvature = Curvature(
             matrix=matrix,
-            layout=unpack_layout(tensors, layout),
+            layout=_layout(tensors, header, params.size),
             names=tuple(tuple(names) for names in header["blocks"]),
-            statistics=tensors["statistics"].to(device),
+            statistics=statistics,
             n_data=header["n_data"],
             seen=header["seen"],
             structure=structure,
             factor=factor,
-            gradient=tensors["gradient"].to(device) if "gradient" in tensors else None,
+            gradient=tensors["gradient"].to(params.device) if "gradient" in tensors else None,
             notes=tuple(header["notes"]),
             state=own("state."),
+            params=params,
         )
-    except KeyError as error:
-        raise CorruptFile(f"the file lacks {error}; fit again, or restore a copy") from error
+        _require_sound(curvature)
+    return curvature
 
 
-def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], device: torch.device) -> Prior:
-    own = {k.removeprefix("prior."): v.to(device) for k, v in tensors.items() if k.startswith("prior.")}
-    return Prior.from_spec(own, header["prior"])
+def _layout(tensors: Mapping[str, Tensor], header: Mapping[str, Any], size: int) -> Layout:
+    """Where the blocks are; a file of an earlier version holds an index of all entries."""
+    blocks = [{"tensor": f"layout.{k}"} for k in range(len(header["blocks"]))]
+    layout = header.get("layout") or {"size": size, "blocks": blocks}
+    if layout["size"] != size:
+        raise CorruptFile(f"the file places {layout['size']} weights, and there are {size}")
+    return unpack_layout(tensors, layout)
+
+
+def _require_sound(curvature: Curvature) -> None:
+    """Refuse numbers beside the matrix that no fit can have stored."""
+    found = flaw_of_values("the list of statistics", curvature.statistics, signed=True)
+    if curvature.gradient is not None:
+        shape = tuple(curvature.gradient.shape)
+        found = found or ("" if shape == (curvature.size,) else f"the gradient has shape {shape}")
+        found = found or flaw_of_values("the gradient", curvature.gradient, signed=True)
+    for name, value in curvature.state.items():  # a number that an earlier version did not count is infinite
+        found = found or (f"the sum {name!r} holds NaN" if bool(value.isnan().any()) else "")
+        found = found or (flaw_of_values(f"the sum {name!r}", value, signed=True) if value.ndim else "")
+    if len(curvature.names) not in (1, len(curvature.layout.places)):
+        found = found or f"there are {len(curvature.names)} names for {len(curvature.layout.places)} blocks"
+    if found:
+        raise CorruptFile(f"the stored curvature is impossible: {found}; fit again, or restore a copy")
+
+
+def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], params: Params) -> Prior:
+    own = {k.removeprefix("prior."): v.to(params.device) for k, v in tensors.items() if k.startswith("prior.")}
+    prior = Prior.from_spec(own, header["prior"], params.size)
+    prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
+    return prior
 
 
 def restore_temperature(header: Mapping[str, Any]) -> Tempered:
-    return Tempered(*header["temperature"])
+    T, prior = header["temperature"]
+    return Tempered(T, prior)
 
 
 def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module) -> Params:
     params = Params.of(module, tuple(header["parameters"]))
-    index = tensors["index"].to(params.device) if "index" in tensors else None
+    if "index" not in tensors:
+        return params
+    index = tensors["index"].to(params.device)
+    fits = index.dtype == torch.long and index.ndim == 1 and len(index) == len(index.unique()) > 0
+    if not fits or int(index.min()) < 0 or int(index.max()) >= params.size:
+        raise CorruptFile(f"the stored index does not pick weights out of {params.size:,}; fit again")
     return replace(params, index=index)
 
 
@@ -249,9 +302,12 @@ def _spec(choice: Structure | Factor) -> dict[str, Any]:
     return {"type": type(choice).__name__, "options": options}
 
 
-def _from_spec(spec: Mapping[str, Any], registry: Mapping[str, type]) -> Any:
-    by_name = {kind.__name__: kind for kind in (*STRUCTURES.values(), *FACTORS.values())}
+def _from_spec(spec: Mapping[str, Any], kind: type = object) -> Any:
+    """The choice that `_spec` described, which is to be of a kind."""
+    by_name = {choice.__name__: choice for choice in (*STRUCTURES.values(), *FACTORS.values())}
     if spec["type"] not in by_name:
         raise CorruptFile(f"the file names {spec['type']!r}, which is none of {sorted(by_name)}")
-    options = {k: _from_spec(v, registry) if isinstance(v, dict) else v for k, v in spec["options"].items()}
+    if not issubclass(by_name[spec["type"]], kind):
+        raise CorruptFile(f"the file names {spec['type']!r}, which is no {kind.__name__.lower()}")
+    options = {k: _from_spec(v) if isinstance(v, dict) else v for k, v in spec["options"].items()}
     return by_name[spec["type"]](**options)

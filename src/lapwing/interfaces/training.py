@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lapwing.curvature import Factor, Structure
+from lapwing.curvature.resume import require_folder
+from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData
 from lapwing.evidence.checkpoints import Moment
 from lapwing.evidence.online import BATCH, Online, Subset
@@ -99,6 +101,7 @@ def train(
         trained = lapwing.train(model, (X, y), "classification", epochs=20)
         trained.laplace.predict(x).probs
     """
+    require_one_process("train")
     module = unwrap(model)
     if schedule_by not in ("epoch", "step"):
         raise BadData(f"schedule_by is 'epoch' or 'step', got {schedule_by!r}")
@@ -116,6 +119,8 @@ def train(
     stepper = _optimizer(module, optimizer)
     rate = scheduler(stepper) if callable(scheduler) else scheduler
     folder = None if checkpoint is None else Path(checkpoint)
+    if folder is not None:
+        require_folder(folder)
     training = Training(module, source, online, stepper, rate, plan, val, folder, progress)
     online, history, stopped = training.run()
     seen = Subset(data, None if samples is None else FIT * samples, None)

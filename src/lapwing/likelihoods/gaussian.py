@@ -104,6 +104,13 @@ class Gaussian(Likelihood):
         square = (y - f).double().square()
         return weighted_sum(torch.cat([torch.ones_like(square[..., :1]), square], -1), weights)
 
+    def flaw(self, statistics: Tensor) -> str:
+        if statistics.ndim == 1 and not (len(statistics) > 1 and bool((statistics >= 0).all())):
+            return f"the statistics are {statistics.tolist()}"
+        if self._noise.ndim and len(self._noise) not in (1, len(statistics) - 1):
+            return f"there are {len(self._noise)} noise levels for {len(statistics) - 1} outputs"
+        return super().flaw(statistics)
+
     def log_likelihood(self, statistics: Tensor) -> Tensor:
         count, square = statistics[0], statistics[1:]
         variance = self._noise.to(statistics).square().expand(square.shape)

@@ -178,6 +178,13 @@ class Likelihood(ABC):
         """Σ_n log p(y_n | f_n) from `statistics`, 0-d and differentiable in the parameters of the likelihood."""
         return statistics[0]
 
+    def flaw(self, statistics: Tensor) -> str:
+        """What makes these statistics impossible, in words; empty where they may be of some data. For files."""
+        own = type(self).statistics is not Likelihood.statistics
+        if statistics.ndim != 1 or not (own or len(statistics) == 1):
+            return f"the statistics have shape {tuple(statistics.shape)}"
+        return "" if bool(self.log_likelihood(statistics).isfinite()) else "the log-likelihood is not finite"
+
     # --- identity --------------------------------------------------------------------------------------------------
 
     def same_curvature(self, other: Likelihood) -> bool:

@@ -54,7 +54,10 @@ def likelihood_from_spec(spec: dict[str, Any], likelihood: Likelihood | None = N
         return likelihood
     if family not in FAMILIES:
         raise CorruptFile(f"unknown likelihood {family!r} in the file; known: {', '.join(FAMILIES)}.")
-    stored = FAMILIES[family](**{key: value for key, value in spec.items() if key not in ("family", "own")})
+    try:
+        stored = FAMILIES[family](**{key: value for key, value in spec.items() if key not in ("family", "own")})
+    except (BadData, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptFile(f"the file describes an impossible likelihood {family!r}: {error}") from error
     if likelihood is not None and likelihood.spec() != spec:
         raise BadData(
             f"the file was made with {spec}, not with {likelihood.spec()}. Load first, then .replace(likelihood=...)."

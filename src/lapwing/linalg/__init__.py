@@ -12,7 +12,7 @@ from lapwing.linalg.matrixrows import Extent, MatrixRows, Term
 from lapwing.linalg.places import Places
 from lapwing.linalg.psd import PSD
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
-from lapwing.linalg.storage import move, once, pack, pack_layout, unpack, unpack_layout
+from lapwing.linalg.storage import move, once, pack, pack_layout, unpack, unpack_layout, unpack_sound
 
 __all__ = [
     "PSD",
@@ -37,4 +37,5 @@ __all__ = [
     "pack_layout",
     "unpack",
     "unpack_layout",
+    "unpack_sound",
 ]

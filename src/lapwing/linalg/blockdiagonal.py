@@ -51,6 +51,12 @@ class BlockDiagonal(PSD):
     def device(self) -> torch.device:
         return self.blocks[0].device
 
+    def flaw(self, signed: bool = False) -> str:
+        for k, block in enumerate(self.blocks):
+            if found := block.flaw(signed):
+                return f"block {k}{f' ({self.names[k]})' if self.names else ''}: {found}"
+        return ""
+
     @contextmanager
     def _named(self, k: int) -> Iterator[None]:
         """Errors of block k say so."""

@@ -13,6 +13,7 @@ from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, not_positive, require_positive
 from lapwing.linalg.rows import Rows
 from lapwing.linalg.spectrum import Spectrum
+from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_symmetric, flaw_of_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,12 @@ class Dense(PSD):
     @property
     def _shift(self) -> Tensor:
         return torch.as_tensor(self.shift, dtype=torch.float64, device=self.device)
+
+    def flaw(self, signed: bool = False) -> str:
+        if self._shift.shape not in ((), (self.size,)):
+            return f"its shift has shape {tuple(self._shift.shape)}"
+        numbers = flaw_of_scalar("its factor", self._factor), flaw_of_values("its shift", self._shift, signed=True)
+        return first_flaw(*numbers) or flaw_of_symmetric("it", self.dense(), signed=signed)
 
     @property
     def _spectral(self) -> bool:

@@ -14,6 +14,7 @@ from lapwing.linalg.matrixrows import MatrixRows
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import DenseRows, Rows, chunks
 from lapwing.linalg.tangent import tangent
+from lapwing.linalg.validity import first_flaw, flaw_of_basis, flaw_of_values
 
 
 def first_order(matrix: PSD, prior: Diagonal) -> Tensor:
@@ -70,6 +71,19 @@ class EigenKronecker(PSD):
     @property
     def device(self) -> torch.device:
         return self.left.device
+
+    def flaw(self, signed: bool = False) -> str:
+        q, o, i = self.shape
+        for name, scale, shape in (("left", self.left_scale, (q, o)), ("right", self.right_scale, (q, i))):
+            if scale is not None and tuple(scale.shape) != shape:
+                return f"its {name} scale has shape {tuple(scale.shape)}, not {shape}"
+        scales = (scale for scale in (self.left_scale, self.right_scale) if scale is not None)
+        return first_flaw(
+            flaw_of_values("its list of eigenvalues", self.values, signed=signed),
+            flaw_of_basis("its left basis", self.left),
+            flaw_of_basis("its right basis", self.right),
+            *(flaw_of_values("its scale", scale) for scale in scales),
+        )
 
     @property
     def _basis(self) -> tuple[Tensor, Tensor]:

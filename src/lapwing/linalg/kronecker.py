@@ -17,6 +17,7 @@ from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
 from lapwing.linalg.spectrum import Spectrum
 from lapwing.linalg.tangent import tangent
+from lapwing.linalg.validity import first_flaw, flaw_of_ranks, flaw_of_scalar, flaw_of_symmetric
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,15 @@ class Kronecker(PSD):
     @property
     def device(self) -> torch.device:
         return self.left.device
+
+    def flaw(self, signed: bool = False) -> str:
+        return first_flaw(
+            flaw_of_ranks(self.ranks),
+            flaw_of_scalar("its factor", self._factor),
+            "" if self.shift is None else flaw_of_scalar("its shift", self.shift),
+            flaw_of_symmetric("its left factor", self.left),
+            flaw_of_symmetric("its right factor", self.right),
+        )
 
     @property
     def _factor(self) -> Tensor:

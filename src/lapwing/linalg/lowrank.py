@@ -14,6 +14,7 @@ from lapwing.errors import NotPositiveDefinite
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, chunks
+from lapwing.linalg.validity import first_flaw, flaw_of_values
 
 NEXT_TO_NOTHING = 1e-100
 
@@ -53,6 +54,13 @@ class LowRank(PSD):
     @property
     def device(self) -> torch.device:
         return self.basis.device
+
+    def flaw(self, signed: bool = False) -> str:
+        return first_flaw(
+            flaw_of_values("its basis", self.basis, signed=True),
+            flaw_of_values("its list of eigenvalues", self.values),
+            flaw_of_values("its shift", self.shift),
+        )
 
     @property
     def _precision(self) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite
 from lapwing.linalg.rows import Rows, chunks
+from lapwing.linalg.validity import flaw_of_values
 
 Scalar = float | Tensor
 """A number or a tensor without dimensions; gradients flow through the latter."""
@@ -83,6 +84,13 @@ class PSD(ABC):
     def require_positive_definite(self) -> None:
         """Raise `NotPositiveDefinite` where A is singular or indefinite; a leaf may know without a log-determinant."""
         self.logdet()
+
+    def flaw(self, signed: bool = False) -> str:
+        """What makes the numbers of this matrix impossible, in words; empty where they are sound. For files.
+
+        `signed` allows eigenvalues below zero, as an exact Hessian has them.
+        """
+        return flaw_of_values("its diagonal", self.diagonal(), signed=signed)
 
     def dense(self) -> Tensor:
         """A as a (P, P) tensor."""

@@ -62,6 +62,19 @@ def pack_layout(layout: Layout, prefix: str, tensors: dict[str, Tensor]) -> dict
     return {"size": layout.size, "blocks": blocks}
 
 
+def unpack_sound(tensors: Mapping[str, Tensor], spec: Any, size: int, *, signed: bool = False) -> PSD:
+    """The matrix of a file, of this size; `CorruptFile` where its numbers or shapes are impossible (`PSD.flaw`)."""
+    layout = spec.get("layout", {"size": size}) if isinstance(spec, Mapping) else {}
+    if not isinstance(layout, Mapping) or layout.get("size") != size:  # before anything of that size is made
+        raise CorruptFile(f"the stored matrix is not one of {size:,} weights. Save it again.")
+    matrix = unpack(tensors, spec)
+    if matrix.size != size:
+        raise CorruptFile(f"the stored matrix is of {matrix.size:,} weights, and there are {size:,}. Save it again.")
+    if found := matrix.flaw(signed):
+        raise CorruptFile(f"the stored {type(matrix).__name__} is impossible: {found}. Save it again.")
+    return matrix
+
+
 def unpack(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> PSD:
     """The matrix that `pack` described."""
     kind = spec.get("type")
@@ -69,7 +82,7 @@ def unpack(tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> PSD:
         raise CorruptFile(f"a stored matrix is one of {', '.join(sorted(LEAVES))}, got {kind!r}. Save it again.")
     try:
         return LEAVES[kind](**{name: _unpack(tensors, name, spec[name]) for name in spec if name != "type"})
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
         raise CorruptFile(f"the stored {kind} does not fit together ({error}). Save it again.") from error
 
 

@@ -19,6 +19,10 @@ LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 ROWS = 256  # a pair (X, y) of whole tensors is read in batches of this many samples
 
 
+class NoSamples(BadData):
+    """No batch of the data holds a sample."""
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One batch: what the model is called with, what it should predict, and optional weights per sample."""
@@ -219,7 +223,7 @@ class Batches:
             weights = weights.to(self.device) if isinstance(weights, Tensor) else weights
             yield Batch(inputs, targets, weights, number)
         if seen == 0:
-            raise BadData("the data holds no samples: a fit needs at least one batch that is not empty")
+            raise NoSamples("the data holds no samples: a fit needs at least one batch that is not empty")
 
     def _split(self, raw: Any) -> tuple[Inputs, Any, Tensor | None]:
         if self.split is not None:

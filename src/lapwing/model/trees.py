@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lapwing.errors import BadData, CorruptFile
+from lapwing.model.writing import replacing
 
 PLAIN = (str, int, float, bool, type(None))
 
@@ -22,10 +22,8 @@ def save_tree(path: Path, tree: Any) -> None:
     """Write dicts, lists, tuples, numbers, strings, None and tensors, atomically."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(lean(tree, tensors))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    save_file(tensors, part, metadata={"tree": text, "digest": _digest(tensors, text)})
-    os.replace(part, path)
+    with replacing(path) as part:
+        save_file(tensors, part, metadata={"tree": text, "digest": _digest(tensors, text)})
 
 
 def load_tree(path: Path) -> Any:
@@ -34,11 +32,14 @@ def load_tree(path: Path) -> Any:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, ValueError, UnicodeDecodeError) as error:
+    except (SafetensorError, ValueError, OSError) as error:
         raise CorruptFile(f"{path} is damaged or no safetensors file ({error})") from error
-    if header.get("digest") != _digest(tensors, header.get("tree", "")):
-        raise CorruptFile(f"{path} is damaged: its contents do not match their checksum")
-    return full(json.loads(header["tree"]), tensors)
+    try:
+        if header.get("digest") == _digest(tensors, header["tree"]):
+            return full(json.loads(header["tree"]), tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptFile(f"{path} is damaged: its header holds no tree that was stored ({error})") from error
+    raise CorruptFile(f"{path} is damaged: its contents do not match their checksum")
 
 
 def lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
@@ -71,10 +72,19 @@ def full(lean: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "tensor":
         return tensors[content]
     if kind == "dtype":
-        return getattr(torch, content)
+        return _dtype(content)
     if kind == "tuple":
         return tuple(full(value, tensors) for value in content)
+    if kind != "dict":
+        raise ValueError(f"unknown kind {kind!r}")
     return {full(key, tensors): full(value, tensors) for key, value in content}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
 
 
 def _digest(tensors: dict[str, Tensor], text: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, UnsupportedOperation
-from lapwing.linalg import PSD, Diagonal, pack, unpack
+from lapwing.linalg import PSD, Diagonal, pack, unpack, unpack_sound
 from lapwing.linalg.operator import Operator
 from lapwing.posterior.posterior import Posterior
 
@@ -141,13 +141,14 @@ class Prior:
         return tensors, spec
 
     @classmethod
-    def from_spec(cls, tensors: Mapping[str, Tensor], spec: Mapping[str, Any]) -> "Prior":
-        """The inverse of `spec`."""
+    def from_spec(cls, tensors: Mapping[str, Tensor], spec: Mapping[str, Any], size: int | None = None) -> "Prior":
+        """The inverse of `spec`; where `size` weights are given, a matrix is checked to be one of as many."""
         mean = _restore(spec["mean"], tensors)
         if spec["kind"] == "matrix":
             prefix = "precision."
             inner = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            return cls(unpack(inner, spec["precision"]), mean)
+            precision = spec["precision"]
+            return cls(unpack(inner, precision) if size is None else unpack_sound(inner, precision, size), mean)
         if spec["kind"] == "names":
             return cls({key: _restore(value, tensors) for key, value in spec["precision"]}, mean)
         return cls(_restore(spec["precision"], tensors), mean)

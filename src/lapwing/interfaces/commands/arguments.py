@@ -18,6 +18,7 @@ from lapwing.interfaces.laplace import Laplace
 from lapwing.interfaces.storage import read
 from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.likelihoods.registry import NAMES
+from lapwing.model.writing import require_writable
 
 LEARNED = ("prior", "temperature", "logit_temperature", "noise")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -146,7 +147,7 @@ def require_free(path: Path, force: bool) -> None:
         raise BadData(f"--out {path} is a folder; name a file such as {path / 'model.lapwing'}")
     if path.exists() and not force:
         raise BadData(f"{path} exists: choose another --out, or say --force to replace it")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(path.parent)
 
 
 def require_other(options: argparse.Namespace, but: str = "") -> None:

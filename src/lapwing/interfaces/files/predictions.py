@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lapwing.errors import BadData
+from lapwing.model.writing import replacing
 from lapwing.predictive import Prediction
 from lapwing.predictive.prediction import ClassPrediction, LabelPrediction, ValuePrediction
 
@@ -47,16 +45,6 @@ def writer_for(path: Path) -> Callable[[Path, Iterable[Fields]], int]:
     if path.suffix not in WRITERS:
         raise BadData(f"predictions are written as {', '.join(WRITERS)}, not as {path.name!r}")
     return WRITERS[path.suffix]
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place when the block ends well, and else disappears."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        temporary = Path(folder) / path.name
-        yield temporary
-        os.replace(temporary, path)
 
 
 def columns_of(fields: Fields) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.linalg.krylov.lanczos import _orthonormal_rows
 from lapwing.linalg.krylov.results import Matvec, gram
+from lapwing.linalg.validity import flaw_of_basis, flaw_of_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,14 @@ class Sketch:
     basis: Tensor
     values: Tensor
     products: int = 0
+
+    def flaw(self) -> str:
+        """What makes the numbers impossible, in words; empty where they are sound. For files."""
+        if self.basis.ndim != 2 or self.values.shape != self.basis.shape[:1]:
+            return f"it has vectors of shape {tuple(self.basis.shape)} and values of {tuple(self.values.shape)}"
+        return flaw_of_values("its list of eigenvalues", self.values) or flaw_of_basis(
+            "its basis", self.basis, self.values
+        )
 
     @property
     def rank(self) -> int:
