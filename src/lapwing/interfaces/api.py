@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,12 +121,24 @@ def _resume(
         raise UnsupportedOperation(
             "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
         )
-    if folder.exists() and not folder.is_dir():
-        raise BadData(f"checkpoint={str(folder)!r} is a file; name a folder")
+    _require_writable(folder)
     index = network.params.index
     picked = "" if index is None else str(index.tolist())
-    what = (repr(checksum(module)), repr(chosen), repr(factor), repr(family), repr(network.params.names), picked)
+    what = (repr(checksum(module)), repr(chosen), repr(factor), repr(family.spec()), repr(network.params.names), picked)
     return Resume(folder, hashlib.sha256("\n".join(what).encode()).hexdigest())
+
+
+def _require_writable(folder: Path) -> None:
+    """Make the folder and write a file into it, so that a wrong one is known before the work and not after."""
+    if folder.exists() and not folder.is_dir():
+        raise BadData(f"checkpoint={str(folder)!r} is a file; name a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise BadData(f"checkpoint={str(folder)!r} cannot be written ({reason}); name another folder") from error
 
 
 @outside_inference

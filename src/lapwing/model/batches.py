@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from lapwing.model.module import is_causal_language_model, ordinary
 Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
+PLAIN = (str, bytes, Number, type(None), Enum, slice, range, torch.dtype, torch.device)  # equal if their text is
 ROWS = 256  # a pair (X, y) of whole tensors is read in batches of this many samples
 
 
@@ -54,6 +57,23 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
+def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
+    """A key that two nested inputs share if they have the same build and the same plain values.
+
+    The build is the type of every container and the names of a mapping in their order; `tensor` says what counts of a
+    tensor. Raises `TypeError` for an object whose value cannot be compared.
+    """
+    if isinstance(tree, Tensor):
+        return ("tensor", tensor(tree))
+    if isinstance(tree, Mapping):
+        return ("mapping", *((repr(key), described(value, tensor)) for key, value in tree.items()))
+    if isinstance(tree, (tuple, list)):
+        return (type(tree).__name__, *(described(value, tensor) for value in tree))
+    if isinstance(tree, PLAIN):
+        return (type(tree).__name__, repr(tree))
+    raise TypeError(f"an object of type {type(tree).__name__}")
+
+
 def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
     """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given."""
     args: tuple = (inputs,)
@@ -85,7 +105,7 @@ def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
 
 
 def concatenate(pieces: Sequence[Inputs]) -> Inputs:
-    """Inputs of the same build one after the other, every tensor along its first dimension."""
+    """Inputs that are `described` alike one after the other, every tensor along its first dimension."""
     streams = [iter(list(tensors_in(piece))) for piece in pieces]
     return map_tensors(lambda _: torch.cat([next(stream) for stream in streams]), pieces[0])
 
