@@ -70,8 +70,8 @@ class Journal:
             whole = described((batch.inputs, batch.targets, batch.weights), _content)
         except TypeError as error:
             raise UnsupportedOperation(
-                f"checkpoint= recognizes batches by their content, and batch {batch.number} holds {error}, which cannot "
-                "be compared: pass tensors, numbers and strings, or leave checkpoint= out"
+                f"checkpoint= recognizes batches by their content, and batch {batch.number} holds {error}, which "
+                "cannot be compared: pass tensors, numbers and strings, or leave checkpoint= out"
             ) from error
         self.chain.update(repr(whole).encode())
         self.read += 1

@@ -32,6 +32,7 @@ from lapwing.interfaces.laplace import Laplace, Options
 from lapwing.interfaces.storage import (
     read,
     require_same_module,
+    restore_convention,
     restore_curvature,
     restore_params,
     restore_prior,
@@ -67,8 +68,9 @@ def fit(
     """Give a trained network a posterior over its weights.
 
     `data` is any re-iterable of batches (a DataLoader, a list) or a pair (X, y); a batch is (x, y), ((x1, x2), y) or a
-    dict with labels, or what `split(batch) -> (inputs, targets[, weights])` makes of it. `likelihood` says what the
-    outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic", "preference", or an object.
+    dict with labels, or what `split(batch) -> (inputs, targets[, weights])` makes of it. Arrays and data frames count as
+    tensors. Labels of tokens mean what they mean to the loss that the network itself returns for them, if it returns
+    one. `likelihood` says what the outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic", "preference", or an object.
     `structure` is what is kept of the curvature, `factor` how it is computed, `select` which weights take part,
     `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
     `data` stands for. The module is evaluated in eval mode and given back bit-identical. `checkpoint` is a folder in
@@ -105,7 +107,7 @@ def fit(
     curvature = estimate_curvature(problem, chosen, n_data)
     if problem.resume is not None:
         problem.resume.forget()
-    kept = Options(budget, split, progress, scalar=problem.scalar)
+    kept = Options(budget, split, progress, scalar=problem.scalar, convention=batches.convention)
     la = Laplace(
         network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, state=checksum(module)
     )
@@ -164,6 +166,7 @@ def load(
     given = None if likelihood is None else resolve_likelihood(likelihood)
     family = likelihood_from_spec(header["likelihood"], given)
     network = Network(module, params, family.outputs)
+    convention = restore_convention(header)
 
     def posed(factor: Factor) -> Problem:
         if data is None:
@@ -171,7 +174,7 @@ def load(
                 f"{path.name!r} holds a matrix-free posterior, whose matrix is in its products with the data: "
                 "load(path, model, data=train_loader) with the data of the fit"
             )
-        batches = Batches(data, module, params.device, split)
+        batches = Batches(data, module, params.device, split, convention)
         batches.require_reiterable("structure='matrixfree'")
         return pose(network, batches, family, factor, memory=header["memory"])
 
@@ -181,7 +184,7 @@ def load(
         family,
         restore_prior(tensors, header, params.device),
         restore_temperature(header),
-        Options(header["memory"], split, scalar=header["scalar"]),
+        Options(header["memory"], split, scalar=header["scalar"], convention=convention),
         damped=header["damped"],
         repair=header["repair"],
         logit_temperature=header.get("logit_temperature", 1.0),

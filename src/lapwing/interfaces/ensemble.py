@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,9 +10,9 @@ from torch import Tensor
 from lapwing.errors import UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network
-from lapwing.model.batches import Inputs, map_tensors
+from lapwing.model.batches import Inputs
 from lapwing.model.fingerprint import checksum
-from lapwing.model.module import ordinary, outside_inference
+from lapwing.model.module import outside_inference
 from lapwing.predictive import Prediction, predict_targets
 from lapwing.predictive.sampled import sampled_function
 
@@ -30,6 +30,8 @@ class Ensemble:
     scalar: bool = False
     state: tuple[str, ...] = ()  # checksum of the module at the fit
     logit_temperature: float = 1.0
+    inputs: Callable[[Inputs], Inputs] = lambda x: x  # inputs as the posterior's own predictions read them
+    shifted: bool = False  # position t predicts the label at t + 1
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -42,7 +44,6 @@ class Ensemble:
         """The mixture of the members' predictions."""
         if self.state and checksum(self.network.module) != self.state:
             raise UnsupportedModel("the module has changed since the fit; restore it, or fit again")
-        x = map_tensors(lambda t: ordinary(t).to(self.network.params.device), x)
-        function = sampled_function(self.network, self.weights, x, differentiable)
+        function = sampled_function(self.network, self.weights, self.inputs(x), differentiable)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
-        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar)
+        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar, shifted=self.shifted)

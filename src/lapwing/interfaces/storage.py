@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lapwing.errors import CorruptFile, UnsupportedModel, UnsupportedOperation, 
 from lapwing.linalg import PSD, once, pack, pack_layout, unpack, unpack_layout
 from lapwing.linalg.operator import Operator
 from lapwing.model import Params
+from lapwing.model.convention import Convention
 from lapwing.model.fingerprint import fingerprint, written
 from lapwing.posterior import Prior, Tempered
 
@@ -62,6 +63,7 @@ def write(path: Path, la: Any) -> None:
         "notes": list(la.curvature.notes),
         "scalar": la.options.scalar,
         "memory": la.options.memory,
+        "convention": asdict(la.options.convention),
         "damped": la.damped,
         "repair": la.repair,
         "tuned": la.tuned,
@@ -200,6 +202,13 @@ def restore_curvature(
 def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], device: torch.device) -> Prior:
     own = {k.removeprefix("prior."): v.to(device) for k, v in tensors.items() if k.startswith("prior.")}
     return Prior.from_spec(own, header["prior"])
+
+
+def restore_convention(header: Mapping[str, Any]) -> Convention:
+    """How the batches of the fit were read; a file of an earlier version does not say."""
+    stored = header.get("convention", {})
+    known = {field.name: stored[field.name] for field in fields(Convention) if field.name in stored}
+    return Convention(**known | ({"names": tuple(known["names"])} if "names" in known else {}))
 
 
 def restore_temperature(header: Mapping[str, Any]) -> Tempered:
