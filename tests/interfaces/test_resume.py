@@ -159,3 +159,72 @@ def test_refuses_what_cannot_go_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(lapwing.BadData, match="folder"):
         fit(batches(), tmp_path / "file")
+
+
+class Scaled(nn.Sequential):
+    def forward(self, x: torch.Tensor, scale: float | torch.Tensor = 1.0, kind: str = "plain") -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x * scale if kind == "plain" else x + scale)
+
+
+def scaled() -> nn.Module:
+    torch.manual_seed(0)
+    return Scaled(*network().children())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"scale": 0.5}, {"scale": 0.6}),
+        ({"scale": 1}, {"scale": True}),
+        ({"scale": 0.5, "kind": "plain"}, {"scale": 0.5, "kind": "other"}),
+        ({"scale": torch.tensor(0.5)}, {"scale": torch.tensor(0.6)}),
+    ],
+)
+def test_other_arguments_start_over(tmp_path: Path, before: dict, after: dict) -> None:
+    first = [{"x": x, **before, "labels": y} for x, y in batches()]
+    second = [{"x": x, **after, "labels": y} for x, y in batches()]
+    with pytest.raises(Interrupted):
+        fit(Data(first, stop=9), tmp_path, model=scaled())
+    assert same(fit(second, tmp_path, model=scaled()), fit(second, None, model=scaled()))
+
+
+def test_other_labels_in_lists_start_over(tmp_path: Path) -> None:
+    first = [(x, y.tolist()) for x, y in batches()]
+    second = [(x, ((y + 1) % 5).tolist()) for x, y in batches()]
+    with pytest.raises(Interrupted):
+        fit(Data(first, stop=9), tmp_path, "diag")
+    assert torch.equal(fit(second, tmp_path, "diag").log_likelihood, fit(second, None, "diag").log_likelihood)
+
+
+def test_objects_cannot_be_recognized(tmp_path: Path) -> None:
+    class Size:
+        def __rmul__(self, other: torch.Tensor) -> torch.Tensor:
+            return other * 0.5
+
+        __mul__ = __rmul__
+
+    data = [{"x": x, "scale": Size(), "labels": y} for x, y in batches()]
+    fit(data, None, "diag", model=scaled())
+    with pytest.raises(lapwing.UnsupportedOperation, match="batch 0 holds an object of type Size"):
+        fit(data, tmp_path, "diag", model=scaled())
+
+
+def test_another_noise_starts_over(tmp_path: Path) -> None:
+    data = [(x, nn.functional.one_hot(y, 5).float()) for x, y in batches()]
+
+    def gaussian(last: float) -> lapwing.Gaussian:
+        return lapwing.Gaussian(torch.tensor([1.0, 1.0, 1.0, 1.0, last], dtype=torch.float64))
+
+    with pytest.raises(Interrupted):
+        lapwing.fit(network(), Data(data, stop=9), gaussian(2.00001), structure="diag", checkpoint=tmp_path)
+    found = lapwing.fit(network(), data, gaussian(2.00004), structure="diag", checkpoint=tmp_path)
+    assert same(found, lapwing.fit(network(), data, gaussian(2.00004), structure="diag"))
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere/folder", "file/folder"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").write_text("")
+    SEEN.clear()
+    with pytest.raises(lapwing.BadData, match="cannot be written"):
+        fit(batches(), tmp_path / folder)
+    assert sum(SEEN) < 8 * 13

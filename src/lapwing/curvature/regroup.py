@@ -6,16 +6,17 @@ for a few samples and none for most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Directions, Factor
 from lapwing.model import batch_size, take, tensors_in
-from lapwing.model.batches import Inputs, concatenate
+from lapwing.model.batches import Inputs, concatenate, described
 
 WORTH = 0.6  # share of the directions of a batch that must be needed for running them all at once
 WAITING = 2**27  # bytes of samples that wait
@@ -50,8 +51,8 @@ class Group:
 
 @dataclass(eq=False)
 class Regrouped:
-    """Waiting samples, by the number of directions they need, whether these begin with the score, and the shapes of
-    their inputs."""
+    """Waiting samples, by the number of directions they need, whether these begin with the score, and the shapes,
+    names and other arguments of their inputs."""
 
     size: int = 1  # samples that a group is run with: those of the largest batch so far
     waiting: dict[tuple, list[Group]] = field(default_factory=dict)
@@ -63,14 +64,15 @@ class Regrouped:
         """Take a batch, or decline it where running it as it is costs no more."""
         n, self.taking = batch_size(inputs), False
         self.size = max(self.size, n)
-        if not isinstance(factor, GGN) or any(t.ndim == 0 or t.shape[0] != n for t in tensors_in(inputs)):
+        build = _build(inputs, n) if isinstance(factor, GGN) else None
+        if not isinstance(factor, GGN) or build is None:
             return False
         needed = self._with_scores(directions, score, factor)
         if float(needed.double().mean()) > WORTH * int(needed.max()):
             return False
         self.taking = True
         batch = Group(inputs, directions, score, (number,))
-        alike = (directions.scale is None, *((t.shape[1:], t.dtype) for t in tensors_in(inputs)))
+        alike = (directions.scale is None, build)
         for count in needed.unique().tolist():
             if count:
                 rows = (needed == count).nonzero().flatten()
@@ -108,6 +110,30 @@ class Regrouped:
                     following[1].extend(parts)
                 else:
                     yield _joined(parts)
+
+
+def _build(inputs: Inputs, n: int) -> tuple | None:
+    """A key that batches share if their samples may run together; None where samples cannot be taken out of a batch.
+
+    They cannot where a tensor belongs to the batch as a whole, where a list holds one plain value per sample, or where
+    an argument is an object that cannot be compared.
+    """
+    if any(t.ndim == 0 or t.shape[0] != n for t in tensors_in(inputs)) or _lists_values(inputs, n):
+        return None
+    try:
+        return described(inputs, lambda t: (t.shape[1:], t.dtype))
+    except TypeError:
+        return None
+
+
+def _lists_values(tree: Any, n: int) -> bool:
+    """Whether a list or tuple with as many entries as there are samples holds no tensor."""
+    if isinstance(tree, Mapping):
+        return any(_lists_values(value, n) for value in tree.values())
+    if not isinstance(tree, (tuple, list)):
+        return False
+    own = len(tree) == n and not any(True for _ in tensors_in(tree))
+    return own or any(_lists_values(value, n) for value in tree)
 
 
 def _samples(parts: list[Group]) -> int:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.shards import place, sharded
-from lapwing.errors import BadData, CorruptFile
-from lapwing.model import Batch, tensors_in
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
+from lapwing.model import Batch
+from lapwing.model.batches import described
 from lapwing.model.trees import load_tree, save_tree
 from lapwing.model.writing import remove_leftovers, require_writable
 
@@ -52,6 +53,13 @@ class Resume:
         remove_leftovers(self.folder, "*.safetensors")
 
 
+def _content(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
+    """Type, shape and a hash of the values of a tensor."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    values = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return str(tensor.dtype), tuple(tensor.shape), hashlib.blake2b(values, digest_size=16).hexdigest()
+
+
 class Journal:
     """One pass over the data: how many batches the file holds, and the hash of all read so far."""
 
@@ -69,10 +77,14 @@ class Journal:
 
     def skips(self, batch: Batch) -> bool:
         """Whether the file holds this batch; raises `OtherBatches` where it holds other ones."""
-        for tensor in tensors_in((batch.inputs, batch.targets, batch.weights)):
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            self.chain.update(f"{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-            self.chain.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        try:
+            whole = described((batch.inputs, batch.targets, batch.weights), _content)
+        except TypeError as error:
+            raise UnsupportedOperation(
+                f"checkpoint= recognizes batches by their content, and batch {batch.number} holds {error}, which "
+                "cannot be compared: pass tensors, numbers and strings, or leave checkpoint= out"
+            ) from error
+        self.chain.update(repr(whole).encode())
         self.read += 1
         if self.found is None or self.read > self.found["read"]:
             return False

@@ -17,7 +17,7 @@ from lapwing.evaluation.report import Gallery, Outside, Report, Result
 from lapwing.evaluation.scoring import Items, Task, task_of
 from lapwing.evaluation.temperature import TemperatureScaled, device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches, batch_size, call, map_tensors
+from lapwing.model.batches import Batches, as_tensors, batch_size, call
 from lapwing.model.module import borrowed, output_tensor
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 
@@ -118,7 +118,8 @@ class Reader:
 
     @property
     def _batches(self) -> Batches:
-        data = (self.data, torch.zeros(len(self.data))) if isinstance(self.data, Tensor) else self.data
+        data = as_tensors(self.data) if hasattr(self.data, "__array__") else self.data
+        data = (data, torch.zeros(len(data))) if isinstance(data, Tensor) else data
         return Batches(data, self.run.module, self.run.device, self.split)
 
     def labeled(self) -> Iterator[tuple[Any, Any]]:
@@ -128,10 +129,10 @@ class Reader:
 
     def unlabeled(self) -> Iterator[tuple[Any, None]]:
         """(inputs, None) of each batch that is not empty, whether it has targets or not."""
-        for raw in self._bar(self._batches.unlabeled()):
-            inputs = map_tensors(lambda t: t.to(self.run.device), raw)
+        batches = self._batches
+        for inputs in self._bar(batches.unlabeled()):
             if batch_size(inputs):
-                yield inputs, None
+                yield batches.placed(inputs), None
 
     def _bar(self, source: Iterable[Any]) -> Iterable[Any]:
         """Always, never, or (None) on a terminal and only if it takes a second."""

@@ -68,7 +68,7 @@ class Classes(Task):
     def items(self, prediction: Any, y: Tensor) -> dict[str, Tensor]:
         probs = prediction.probs
         soft = y if y.shape == probs.shape else one_hot(y, probs.shape[-1])
-        return {"log_prob": prediction.log_prob(y), **class_items(probs, soft.to(probs))}
+        return {"log_prob": prediction.log_prob_of_targets(y), **class_items(probs, soft.to(probs))}
 
     def summary(self, items: Items, bins: int) -> dict[str, float]:
         return {
@@ -100,7 +100,7 @@ class Labels(Classes):
     def items(self, prediction: Any, y: Tensor) -> dict[str, Tensor]:
         p = prediction.mean
         scores = class_items(both(p), both(y.reshape(p.shape).to(p)))
-        return {"log_prob": prediction.log_prob(y), **scores}
+        return {"log_prob": prediction.log_prob_of_targets(y), **scores}
 
     def caption(self, prediction: Any, y: Tensor | None, index: int) -> str:
         return f"p {float(prediction.mean[index].max()):.2f}"
@@ -134,7 +134,7 @@ class Numbers(Task):
             lower, upper = prediction.interval(level)
             covered[f"covered {level}"] = (lower <= truth) & (truth <= upper)
         return {
-            "log_prob": prediction.log_prob(y),
+            "log_prob": prediction.log_prob_of_targets(y),
             "square": (mean - truth).square(),
             "crps": self._crps(prediction, truth),
             "stddev": prediction.variance.sqrt(),

@@ -154,7 +154,7 @@ def _held_out(model: Fitted, data: Any) -> tuple[float, float]:
         f = prediction.function.mean
         y = likelihood.targets(f, batch.targets)
         mask = likelihood.mask(f, y)
-        total -= prediction.log_prob(batch.targets).double().sum().item()
+        total -= prediction.log_prob_of_targets(batch.targets).double().sum().item()
         count += f[..., 0].numel() if mask is None else int(mask.sum())
         seen += f.shape[0]
     if not count:

@@ -33,6 +33,7 @@ from lapwing.interfaces.storage import (
     intact,
     read,
     require_same_module,
+    restore_convention,
     restore_curvature,
     restore_params,
     restore_prior,
@@ -70,8 +71,10 @@ def fit(
     """Give a trained network a posterior over its weights.
 
     `data` is any re-iterable of batches (a DataLoader, a list) or a pair (X, y); a batch is (x, y), ((x1, x2), y) or a
-    dict with labels, or what `split(batch) -> (inputs, targets[, weights])` makes of it. `likelihood` says what the
-    outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic", "preference", or an object.
+    dict with labels, or what `split(batch) -> (inputs, targets[, weights])` makes of it. Arrays and data frames are
+    taken as tensors. Labels of tokens are read as the network's own loss reads them, if it returns one. `likelihood`
+    says what the outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic", "preference", or
+    an object.
     `structure` is what is kept of the curvature, `factor` how it is computed, `select` which weights take part,
     `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
     `data` stands for. The module is evaluated in eval mode and given back bit-identical. `checkpoint` is a folder in
@@ -113,7 +116,7 @@ def fit(
     curvature = estimate_curvature(problem, chosen, n_data)
     if problem.resume is not None:
         problem.resume.forget()
-    kept = Options(budget, split, progress, scalar=problem.scalar)
+    kept = Options(budget, split, progress, scalar=problem.scalar, convention=batches.convention)
     watch = Watch.on(module, problem.example)
     la = Laplace(network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, watch=watch)
     _ = la.posterior  # refuse now what has no posterior
@@ -144,7 +147,7 @@ def _resume(
     require_folder(folder)
     index = network.params.index
     picked = "" if index is None else str(index.tolist())
-    what = (repr(checksum(module)), repr(chosen), repr(factor), repr(family), repr(network.params.names), picked)
+    what = (repr(checksum(module)), repr(chosen), repr(factor), repr(family.spec()), repr(network.params.names), picked)
     return Resume(folder, hashlib.sha256("\n".join(what).encode()).hexdigest())
 
 
@@ -173,6 +176,7 @@ def load(
     given = None if likelihood is None else resolve_likelihood(likelihood)
     family = likelihood_from_spec(header["likelihood"], given)
     network = Network(module, params, family.outputs)
+    convention = restore_convention(header)
 
     def posed(factor: Factor) -> Problem:
         if data is None:
@@ -180,7 +184,7 @@ def load(
                 f"{path.name!r} holds a matrix-free posterior, whose matrix is in its products with the data: "
                 "load(path, model, data=train_loader) with the data of the fit"
             )
-        batches = Batches(data, module, params.device, split)
+        batches = Batches(data, module, params.device, split, convention)
         batches.require_reiterable("structure='matrixfree'")
         return pose(network, batches, family, factor, memory=header["memory"])
 
@@ -192,7 +196,7 @@ def load(
             family,
             restore_prior(tensors, header, params),
             restore_temperature(header),
-            Options(header["memory"], split, scalar=header["scalar"]),
+            Options(header["memory"], split, scalar=header["scalar"], convention=convention),
             damped=header["damped"],
             repair=header["repair"],
             logit_temperature=header.get("logit_temperature", 1.0),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network
-from lapwing.model.batches import Inputs, map_tensors
+from lapwing.model.batches import Inputs
 from lapwing.model.fingerprint import Watch
-from lapwing.model.module import ordinary, outside_inference
+from lapwing.model.module import outside_inference
 from lapwing.predictive import Prediction, predict_targets
 from lapwing.predictive.sampled import sampled_function
 
@@ -29,6 +29,8 @@ class Ensemble:
     scalar: bool = False
     watch: Watch | None = None  # what the module was like at the fit
     logit_temperature: float = 1.0
+    inputs: Callable[[Inputs], Inputs] = lambda x: x  # inputs as the posterior's own predictions read them
+    shifted: bool = False  # position t predicts the label at t + 1
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -41,7 +43,6 @@ class Ensemble:
         """The mixture of the members' predictions."""
         if self.watch is not None:
             self.watch.require_unchanged(self.network.module, self.network.params)
-        x = map_tensors(lambda t: ordinary(t).to(self.network.params.device), x)
-        function = sampled_function(self.network, self.weights, x, differentiable)
+        function = sampled_function(self.network, self.weights, self.inputs(x), differentiable)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
-        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar)
+        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar, shifted=self.shifted)

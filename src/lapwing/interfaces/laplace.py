@@ -44,9 +44,10 @@ from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
-from lapwing.model.batches import LABEL_KEYS, Batch, Inputs, map_tensors
+from lapwing.model.batches import Batch, Inputs, as_tensors, map_tensors
+from lapwing.model.convention import Convention
 from lapwing.model.fingerprint import Watch
-from lapwing.model.module import ordinary, outside_inference
+from lapwing.model.module import outside_inference
 from lapwing.model.products import Products
 from lapwing.posterior import (
     Posterior,
@@ -80,6 +81,7 @@ class Options:
     split: Any = None
     progress: bool | None = None
     scalar: bool = False  # the network returns (B,)
+    convention: Convention = field(default_factory=Convention)  # how the batches of the fit were read
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +209,7 @@ class Laplace:
         require_one_process("linear_mode")
         self._require_unchanged()
         mean, matrix = self._prior_in_use
-        batches = Batches(data, self.module, self.params.device, self.options.split)
+        batches = self._batches(data)
         batches.require_reiterable("the mode of the linearized model")
         model = LinearModel(
             Products(self.network, batches, self.options.progress),
@@ -300,9 +302,9 @@ class Laplace:
         can hold. n_data grows by the number of new data.
         """
         self._require_unchanged()
-        batches = filled(Batches(data, self.module, self.params.device, self.options.split))
+        batches = filled(self._batches(data))
         if sharded():
-            require_same({"model": repr(self.state), "curvature": self._fingerprint()})
+            require_same({"model": repr(self.watch and self.watch.sums), "curvature": self._fingerprint()})
         problem = pose(
             self.network,
             batches,
@@ -398,12 +400,13 @@ class Laplace:
             samples=samples,
             novelty=lambda: self._novelty(inputs, function.mean),
             scalar=self.options.scalar,
+            shifted=bool(self.options.convention.shifted),
             generator=generator,
         )
 
     def predict_loader(self, data: Any, **options: Any) -> Iterator[Prediction]:
         """One prediction a batch, in order. Batches may be inputs alone or come with targets, which are left unread."""
-        batches = Batches(data, self.module, self.params.device, self.options.split)
+        batches = self._batches(data)
         for inputs in batches.unlabeled():
             yield self.predict(inputs, **options)
 
@@ -414,18 +417,33 @@ class Laplace:
         if n < 1:
             raise BadData(f"an ensemble has at least one member, got {n}")
         draws = self._draws(n, generator)
-        return Ensemble(self.network, self.likelihood, draws, self.options.scalar, self.watch, self.logit_temperature)
+        return Ensemble(
+            self.network,
+            self.likelihood,
+            draws,
+            self.options.scalar,
+            self.watch,
+            self.logit_temperature,
+            self._inputs,
+            bool(self.options.convention.shifted),
+        )
+
+    def _batches(self, data: Any) -> Batches:
+        """Data read as those of the fit were."""
+        options = self.options
+        return Batches(data, self.module, self.params.device, options.split, options.convention)
 
     def _inputs(self, x: Inputs) -> Inputs:
-        if isinstance(x, Mapping) and self.options.split is None:
-            x = {key: value for key, value in x.items() if key not in LABEL_KEYS}
-        x = map_tensors(lambda t: ordinary(t).to(self.params.device), x)
+        """Inputs as the fit used them: without what it took as targets, on its device, in a dtype the network takes."""
+        x = as_tensors(x)
+        x = self.options.convention.inputs_of(x) if isinstance(x, Mapping) else x
         if not any(True for _ in tensors_in(x)):
             raise BadData(
                 f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
             )
         if batch_size(x) == 0:
             raise BadData("the batch to predict is empty")
+        x = self._batches(()).placed(x)
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
                 where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
@@ -583,7 +601,7 @@ class Laplace:
     def _held_out(self, data: Any, link: str = "auto") -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
         """(f, targets, rows) of held-out data, a few samples at a time; rows of what the link sees of f."""
         self._require_unchanged()
-        batches = Batches(data, self.module, self.params.device, self.options.split)
+        batches = self._batches(data)
         show = self.options.progress
         bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
                    leave=False)  # fmt: skip
@@ -666,8 +684,9 @@ class Laplace:
 
     def _unlabeled(self, data: Any, link: str) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
         """(f, targets of the network's own, rows) of data whose targets, if any, are left unread."""
+        data = as_tensors(data)
         data = [data] if isinstance(data, Tensor) else data
-        batches = Batches(data, self.module, self.params.device, self.options.split)
+        batches = self._batches(data)
         generator = torch.Generator(self.params.device).manual_seed(0)
         for raw in batches.unlabeled():
             inputs = self._inputs(raw)

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lapwing.linalg import PSD, Layout, once, pack, pack_layout, unpack_layout, 
 from lapwing.linalg.operator import Operator
 from lapwing.linalg.validity import flaw_of_values
 from lapwing.model import Params
+from lapwing.model.convention import Convention
 from lapwing.model.fingerprint import Probe, fingerprint, written
 from lapwing.model.trees import full, lean
 from lapwing.model.writing import replacing
@@ -72,6 +73,7 @@ def write(path: Path, la: Any) -> None:
         "notes": list(la.curvature.notes),
         "scalar": la.options.scalar,
         "memory": la.options.memory,
+        "convention": asdict(la.options.convention),
         "damped": la.damped,
         "repair": la.repair,
         "tuned": la.tuned,
@@ -271,6 +273,13 @@ def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], para
     prior = Prior.from_spec(own, header["prior"], params.size)
     prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
     return prior
+
+
+def restore_convention(header: Mapping[str, Any]) -> Convention:
+    """How the batches of the fit were read; a file of an earlier version does not say."""
+    stored = header.get("convention", {})
+    known = {field.name: stored[field.name] for field in fields(Convention) if field.name in stored}
+    return Convention(**known | ({"names": tuple(known["names"])} if "names" in known else {}))
 
 
 def restore_temperature(header: Mapping[str, Any]) -> Tempered:

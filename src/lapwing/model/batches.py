@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from lapwing.errors import BadData, NotReiterable
-from lapwing.model.module import is_causal_language_model, ordinary
+from lapwing.model.convention import (
+    IGNORED,
+    Answer,
+    Convention,
+    are_tokens,
+    ask,
+    entry_for,
+    floating_dtype,
+    shift,
+)
+from lapwing.model.module import borrowed, ordinary
 
 Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
 
-LABEL_KEYS = ("labels", "label", "targets", "target", "y")
+PLAIN = (str, bytes, Number, type(None), Enum, slice, range, torch.dtype, torch.device)  # equal if their text is
+ASKED = 8  # samples for which a network is asked what it makes of labels
 ROWS = 256  # a pair (X, y) of whole tensors is read in batches of this many samples
 
 
@@ -58,17 +72,62 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
+def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
+    """A key that two nested inputs share if they have the same build and the same plain values.
+
+    The build is the type of every container and the names of a mapping in their order; `tensor` says what counts of a
+    tensor. Raises `TypeError` for an object whose value cannot be compared.
+    """
+    if isinstance(tree, Tensor):
+        return ("tensor", tensor(tree))
+    if isinstance(tree, Mapping):
+        return ("mapping", *((repr(key), described(value, tensor)) for key, value in tree.items()))
+    if isinstance(tree, (tuple, list)):
+        return (type(tree).__name__, *(described(value, tensor) for value in tree))
+    if isinstance(tree, PLAIN):
+        return (type(tree).__name__, repr(tree))
+    raise TypeError(f"an object of type {type(tree).__name__}")
+
+
 def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
     """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given."""
-    args: tuple = (inputs,)
-    kwargs: dict = {}
-    if isinstance(inputs, Mapping):
-        args, kwargs = (), dict(inputs)
-    elif isinstance(inputs, (tuple, list)):
-        args = tuple(inputs)
+    args, kwargs = arguments(inputs)
     if weights is None:
         return module(*args, **kwargs)
     return functional_call(module, dict(weights), args, kwargs)
+
+
+def arguments(inputs: Inputs) -> tuple[tuple, dict[str, Any]]:
+    """Positional and named arguments that inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def as_tensors(tree: Any) -> Any:
+    """Turn every array and data frame in nested tuples, lists and mappings into a tensor of its dtype."""
+    if isinstance(tree, Mapping):
+        return {key: as_tensors(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(as_tensors, tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map(as_tensors, tree))
+    return _tensor_of(tree) if _is_array(tree) else tree
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array, a pandas frame or series, or another object that NumPy reads as an array."""
+    return hasattr(value, "__array__") and not isinstance(value, (Tensor, np.generic))
+
+
+def _tensor_of(value: Any) -> Tensor:
+    array = np.asarray(value)
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except TypeError as error:
+        raise BadData(
+            f"a {type(value).__name__} of dtype {array.dtype} holds no plain numbers: turn its entries into numbers"
+        ) from error
 
 
 def batch_size(inputs: Inputs) -> int:
@@ -89,7 +148,7 @@ def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
 
 
 def concatenate(pieces: Sequence[Inputs]) -> Inputs:
-    """Inputs of the same build one after the other, every tensor along its first dimension."""
+    """Inputs that are `described` alike one after the other, every tensor along its first dimension."""
     streams = [iter(list(tensors_in(piece))) for piece in pieces]
     return map_tensors(lambda _: torch.cat([next(stream) for stream in streams]), pieces[0])
 
@@ -112,15 +171,12 @@ def _looks_like_tensors(data: Any) -> bool:
     return sizes == {data[1].shape[0] if data[1].ndim else None}
 
 
-def _require_tensors(data: Any) -> None:
-    """Say what is wrong with a pair (X, y) that is not one of tensors of equal length."""
-    if not (isinstance(data, tuple) and len(data) == 2):
-        return
-    x, y = data
-    if type(y).__name__ in ("ndarray", "Series", "DataFrame") or type(x).__name__ in ("ndarray", "DataFrame"):
-        raise BadData("data is a pair of arrays; pass tensors: (torch.as_tensor(X), torch.as_tensor(y))")
-    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim and y.ndim and x.shape[0] != y.shape[0]:
-        raise BadData(f"X has {x.shape[0]} samples, y has {y.shape[0]}")
+def _require_equal_lengths(data: Any) -> None:
+    """Refuse a pair (X, y) of tensors with different numbers of samples."""
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) and part.ndim for part in data):
+        x, y = data
+        if x.shape[0] != y.shape[0]:
+            raise BadData(f"X has {x.shape[0]} samples, y has {y.shape[0]}")
 
 
 def _rows_of(data: Any) -> Iterator[tuple[Inputs, Tensor]]:
@@ -159,6 +215,21 @@ class Batches:
     module: nn.Module
     device: torch.device
     split: Callable[[Any], tuple] | None = None
+    known: Convention = field(default_factory=Convention)  # from batches of the same kind that were read before
+    _learned: dict[str, Convention] = field(default_factory=dict, repr=False)  # the convention, once batches were read
+
+    def __post_init__(self) -> None:
+        pair = isinstance(self.data, (tuple, list)) and len(self.data) == 2
+        if _is_array(self.data) or (pair and (isinstance(self.data, tuple) or all(map(_is_array, self.data)))):
+            object.__setattr__(self, "data", as_tensors(self.data))
+
+    @property
+    def convention(self) -> Convention:
+        """How the batches are read, as far as those read so far have told."""
+        return self._learned.get("convention", self.known)
+
+    def _learn(self, **found: Any) -> None:
+        self._learned["convention"] = replace(self.convention, **found)
 
     @property
     def reiterable(self) -> bool:
@@ -184,7 +255,7 @@ class Batches:
 
     def raw(self) -> Iterator[Any]:
         """The batches as they come."""
-        _require_tensors(self.data)
+        _require_equal_lengths(self.data)
         source: Iterable = _rows_of(self.data) if _looks_like_tensors(self.data) else self.data
         if isinstance(source, Tensor) or not hasattr(source, "__iter__"):
             raise BadData(
@@ -201,59 +272,150 @@ class Batches:
 
     def inputs_of(self, raw: Any) -> Inputs:
         """The inputs of a batch that may come without targets."""
+        if self.split is None:
+            raw = as_tensors(raw)
+            if isinstance(raw, Mapping) and self.convention.target_in(raw) is None:
+                return raw
+            if isinstance(raw, (tuple, list)) and len(raw) == 1:
+                return raw[0]
         if isinstance(raw, Tensor):
             return raw
-        if isinstance(raw, Mapping) and not any(key in raw for key in LABEL_KEYS):
-            return raw
-        if isinstance(raw, (tuple, list)) and len(raw) == 1 and self.split is None:
-            return raw[0]
-        return self._split(raw)[0]
+        inputs, targets, _, labels = self._split(raw)
+        if labels is not None and self.convention.entry is None:
+            self._ask(self.placed(inputs), labels, targets)
+        return self._with_labels(inputs, labels, targets)
 
     def __iter__(self) -> Iterator[Batch]:
         seen = 0
         for number, raw in enumerate(self.raw()):
-            inputs, targets, weights = self._split(raw)
-            inputs = map_tensors(lambda t: ordinary(t).to(self.device), inputs)
+            inputs, targets, weights, labels = self._split(raw)
+            inputs = self.placed(inputs)
             if batch_size(inputs) == 0:
                 continue
             if targets is None:
                 raise BadData(f"batch {number} has no targets")
             seen += 1
-            targets = targets.to(self.device) if isinstance(targets, Tensor) else targets
-            weights = weights.to(self.device) if isinstance(weights, Tensor) else weights
-            yield Batch(inputs, targets, weights, number)
+            targets = _on(self.device, targets)
+            if labels is not None and are_tokens(targets):
+                inputs, targets = self._aligned(inputs, labels, targets, number)
+            yield Batch(inputs, targets, _on(self.device, weights), number)
         if seen == 0:
             raise NoSamples("the data holds no samples: a fit needs at least one batch that is not empty")
 
-    def _split(self, raw: Any) -> tuple[Inputs, Any, Tensor | None]:
+    def placed(self, inputs: Inputs) -> Inputs:
+        """Inputs on the device, in the floating dtype of the network where it does not take them as they are."""
+        inputs = map_tensors(lambda t: ordinary(_dense(t)).to(self.device), inputs)
+        dtype = floating_dtype(self.module)
+        if dtype is None or all(t.dtype == dtype for t in tensors_in(inputs) if t.is_floating_point()):
+            return inputs
+        if self.convention.cast is None and batch_size(inputs):
+            self._learn(cast=self._refused(take(inputs, slice(0, 1), batch_size(inputs))))
+        if not self.convention.cast:
+            return inputs
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+
+    def _run(self, inputs: Inputs, **more: Any) -> Any:
+        """What the network returns, in eval mode and without gradients."""
+        device = next((p.device for p in self.module.parameters()), self.device)
+        args, kwargs = map_tensors(lambda t: t.to(device), arguments(inputs))
+        with borrowed(self.module) as own, torch.no_grad():
+            return own(*args, **kwargs, **map_tensors(lambda t: t.to(device), more))
+
+    def _refused(self, inputs: Inputs) -> bool:
+        try:
+            self._run(inputs)
+        except Exception:
+            return True
+        return False
+
+    def _split(self, raw: Any) -> tuple[Inputs, Any, Tensor | None, str | None]:
+        """Inputs, targets, weights, and the name of the labels where the network may move them or need them."""
         if self.split is not None:
-            parts = tuple(self.split(raw))
+            parts = as_tensors(tuple(self.split(raw)))
             if len(parts) not in (2, 3):
                 raise BadData(f"split(batch) returned {len(parts)} values; expected (inputs, targets[, weights])")
-            return parts[0], parts[1], parts[2] if len(parts) == 3 else None
+            self._learn_inputs(parts[0])
+            return parts[0], parts[1], parts[2] if len(parts) == 3 else None, None
+        raw = as_tensors(raw)
         if isinstance(raw, Mapping):
             return self._split_mapping(raw)
         if isinstance(raw, (tuple, list)) and len(raw) == 2:
-            labels = _repeats(raw[0], raw[1])  # (ids, ids): labels as the model's own loss takes them
-            return raw[0], self._shifted(raw[1]) if labels else raw[1], None
+            self._learn_inputs(raw[0])
+            targets = _listed(raw[1])
+            # (ids, ids): labels as the network's own loss takes them
+            return raw[0], targets, None, "labels" if _repeats(raw[0], targets) else None
         raise BadData(
             f"a batch is a {type(raw).__name__}{f' of {len(raw)} entries' if isinstance(raw, (tuple, list)) else ''}; "
             "expected (x, y), ((x1, x2), y) or a dict with 'labels'. Pass split=lambda batch: (inputs, targets)."
         )
 
-    def _shifted(self, targets: Any) -> Any:
-        """A causal language model's position t predicts token t + 1, as its own loss has it; the last nothing."""
-        tokens = isinstance(targets, Tensor) and targets.ndim == 2 and not targets.is_floating_point()
-        if not (tokens and is_causal_language_model(self.module)):
-            return targets
-        return torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], -100)], dim=1)
+    def _split_mapping(self, raw: Mapping) -> tuple[Inputs, Any, None, str]:
+        key = self.convention.target_in(raw)
+        if key is None:
+            raise BadData(
+                f"a batch is a dict with keys {sorted(map(str, raw))} and none of {list(self.convention.names)}. "
+                "Pass split=lambda batch: (inputs, targets)."
+            )
+        if self.convention.names != (key,):
+            self._learn(names=(key,))
+        return {name: value for name, value in raw.items() if name != key}, _listed(raw[key]), None, key
 
-    def _split_mapping(self, raw: Mapping) -> tuple[Inputs, Any, None]:
-        for key in LABEL_KEYS:
-            if key in raw:
-                inputs = {name: value for name, value in raw.items() if name != key}
-                return inputs, self._shifted(raw[key]), None
-        raise BadData(
-            f"a batch is a dict with keys {sorted(map(str, raw))} and none of {list(LABEL_KEYS)}. "
-            "Pass split=lambda batch: (inputs, targets)."
-        )
+    def _learn_inputs(self, inputs: Inputs) -> None:
+        """Names of inputs are no names of targets."""
+        names = self.convention.names
+        if isinstance(inputs, Mapping) and any(name in inputs for name in names):
+            self._learn(names=tuple(name for name in names if name not in inputs))
+
+    def _aligned(self, inputs: Inputs, name: str, labels: Tensor, number: int) -> tuple[Inputs, Tensor]:
+        """Inputs with the labels that the network needs among them, and labels where they are predicted."""
+        if self.convention.shifted is None:
+            try:
+                answer = self._ask(inputs, name, labels)
+                if answer is not None:
+                    self._learn(shifted=answer.shifted)
+            except BadData as error:
+                raise BadData(f"batch {number}: {error}") from error
+        return self._with_labels(inputs, name, labels), shift(labels) if self.convention.shifted else labels
+
+    def _ask(self, inputs: Inputs, name: str, labels: Any) -> Answer | None:
+        """What the network makes of labels, from a few samples; None where no label counts that could tell."""
+        entry = entry_for(self.module, name) if are_tokens(labels) else None
+        if entry is None:
+            self._learn(entry="")
+            return Answer("")
+        counted = (labels != IGNORED).any(1)
+        rows = (counted if counted.any() else ~counted).nonzero().flatten()[:ASKED]
+        answer = ask(self._run, take(inputs, rows.to(self.device), len(labels)), entry, labels[rows])
+        self._learn(entry=answer.entry)
+        return answer if answer.loss is None or counted.any() else None
+
+    def _with_labels(self, inputs: Inputs, name: str | None, labels: Any) -> Inputs:
+        if name is None or not self.convention.entry:
+            return inputs
+        if not isinstance(inputs, Mapping):
+            raise BadData(
+                f"the network makes inputs of its decoder from {self.convention.entry!r}: pass batches as dicts, with "
+                "the labels in them"
+            )
+        return {**inputs, self.convention.entry: labels}
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise BadData(f"an input of shape {tuple(tensor.shape)} has the layout {kind}: pass tensor.to_dense()")
+    return tensor
+
+
+def _listed(targets: Any) -> Any:
+    """Targets in (nested) lists of numbers as a tensor; anything else as it is, for the likelihood to judge."""
+    if not isinstance(targets, (list, tuple)):
+        return targets
+    try:
+        return torch.as_tensor(targets)
+    except (TypeError, ValueError, RuntimeError):
+        return targets

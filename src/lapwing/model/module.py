@@ -106,9 +106,3 @@ def output_tensor(output: object) -> Tensor:
         f"the model returned {type(output).__name__}; Lapwing needs a tensor, an object with `.logits`, or a tuple "
         "whose first entry is a tensor. Wrap the model in a module that returns its outputs."
     )
-
-
-def is_causal_language_model(module: nn.Module) -> bool:
-    """Whether labels are the inputs shifted by one, as Hugging Face's causal language models define their loss."""
-    names = {type(m).__name__ for m in module.modules()}
-    return any("ForCausalLM" in name or "LMHeadModel" in name for name in names)

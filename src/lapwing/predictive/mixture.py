@@ -92,6 +92,7 @@ def mix(parts: Sequence[Prediction], weights: Tensor) -> Prediction:
         seed=first.seed,
         score=lambda: torch.stack([w * part.novelty for w, part in zip(weights, parts)]).sum(0),
         scalar=first.scalar,
+        shifted=first.shifted,
     )
     # The mixture's law replaces the one that the prediction would compute from `function` by Monte Carlo.
     if isinstance(first, ClassPrediction | LabelPrediction):

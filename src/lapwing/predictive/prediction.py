@@ -19,6 +19,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import Marginal, MixtureMarginal
+from lapwing.model.convention import are_tokens, shift
 from lapwing.predictive.fixed import fixed_generator
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction
 from lapwing.predictive.links import LINKS, ClassLaw, entropy, inner_law
@@ -50,6 +51,7 @@ class Prediction(ABC):
     seed: int | None = None
     score: Tensor | Callable[[], Tensor] | None = None
     scalar: bool = False
+    shifted: bool = False  # position t predicts the label at t + 1
 
     @property
     @abstractmethod
@@ -76,9 +78,19 @@ class Prediction(ABC):
     def epistemic(self) -> Tensor:
         """What more data would remove: the mutual information of y and f, else Var_f(E[y|f])."""
 
-    @abstractmethod
     def log_prob(self, y: Any) -> Tensor:
-        """log p(y), (B, *event), over all outputs of an item together; soft labels give Σ q log p."""
+        """log p(y), (B, *event), over all outputs of an item together; soft labels give Σ q log p.
+
+        Labels of a language model mean what they mean to its own loss: those of position t + 1 are taken at t.
+        """
+        if self.shifted:
+            y = torch.as_tensor(y)
+            y = shift(y) if are_tokens(y) else y
+        return self.log_prob_of_targets(y)
+
+    @abstractmethod
+    def log_prob_of_targets(self, y: Any) -> Tensor:
+        """log p(y) of targets that stand at the position that predicts them."""
 
     @cached_property
     def novelty(self) -> Tensor:
@@ -174,7 +186,7 @@ class ClassPrediction(Prediction):
     def epistemic(self) -> Tensor:
         return (self.entropy - self.aleatoric).clamp(min=0)
 
-    def log_prob(self, y: Any) -> Tensor:
+    def log_prob_of_targets(self, y: Any) -> Tensor:
         f, log_probs = self.function.mean, self._law.log_probs
         y = self.likelihood.targets(f, y)
         if y.ndim == log_probs.ndim:
@@ -233,7 +245,7 @@ class LabelPrediction(Prediction):
     def _each_label(self, values: Tensor) -> Tensor:
         return values[..., 0] if self._event_shape == (1,) else values
 
-    def log_prob(self, y: Any) -> Tensor:
+    def log_prob_of_targets(self, y: Any) -> Tensor:
         """Several labels together by Monte Carlo, since they share f; soft ones as Σ q log p of each label."""
         y = self.likelihood.targets(self.function.mean, y)
         if self._event_shape.numel() > 1 and bool(((y == 0) | (y == 1)).all()):
@@ -303,7 +315,7 @@ class ValuePrediction(Prediction):
             lower, upper = torch.quantile(self._targets, self._targets.new_tensor(levels), dim=0)
         return self._outside(lower), self._outside(upper)
 
-    def log_prob(self, y: Any) -> Tensor:
+    def log_prob_of_targets(self, y: Any) -> Tensor:
         f = self.function.mean
         y = self.likelihood.targets(f, y)
         return masked(self._log_prob(y), self.likelihood.mask(f, y))
@@ -343,12 +355,13 @@ def predict_targets(
     samples: int | None = None,
     novelty: Tensor | Callable[[], Tensor] | None = None,
     scalar: bool = False,
+    shifted: bool = False,
     generator: torch.Generator | None = None,
 ) -> Prediction:
     """The prediction that follows from a distribution of f: of classes, labels or values, as p(y | f) is.
 
     `link="auto"` takes what is exact or nearly so (closed form, quadrature in one dimension), else Monte Carlo in
-    output space. `scalar`: the network returned (B,).
+    output space. `scalar`: the network returned (B,). `shifted`: position t predicts the label at t + 1.
     """
     law = inner_law(likelihood, function.mean)
     leaf: type[Prediction] = ValuePrediction
@@ -367,6 +380,7 @@ def predict_targets(
         seed=seed,
         score=novelty,
         scalar=scalar,
+        shifted=shifted,
     )
 
 

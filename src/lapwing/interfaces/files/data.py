@@ -110,8 +110,8 @@ def require_readable(data: Any, module: nn.Module, text: str) -> None:
     if first is None:
         raise BadData(f"{text} holds no batches")
     parameter = next(module.parameters(), torch.empty(0))
-    inputs = Batches(data, module, parameter.device).inputs_of(first)
-    inputs = map_tensors(lambda t: t.to(parameter.device), inputs)
+    batches = Batches(data, module, parameter.device)
+    inputs = batches.placed(batches.inputs_of(first))
     try:
         with borrowed(module) as own, torch.no_grad():
             call(own, inputs)
