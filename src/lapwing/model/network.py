@@ -172,15 +172,22 @@ class Network:
         else:
             finished = run(module, inputs, leaves, replaced=create_graph)
             n, ids = batch_size(inputs), {id(p): name for name, p in leaves.items()}
-            if not plan.matches(finished.records, n, ids) or plan.distinct < min(CHECK_SAMPLES, n):
-                anew = self.plan(map_tensors(Tensor.detach, inputs))
-                if not (plan.compatible(anew) and anew.matches(finished.records, n, ids)):
-                    raise PlanChanged
-                plan = anew
+            plan = self._fitting(plan, lambda p: p.matches(finished.records, n, ids), inputs)
             if not unseen_names(finished, ids) <= set(plan.looped):
                 raise PlanChanged
         f = self.outputs(finished.outputs)
         return Linearization(module, self.params, plan, inputs, finished, self.outputs, f, leaves, create_graph)
+
+    def _fitting(self, plan: Plan, matches: Callable[[Plan], bool], inputs: Inputs) -> Plan:
+        """The plan itself, the last that was made for later inputs, or one made for these."""
+        enough = min(CHECK_SAMPLES, batch_size(inputs))
+        for made in (plan, self._plans.get("later")):
+            if made is not None and made.distinct >= enough and plan.compatible(made) and matches(made):
+                return made
+        anew = self._plans["later"] = self.plan(map_tensors(Tensor.detach, inputs))
+        if not (plan.compatible(anew) and matches(anew)):
+            raise PlanChanged
+        return anew
 
     def leaves(self) -> dict[str, Tensor]:
         """The selected parameters of the borrowed copy, by name."""
