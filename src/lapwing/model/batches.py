@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lapwing.errors import BadData, NotReiterable
+from lapwing.errors import BadData, NotReiterable, UnsupportedModel
 from lapwing.model.module import is_causal_language_model, ordinary
 
 Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
@@ -55,7 +56,34 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given."""
+    """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given.
+
+    A module that writes to its inputs gets copies; whether it does is seen in its first call.
+    """
+    writes = _WRITES.get(module)
+    own = inputs if writes is False else map_tensors(Tensor.clone, inputs)
+    before = [_version(t) for t in tensors_in(own)]
+    out = _called(module, own, weights)
+    changed = before != [_version(t) for t in tensors_in(own)]
+    if changed and writes is False:
+        _WRITES[module] = True
+        raise UnsupportedModel(
+            "the network wrote to its inputs, which it had not done in earlier calls, so that your data have changed. "
+            "Let its forward pass work on a copy (x = x.clone()), load the data again and start over."
+        )
+    if writes is None:
+        _WRITES[module] = changed
+    return out
+
+
+_WRITES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether its first call wrote to the inputs
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _called(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None) -> Any:
     args: tuple = (inputs,)
     kwargs: dict = {}
     if isinstance(inputs, Mapping):
