@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from lapwing.errors import BadData, NotReiterable, UnsupportedModel
 from lapwing.model.module import is_causal_language_model, ordinary
+from lapwing.model.skeleton import source_of
 
 Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
 
@@ -60,19 +61,20 @@ def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None
 
     A module that writes to its inputs gets copies; whether it does is seen in its first call.
     """
-    writes = _WRITES.get(module)
+    source = source_of(module)
+    writes = _WRITES.get(source)
     own = inputs if writes is False else map_tensors(Tensor.clone, inputs)
     before = [_version(t) for t in tensors_in(own)]
     out = _called(module, own, weights)
     changed = before != [_version(t) for t in tensors_in(own)]
     if changed and writes is False:
-        _WRITES[module] = True
+        _WRITES[source] = True
         raise UnsupportedModel(
             "the network wrote to its inputs, which it had not done in earlier calls, so that your data have changed. "
             "Let its forward pass work on a copy (x = x.clone()), load the data again and start over."
         )
     if writes is None:
-        _WRITES[module] = changed
+        _WRITES[source] = changed
     return out
 
 
