@@ -23,9 +23,9 @@ from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
 from lapwing.model import Block, LazyRows, Linearization, Reading, batch_size, take
 from lapwing.model.backward import pull
+from lapwing.model.precision import tolerance
 from lapwing.model.rules import RULES
 from lapwing.model.rules.linear import Linear
-from lapwing.model.selfcheck import TOLERANCES
 from lapwing.model.tape import first_reached
 
 CHECKED = 4  # output directions of the self-check
@@ -257,7 +257,7 @@ def _slopes(at: Reading, layer: Layer, following: Layer) -> Tensor:
 
 
 def _tolerance(values: Tensor) -> float:
-    return TOLERANCES.get(values.dtype, 5e-2)
+    return tolerance([values.dtype])
 
 
 def _names(at: Reading, records: list) -> str:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Number
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lapwing.errors import BadData, NotReiterable
+from lapwing.errors import BadData, NotReiterable, UnsupportedModel
 from lapwing.model.convention import (
     IGNORED,
     Answer,
@@ -25,6 +26,7 @@ from lapwing.model.convention import (
     shift,
 )
 from lapwing.model.module import borrowed, ordinary
+from lapwing.model.skeleton import source_of
 
 Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
 
@@ -90,7 +92,35 @@ def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
 
 
 def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given."""
+    """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given.
+
+    A module that writes to its inputs gets copies; whether it does is seen in its first call.
+    """
+    source = source_of(module)
+    writes = _WRITES.get(source)
+    own = inputs if writes is False else map_tensors(Tensor.clone, inputs)
+    before = [_version(t) for t in tensors_in(own)]
+    out = _called(module, own, weights)
+    changed = before != [_version(t) for t in tensors_in(own)]
+    if changed and writes is False:
+        _WRITES[source] = True
+        raise UnsupportedModel(
+            "the network wrote to its inputs, which it had not done in earlier calls, so that your data have changed. "
+            "Let its forward pass work on a copy (x = x.clone()), load the data again and start over."
+        )
+    if writes is None:
+        _WRITES[source] = changed
+    return out
+
+
+_WRITES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether its first call wrote to the inputs
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _called(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None) -> Any:
     args, kwargs = arguments(inputs)
     if weights is None:
         return module(*args, **kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor
 from lapwing.linalg import DenseRows, Jacobian, Layout
 from lapwing.model.backward import pull, pull_all
 from lapwing.model.batches import batch_size, call, take
+from lapwing.model.fixednorm import FixedNorms
 from lapwing.model.gradients import Gradients
 from lapwing.model.harvest import Backward, Harvest, gradients_of, require_reaching, shaped
 from lapwing.model.lazyrows import LazyRows, TapeJacobian
@@ -137,7 +138,7 @@ class Linearization(Reading):
         wanted = [self.leaves[name] for name in self.plan.looped]
         size = batch_size(self.inputs)
         rows: list[list[Tensor]] = [[] for _ in wanted]
-        with torch.enable_grad():
+        with torch.enable_grad(), FixedNorms():
             for k in range(self.n):
                 alone = take(self.inputs, slice(k, k + 1), size)
                 f = self.outputs(output_tensor(call(self.module, alone, self.leaves)))

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel
+from lapwing.model.agreement import agrees
 from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take
+from lapwing.model.fixednorm import FixedNorms
 from lapwing.model.forward import push_forward
 from lapwing.model.jacobian import Linearization
 from lapwing.model.kernels import differentiable_kernels
 from lapwing.model.module import borrowed, output_tensor
 from lapwing.model.params import Params
-from lapwing.model.plan import Plan, PlanChanged, source_of, unseen_names
+from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unseen_names
+from lapwing.model.precision import Types, tolerance
 from lapwing.model.reading import Outputs
 from lapwing.model.samples import close
-from lapwing.model.selfcheck import CHECK_SAMPLES, TOLERANCES, SelfCheck
+from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
 from lapwing.model.skeleton import in_use
 from lapwing.model.tangents import Recording, Values
 from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
+
+ROWS = 2**26  # bytes of back-propagated gradients and rows under way where products are made of rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +41,8 @@ class Network:
     module: nn.Module
     params: Params
     outputs: Outputs
+    _trusted: dict[str, bool] = field(default_factory=dict, init=False, repr=False)  # ways to products, by name
+    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # made for later inputs
 
     @contextmanager
     def borrow(self, differentiable: bool = False) -> Iterator[nn.Module]:
@@ -72,21 +79,55 @@ class Network:
         """f with some parameters replaced by the values given, inside `borrow()`."""
         return self.outputs(output_tensor(call(self.lent, inputs, values)))
 
-    def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
-        """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c), one forward-mode pass each.
+    def recorded(self, inputs: Inputs, values: Values | None = None) -> Tensor:
+        """f with its graph, by a pass without the tape, inside `borrow()`; heavy operations leave their values."""
+        with FixedNorms(), nullcontext() if values is None else Recording(values):
+            return self.functional(None, inputs)
 
-        What the heavy operations give at the weights themselves is computed once for all.
+    def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
+        """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c).
+
+        By one forward-mode pass each; by double backward, or by rows of the tape, where that disagrees with the
+        gradients of reverse mode.
         """
+        with self.borrow():
+            for name, push in (("forward mode", self._push), ("double backward", self._jvp_by_double_backward)):
+                if self.trusts(name, push, inputs):
+                    found = push(inputs, tangents)
+                    if found is not None:
+                        return found
+            return self._jvp_by_rows(inputs, tangents)
+
+    def trusts(self, name: str, push: Callable[[Inputs, Tensor], tuple[Tensor, Tensor] | None], inputs: Inputs) -> bool:
+        """Whether products computed this way agree with reverse mode: asked once, of a few samples."""
+        if name not in self._trusted:
+            n = batch_size(inputs)
+            few = map_tensors(Tensor.detach, take(inputs, slice(0, CHECK_SAMPLES), n))
+            with self.borrow():
+                with Types() as types:
+                    f = self.recorded(few)
+                rtol = tolerance([*types.seen, *(p.dtype for p in self.params.values)])
+                leaves = list(self.leaves().values())
+                self._trusted[name] = agrees(lambda v: push(few, v), f, leaves, self.params, rtol)
+        return self._trusted[name]
+
+    def _push(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor] | None:
+        """By forward mode, or None. What heavy operations give at the weights themselves is computed once for all."""
         values = dict(zip(self.params.names, self.params.values, strict=True))
         moved = [self.params.tangent(v) for v in tangents]
         at = lambda p: self.functional(p, inputs)  # noqa: E731
-        with self.borrow():
-            found = self._jvp_around_one_pass(at, values, moved) if len(moved) > 1 else None
-            found = push_forward(self.module, at, values, moved) if found is None else found
-            if found is not None:
-                return found
-            with differentiable_kernels():
-                return self._jvp_by_double_backward(inputs, tangents)
+        found = self._jvp_around_one_pass(at, values, moved) if len(moved) > 1 else None
+        return push_forward(self.module, at, values, moved) if found is None else found
+
+    def _jvp_by_rows(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
+        """One backward pass per output: slow, and right where other ways are not."""
+        if "rows" not in self._plans:
+            self._plans["rows"] = self.plan(map_tensors(Tensor.detach, inputs))
+        try:
+            return _by_rows(self.linearize(self._plans["rows"], inputs), tangents)
+        except PlanChanged:
+            plan = dynamic_plan(self.params, "these inputs run other operations")
+            return _by_rows(self.linearize(plan, inputs), tangents)
 
     def _jvp_around_one_pass(
         self, at: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor], moved: list[dict[str, Tensor]]
@@ -96,20 +137,23 @@ class Network:
         with torch.no_grad(), Recording(known):
             f = at(values)
         found = push_forward(self.module, at, values, moved, known)
-        rtol = TOLERANCES.get(f.dtype, 5e-2)
-        return found if found is not None and close(found[0], f, rtol) else None
+        return found if found is not None and close(found[0], f, tolerance([f.dtype])) else None
 
     def _jvp_by_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
-        weights = list(self.leaves().values())
-        f = self.functional(None, inputs)
+        with differentiable_kernels():
+            return self._second_pass(self.recorded(inputs), tangents)
+
+    def _second_pass(self, f: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
         u = torch.zeros_like(f, requires_grad=True)
-        back = pull(f, weights, u, create_graph=True)
+        back = pull(f, list(self.leaves().values()), u, create_graph=True) if f.requires_grad else ()
+        if not any(g is not None and g.requires_grad for g in back):
+            return f.detach(), f.detach().new_zeros(len(tangents), *f.shape)
         results = []
         for v in tangents:
             moved = self.params.tangent(v)
             pairs = [(g, moved[name]) for g, name in zip(back, self.params.names, strict=True) if g is not None]
-            total = sum(((g * t).sum() for g, t in pairs), start=f.new_zeros(()))
+            total = sum(((g.to_dense() * t).sum() for g, t in pairs), start=f.new_zeros(()))
             results.append(torch.autograd.grad(total, u, retain_graph=True)[0])
         return f.detach(), torch.stack(results).detach()
 
@@ -122,19 +166,28 @@ class Network:
         # a graph that outlives this call must not end in the user's parameters, whose .grad it would fill
         module, leaves = self.lent, self._aliases() if create_graph else self.leaves()
         if plan.dynamic:
-            finished = Pass(output_tensor(call(module, inputs, leaves if create_graph else None)), (), {})
+            with FixedNorms():
+                raw = output_tensor(call(module, inputs, leaves if create_graph else None))
+            finished = Pass(raw, (), {})
         else:
             finished = run(module, inputs, leaves, replaced=create_graph)
             n, ids = batch_size(inputs), {id(p): name for name, p in leaves.items()}
-            if not plan.matches(finished.records, n, ids) or plan.distinct < min(CHECK_SAMPLES, n):
-                anew = self.plan(map_tensors(Tensor.detach, inputs))
-                if not (plan.compatible(anew) and anew.matches(finished.records, n, ids)):
-                    raise PlanChanged
-                plan = anew
+            plan = self._fitting(plan, lambda p: p.matches(finished.records, n, ids), inputs)
             if not unseen_names(finished, ids) <= set(plan.looped):
                 raise PlanChanged
         f = self.outputs(finished.outputs)
         return Linearization(module, self.params, plan, inputs, finished, self.outputs, f, leaves, create_graph)
+
+    def _fitting(self, plan: Plan, matches: Callable[[Plan], bool], inputs: Inputs) -> Plan:
+        """The plan itself, the last that was made for later inputs, or one made for these."""
+        enough = min(CHECK_SAMPLES, batch_size(inputs))
+        for made in (plan, self._plans.get("later")):
+            if made is not None and made.distinct >= enough and plan.compatible(made) and matches(made):
+                return made
+        anew = self._plans["later"] = self.plan(map_tensors(Tensor.detach, inputs))
+        if not (plan.compatible(anew) and matches(anew)):
+            raise PlanChanged
+        return anew
 
     def leaves(self) -> dict[str, Tensor]:
         """The selected parameters of the borrowed copy, by name."""
@@ -149,7 +202,6 @@ class Network:
         self._require_private(inputs)
         return SelfCheck(self.lent, self.params, self.outputs, inputs).plan()
 
-
     def _require_private(self, inputs: Inputs) -> None:
         """Refuse a forward pass that reaches the user's module itself past the private copy that is run."""
         names = {id(p): name for name, p in self.module.named_parameters()}
@@ -162,6 +214,21 @@ class Network:
                 "inside a function that it calls, say), so that Lapwing cannot run it without touching your module. "
                 "Reach it through `self`."
             )
+
+
+def _by_rows(at: Linearization, tangents: Tensor) -> tuple[Tensor, Tensor]:
+    """f and J v from the rows of all outputs, a few outputs at a time."""
+    f = at.f.detach()
+    n, outputs = len(f), f[0].numel()
+    explicit = sum(block.size for block in at.plan.blocks if block.kind == "rows")
+    step = max(1, ROWS // (8 * n * max(1, at.width + explicit)))
+    found = []
+    for start in range(0, outputs, step):
+        eye = torch.eye(outputs, dtype=f.dtype, device=f.device)[start : start + step]
+        directions = eye[:, None].expand(-1, n, -1).reshape(-1, *f.shape)
+        with torch.no_grad():
+            found.append(at.jacobian(directions).matvec(tangents))
+    return f, torch.cat(found, -1).reshape(len(tangents), *f.shape).to(f.dtype)
 
 
 def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ class Params:
                 f"there is no posterior over complex weights ({', '.join(unreal)}). Leave them out with select=, or "
                 "keep real and imaginary parts as parameters (torch.view_as_complex)."
             )
+        require_no_hooks({name: live[name] for name in names})
         return cls(names, tuple(live[name].detach().clone() for name in names), index)
 
     @cached_property
@@ -119,3 +120,14 @@ class Params:
             name: part.reshape((*whole.shape[:-1], *value.shape)).to(value.dtype)
             for name, part, value in zip(self.names, parts, self.values, strict=True)
         }
+
+
+def require_no_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse parameters with hooks, which may change gradients (clipping, masks): rows would not be derivatives."""
+    hooked = [name for name, p in parameters.items() if p._backward_hooks]
+    if hooked:
+        raise UnsupportedModel(
+            f"gradient hooks are registered on {', '.join(map(repr, hooked[:5]))}{' and others' * (len(hooked) > 5)} "
+            "(Tensor.register_hook): they can change gradients, and curvature needs derivatives as they are. Remove "
+            "them before the fit (handle.remove(), wandb.unwatch()), or leave these parameters out with select=."
+        )

@@ -126,7 +126,8 @@ class Plan:
 
 
 def _fits(record: Record, step: Step, n: int) -> bool:
-    fits = step.out is not None and step.out.fits(record.out.shape, n)
+    pairs = [(step.out, record.out), *zip(step.args, record.tensors, strict=True)]
+    fits = step.out is not None and all(held is None or held.fits(t.shape, n) for held, t in pairs)
     return fits and not record.shuffled and not record.touched()
 
 

@@ -15,7 +15,7 @@ from lapwing.model.batches import Batch, Batches, Inputs, batch_size, take, tens
 from lapwing.model.forward import forward_mode, lacks_derivative, push_forward
 from lapwing.model.kernels import differentiable_kernels, elementary_attention
 from lapwing.model.network import Network
-from lapwing.model.tangents import Recording, Values
+from lapwing.model.tangents import Values
 
 SMALL = 20_000  # weights up to which several vectors share one vectorized pass
 BLOCK = 3  # vectors from which, in networks with attention, one graph of the gradient pays for both directions
@@ -45,7 +45,7 @@ class Products:
 
     def jvp(self, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """f and J v for v (s, P): (n, *event, c) and (s, n, *event, c)."""
-        if self._vectorizes("vmap", len(v)):
+        if self._vectorizes("vmap", len(v)) and self.network.trusts("vectorized", self._jvp_at_once, inputs):
             try:
                 return self._jvp_at_once(inputs, v)
             except (NotImplementedError, RuntimeError):
@@ -63,7 +63,7 @@ class Products:
     def vjp(self, inputs: Inputs, pull: Callable[[Tensor], Tensor]) -> Tensor:
         """Jᵀ u, (s, P), for u (s, n, *event, c) = pull(f): one recorded forward pass for all s."""
         with self.network.borrow():
-            f = self.network.functional(None, inputs)
+            f = self.network.recorded(inputs)
             with torch.no_grad():
                 u = pull(f.detach())
             return self._pull_back(f, u)
@@ -120,12 +120,13 @@ class Products:
                 yield replace(batch, inputs=inputs, targets=targets, weights=weights)
 
     def _of_batch(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
-        if self._vectorizes("vmap", len(v)):
-            f, inside = self.jvp(batch.inputs, v)
+        network, inputs = self.network, batch.inputs
+        if self._vectorizes("vmap", len(v)) or not network.trusts("forward mode", network._push, inputs):
+            f, inside = self.jvp(inputs, v)
             with torch.no_grad():
                 u = middle(batch, f, inside)
-            return self.vjp(batch.inputs, lambda _: u)
-        if len(v) >= BLOCK and self._slow.get("attention") and "double" not in self._slow:
+            return self.vjp(inputs, lambda _: u)
+        if len(v) >= BLOCK and self._slow.get("attention") and self._differentiates_twice(inputs):
             try:
                 return self._by_one_graph(batch, v, middle)
             except (NotImplementedError, RuntimeError) as error:
@@ -134,20 +135,21 @@ class Products:
                 self._slow["double"] = True
         return self._by_one_pass(batch, v, middle)
 
+    def _differentiates_twice(self, inputs: Inputs) -> bool:
+        network = self.network
+        return "double" not in self._slow and network.trusts("double backward", network._jvp_by_double_backward, inputs)
+
     def _by_one_pass(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
         """J v by forward mode around the values of the recorded pass, which then takes Jᵀ."""
         params, values = self.network.params, Values()
         moved = [params.tangent(row) for row in v]
         with self.network.borrow():
             base = {name: p.detach() for name, p in self.network.leaves().items()}
-            with Recording(values):
-                f = self.network.functional(None, batch.inputs)
+            f = self.network.recorded(batch.inputs, values)
             self._slow["attention"] = values.attends
             run = lambda p: self.network.functional(p, batch.inputs)  # noqa: E731
             found = push_forward(self.network.module, run, base, moved, values)
-            if found is None:
-                with differentiable_kernels():
-                    found = self.network._jvp_by_double_backward(batch.inputs, v)
+            found = self.network.jvp(batch.inputs, v) if found is None else found
             with torch.no_grad():
                 u = middle(batch, f.detach(), found[1])
             return self._pull_back(f, u)
@@ -156,7 +158,7 @@ class Products:
         """J v as the derivative of u ↦ (Jᵀu)ᵀv, then Jᵀ through the same recorded pass."""
         params = self.network.params
         with self.network.borrow(), elementary_attention():
-            f = self.network.functional(None, batch.inputs)
+            f = self.network.recorded(batch.inputs)
             leaves = list(self.network.leaves().values())
             u = torch.zeros_like(f, requires_grad=True)
             back = pull(f, leaves, u, create_graph=True) if f.requires_grad else ()
@@ -193,7 +195,7 @@ class Products:
         for batch in self._read(label):
             with self.network.borrow(), differentiable_kernels():
                 leaves = list(self.network.leaves().values())
-                f = self.network.functional(None, batch.inputs)
+                f = self.network.recorded(batch.inputs)
                 slope = torch.autograd.grad(loss(batch, f), leaves, create_graph=True, allow_unused=True)
                 for k, row in enumerate(v):
                     total[k] += self._second(slope, leaves, row)

@@ -12,10 +12,14 @@ AMBIGUOUS = "samples and positions cannot be told apart by their values"
 
 @dataclass(frozen=True)
 class Samples:
-    """Axis that holds the samples; flattened with m others as (n, m), or as (m, n) when `minor`."""
+    """Axis that holds the samples; flattened with m others as (n, m), or as (m, n) when `minor`.
+
+    Not `told`: m was 1 (sequences of length 1), which says nothing about the order for larger m.
+    """
 
     axis: int
     minor: bool = False
+    told: bool = True
 
     def first(self, x: Tensor, n: int, skip: int = 0) -> Tensor:
         """(skip dims, ..., n·m, ...) -> (n, skip dims, ..., m, ...): the sample axis in front, m where it was."""
@@ -32,7 +36,7 @@ class Samples:
         return values.reshape(-1, *(1,) * (x.ndim - 1 - self.axis)).to(x.dtype)
 
     def fits(self, shape: torch.Size, n: int) -> bool:
-        return self.axis < len(shape) and shape[self.axis] % n == 0
+        return self.axis < len(shape) and (shape[self.axis] % n == 0 if self.told or n == 1 else shape[self.axis] == n)
 
 
 def locate(whole: Tensor, single: Tensor, n: int, which: int, rtol: float) -> Samples | None:
@@ -49,7 +53,8 @@ def locate(whole: Tensor, single: Tensor, n: int, which: int, rtol: float) -> Sa
     if len(changed) > 1 or whole.shape[changed[0]] != n * single.shape[changed[0]]:
         raise LookupError(f"its shape goes from {tuple(single.shape)} for one sample to {tuple(whole.shape)} for {n}")
     axis = changed[0]
-    layouts = [Samples(axis)] if single.shape[axis] == 1 else [Samples(axis), Samples(axis, minor=True)]
+    one = single.shape[axis] == 1
+    layouts = [Samples(axis, told=False)] if one else [Samples(axis), Samples(axis, minor=True)]
     fitting = [layout for layout in layouts if close(layout.first(whole, n)[which], single, rtol)]
     if not fitting:
         raise LookupError("its value for a sample depends on the other samples of the batch")

@@ -19,11 +19,11 @@ from lapwing.model.jacobian import Linearization
 from lapwing.model.module import output_tensor, warnings_here
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
+from lapwing.model.precision import Types, tolerance
 from lapwing.model.reading import Outputs
 from lapwing.model.samples import AMBIGUOUS, close
 from lapwing.model.tape import Pass, run
 
-TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
 BATCHED_SAMPLE = 2**14  # numbers of all directions and layers of a sample up to which directions share a pass
 CHECK_SAMPLES = 4
 PIECE = 2**18  # numbers of a row that are copied in a wider type at a time
@@ -46,10 +46,25 @@ class SelfCheck:
         live = dict(module.named_parameters())
         self.leaves: dict[str, Tensor] = {name: live[name] for name in params.names}
         self.ids = {id(p): name for name, p in self.leaves.items()}
-        types = [p.dtype for p in module.parameters() if p.is_floating_point()]
-        self.rtol = TOLERANCES.get(min(types, key=lambda d: torch.finfo(d).bits), 5e-2)
+        self.rtol = tolerance(p.dtype for p in module.parameters() if p.is_floating_point())
+        self.types = Types()
 
     def plan(self) -> Plan:
+        """With the precision of the parameters; of the least precise operation where that is not reached."""
+        try:
+            plan = self._plan_of_different()
+            if not (plan.looped and self._loosened()):
+                return plan
+        except UnsupportedModel:
+            if not self._loosened():
+                raise
+        return self._plan_of_different()
+
+    def _loosened(self) -> bool:
+        before, self.rtol = self.rtol, max(self.rtol, tolerance(self.types.seen))
+        return self.rtol > before
+
+    def _plan_of_different(self) -> Plan:
         plan = self._plan()
         if not any(step.reason == AMBIGUOUS for step in plan.steps):
             return plan
@@ -126,7 +141,8 @@ class SelfCheck:
         return sum(sizes.values())
 
     def _tape(self, inputs: Inputs) -> Pass:
-        return run(self.module, inputs, self.leaves)
+        with self.types:
+            return run(self.module, inputs, self.leaves)
 
     def _single(self) -> Pass:
         try:

@@ -31,7 +31,13 @@ DEPTH = 8  # how far into plain objects a module or a tensor is looked for
 
 _WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+_SOURCES: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 _IN_USE = threading.local()
+
+
+def source_of(module: nn.Module) -> nn.Module:
+    """Return the user's module behind a private copy, or the module itself."""
+    return _SOURCES.get(module, module)
 
 
 def written_by_forward(module: nn.Module) -> set[str]:
@@ -52,6 +58,7 @@ def private(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Modu
         return
     maker = _Copier(module, key[1])
     mine[key] = maker.root
+    _SOURCES[maker.root] = module
     try:
         yield maker.root
     finally:

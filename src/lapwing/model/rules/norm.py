@@ -44,11 +44,12 @@ class Norm(RowsRule):
             return super().rows(call, g, samples, n)
         mean, variance, eps = statistics(n)
         channels, space = g.shape[2], g.shape[3:]
-        own, x = (1, n * channels, *space), call.data.reshape(1, n * channels, *space)
+        # contiguous, because PyTorch 2.13 misreads a batch of one with the memory layout of tokens
+        own, x = (1, n * channels, *space), call.data.reshape(1, n * channels, *space).contiguous()
         pairs = []
         for one in g:
             _, weight, bias = torch.ops.aten.native_batch_norm_backward(
-                one.reshape(own), x, None, mean, variance, None, None, False, eps, [False, True, True]
+                one.reshape(own).contiguous(), x, None, mean, variance, None, None, False, eps, [False, True, True]
             )
             pairs.append((weight, bias))
         weights, biases = zip(*pairs, strict=True)
