@@ -55,9 +55,9 @@ class MomentAccumulator(Accumulator):
         return BlockDiagonal(self.basis.layout, tuple(blocks), self.basis.names)
 
 
-def eigenbasis(sums: KroneckerSums) -> BlockDiagonal:
+def eigenbasis(sums: KroneckerSums, problem: Problem) -> BlockDiagonal:
     """Zeros in the eigenbasis of the factors that the sums end in, each of which is given up when it is decomposed."""
-    matrix = sums.finish()
+    matrix = sums.basis(problem)
     sums.tensors.clear()
     layout, names, blocks = matrix.layout, matrix.names, [*matrix.blocks]
     del matrix
@@ -104,7 +104,7 @@ class EKFAC(Structure):
         basis, notes = self._basis(problem)
         first = sums_of(problem, self.sharing, basis)
         first.sweep(problem, "fit (basis)", gradient=False)
-        moments = MomentAccumulator(problem, eigenbasis(first))
+        moments = MomentAccumulator(problem, eigenbasis(first, problem))
         totals = sweep(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 

@@ -30,6 +30,9 @@ Sharing = Literal["auto", "expand", "reduce"]
 
 DENSE_ROWS = 512  # small parameters (norms, raw tensors) keep a dense block up to this size, a diagonal beyond
 COUNTS = ("rows", "inner", "outer")  # summed weights of inputs; inputs and gradients that were multiplied, for ranks
+SHOWN = 64  # samples whose single positions a reduced basis is shown
+SHARE = 1e-2  # of the trace of a reduced factor, that these positions add to it
+ROUNDING = 1e-7  # relative rounding of a factor in float32
 LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary) keeps its diagonal
 
 
@@ -83,6 +86,10 @@ class KroneckerSums(Accumulator):
 
     @abstractmethod
     def finish(self) -> BlockDiagonal: ...
+
+    def basis(self, problem: Problem) -> BlockDiagonal:
+        """Factors whose eigenvectors make a basis of the curvature; the sums are given up."""
+        return self.finish()
 
     def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """These tensors as they were before they ended in a matrix, of it and of the `state` that is left."""
@@ -195,6 +202,46 @@ class KronAccumulator(KroneckerSums):
         """Factors; those of inputs are means, for which their sums are given up."""
         names = tuple(", ".join(block.names) for block in self.blocks)
         return BlockDiagonal(self.layout, sharing_factors(self._block(k, b) for k, b in enumerate(self.blocks)), names)
+
+    def basis(self, problem: Problem) -> BlockDiagonal:
+        """The factors, reduced ones with a small share of those of single positions, from a few samples.
+
+        Means of inputs and sums of gradients over positions have next to nothing in directions in which single
+        positions have much: nine neighboring pixels have nearly equal means, and the gradients of the keys of an
+        attention sum to zero. Rounding alone would choose the eigenvectors there, and with them the moments.
+        """
+        if self.sharing == "reduce":
+            few = problem.head(SHOWN)
+            shared = self._shared(few)
+            if shared:
+                other = KronAccumulator(few, "expand", self.factor)
+                other.sweep(few, "fit (positions)", gradient=False)
+                for k, swapped in shared:
+                    self._add_share(other, k, swapped)
+        return self.finish()
+
+    def _shared(self, problem: Problem) -> list[tuple[int, bool]]:
+        """Kronecker blocks, by orientation, that are used at several positions of a sample."""
+        assert problem.first is not None
+        with problem.network.borrow():
+            at = problem.network.linearize(problem.plan, problem.first.inputs)
+            rows = at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)).rows
+        assert isinstance(rows, LazyRows)
+        used = [(k, b) for k, b in enumerate(self.blocks) if b.kind != "unused" and kept_as(b) == "kron"]
+        every = [(k, block, swapped) for k, block in used for swapped in orientations(block)]
+        return [(k, swapped) for k, block, swapped in every if rows.positions(block, swapped, False) > 1]
+
+    def _add_share(self, other: KronAccumulator, k: int, swapped: bool) -> None:
+        """Add another's factors, each scaled to `SHARE` of the trace of the own one, but to no less than the rounding
+        of a sum of as many positions."""
+        own, its = (sums._count(k, swapped) for sums in (self, other))
+        for name, most in ((_of_inputs(k, swapped), own / its), (_of_gradients(k, swapped), own)):
+            added = other.tensors[name] * most
+            ratio = self.tensors[name].double().diagonal(dim1=1, dim2=2).sum(-1)
+            ratio = ratio / added.double().diagonal(dim1=1, dim2=2).sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
+            self.tensors[name] += SHARE * ratio.clamp(min=ROUNDING)[:, None, None].to(added) * added
+        for count in ("inner", "outer"):
+            self.tensors[f"{_key(k, swapped)}.{count}"] += other.tensors[f"{_key(k, swapped)}.{count}"]
 
     def _block(self, k: int, block: Block) -> PSD:
         kept = kept_as(block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lapwing.curvature.resume import Resume
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tensors_in
-from lapwing.model.batches import Inputs
+from lapwing.model.batches import Inputs, parts_of
 from lapwing.model.tape import run
 
 SEEN = 8  # samples that are run before the network is planned
@@ -94,6 +94,16 @@ class Problem:
                 owners = ", ".join(ids.get(id(record.tensors[j]), "a derived weight") for j in record.live)
                 return f"batch {batch.number}: the outputs of layer {record.name}({owners}) are not finite"
         return f"batch {batch.number}: the outputs of the network are not finite, after its last layer with weights"
+
+    def head(self, samples: int) -> Problem:
+        """The same problem with the first so many samples alone, read from data that can be read again."""
+        few: list[Batch] = []
+        for batch in self.batches:
+            few.extend(islice(parts_of(batch, samples), 1))
+            samples -= batch_size(few[-1].inputs)
+            if samples <= 0:
+                break
+        return replace(self, first=few[0], rest=iter(few[1:]), resume=None, progress=False)
 
     def read(self, label: str) -> Iterator[Batch]:
         """The batches, with a progress bar."""

@@ -136,6 +136,8 @@ class Linearization(Reading):
     def _loop(self, directions: Tensor) -> dict[str, Tensor]:
         """Rows of the parameters that the tape cannot read: every sample alone, {name: (n, r, size)}."""
         wanted = [self.leaves[name] for name in self.plan.looped]
+        if not len(directions):  # samples that need none, whose inputs alone are wanted
+            return {name: p.new_zeros(self.n, 0, p.numel()) for name, p in zip(self.plan.looped, wanted, strict=True)}
         size = batch_size(self.inputs)
         rows: list[list[Tensor]] = [[] for _ in wanted]
         with torch.enable_grad(), FixedNorms():
