@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.resume import Resume
+from lapwing.curvature.shards import add_up, sharded
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tensors_in
@@ -131,6 +133,31 @@ def pose(
             raise
     plan = replace(plan, notes=plan.notes + notes)
     return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
+
+
+def with_noise_ratios(problem: Problem) -> Problem:
+    """Estimate the noise of several outputs before the pass, whose curvature depends on the ratios between them.
+
+    This takes one forward pass over the data; of data that can be read only once the first batch has to do. One output
+    needs neither: a common factor of the noise is free after the pass.
+    """
+    likelihood, network = problem.likelihood, problem.network
+    outputs = problem.outputs // math.prod(problem.event)
+    if likelihood.known or outputs == 1:
+        return problem
+    once = not problem.batches.reiterable and problem.first is not None
+    total = torch.zeros(1, dtype=torch.float64, device=network.params.device)
+    with network.borrow(), torch.no_grad():
+        for batch in [problem.first] if once else problem.read("noise"):
+            f = network.forward(batch.inputs)
+            total = total + likelihood.statistics(f, problem.prepare(batch, f), batch.weights)
+    if sharded():
+        add_up({"statistics": total})
+    plan = problem.plan
+    if once:
+        note = "the ratios between the noise of the outputs come from the first batch: the data can be read only once"
+        plan = replace(plan, notes=(*plan.notes, note))
+    return replace(problem, likelihood=likelihood.estimate(total), plan=plan)
 
 
 def _look(problem: Problem, first: Batch) -> tuple[Tensor, bool]:

@@ -34,6 +34,8 @@ LOGIT_RANGE = (0.05, 20.0)
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
     """What held-out data choose unless told otherwise."""
+    if likelihood.learns_noise:
+        return ("prior", "temperature", "noise")
     return ("prior", "temperature", "logit_temperature") if isinstance(likelihood, LOGITS) else ("prior", "temperature")
 
 

@@ -178,6 +178,4 @@ def with_dispersion(likelihood: Likelihood, dispersion: float | Tensor) -> Likel
     """The same likelihood with another φ: a Gaussian whose noise is multiplied by a common factor."""
     if not isinstance(likelihood, Gaussian):
         raise TypeError(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
-    factor = (torch.as_tensor(dispersion, dtype=torch.float64) / likelihood.dispersion.detach()).sqrt()
-    noise = torch.as_tensor(likelihood.noise, dtype=torch.float64).detach() * factor
-    return Gaussian(noise)
+    return likelihood.with_dispersion(dispersion)

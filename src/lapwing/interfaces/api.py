@@ -23,6 +23,7 @@ from lapwing.curvature import (
     pose,
     resolve_factor,
     resolve_structure,
+    with_noise_ratios,
 )
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.resume import Resume
@@ -97,11 +98,12 @@ def fit(
     options = {"generator": generator, "memory": budget, "progress": progress}
     if isinstance(select, Subnetwork):
         network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
-    problem = pose(network, batches, family, directions, **options)
+    problem = with_noise_ratios(pose(network, batches, family, directions, **options))
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
     if checkpoint is not None:
-        problem = replace(problem, resume=_resume(Path(checkpoint), module, network, family, problem.factor, chosen))
+        problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
     curvature = estimate_curvature(problem, chosen, n_data)
+    family = problem.likelihood if family.known else problem.likelihood.estimate(curvature.statistics)
     if problem.resume is not None:
         problem.resume.forget()
     kept = Options(budget, split, progress, scalar=problem.scalar)
@@ -112,10 +114,9 @@ def fit(
     return la
 
 
-def _resume(
-    folder: Path, module: nn.Module, network: Network, family: Likelihood, factor: Factor, chosen: Structure | None
-) -> Resume:
+def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure | None) -> Resume:
     """Where the fit goes on, for the same network, weights, likelihood, factor and structure."""
+    network, family, factor = problem.network, problem.likelihood, problem.factor
     if (chosen is not None and not chosen.resumes) or isinstance(factor, Hessian):
         raise UnsupportedOperation(
             "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
@@ -229,7 +230,9 @@ def _narrowed(
     scores: Tensor = params.flat
     if select.by == "variance":
         batches.require_reiterable("choosing a subnetwork by variance")
-        curvature = estimate_curvature(pose(network, batches, family, factor, **options), Diag())
+        problem = with_noise_ratios(pose(network, batches, family, factor, **options))
+        curvature = estimate_curvature(problem, Diag())
+        family = family if family.known else problem.likelihood.estimate(curvature.statistics)
         scale = tempered.likelihood_scale(family.dispersion, curvature.dispersion_power)
         precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
         scores = precision.inverse_diagonal()

@@ -249,7 +249,7 @@ class Laplace:
         """Another prior, temperature or noise on the same curvature; no data pass.
 
         `likelihood` may differ in a common factor of its noise only: other ratios between outputs, another family or
-        other options change the curvature and need a new fit. `logit_temperature` divides the logits before they become
+        other options change the curvature and need a new fit. "regression" estimates the noise from the residuals. `logit_temperature` divides the logits before they become
         probabilities: temperature scaling on top of the posterior. `repair=True` raises the prior precision by the
         smallest sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
         """
@@ -260,6 +260,7 @@ class Laplace:
             changes["temperature"] = resolve_temperature(temperature)
         if likelihood is not None:
             new = resolve_likelihood(likelihood)
+            new = new if new.known else new.estimate(self.curvature.statistics)
             if not self.likelihood.same_curvature(new):
                 raise UnsupportedOperation(
                     f"{new} gives another curvature than {self.likelihood}, on which this was fitted: only a common "
@@ -294,7 +295,8 @@ class Laplace:
         """Add data to the curvature: as if fitted on the union (diag, blockdiag, kron, full).
 
         EKFAC keeps the eigenbasis of the first fit and adds exact second moments in it; low rank keeps what its rank
-        can hold. n_data grows by the number of new data.
+        can hold. n_data grows by the number of new data. A noise that the fit estimated and nobody tuned is estimated
+        again from all residuals, the ratios between outputs kept.
         """
         self._require_unchanged()
         batches = Batches(data, self.module, self.params.device, self.options.split)
@@ -307,7 +309,9 @@ class Laplace:
             memory=self.options.memory,
             progress=self.options.progress,
         )
-        return replace(self, curvature=extend_curvature(problem, self.curvature), plan=problem.plan, _plans={})
+        curvature = extend_curvature(problem, self.curvature)
+        likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
+        return replace(self, curvature=curvature, likelihood=likelihood, plan=problem.plan, _plans={})
 
     def to(self, device: torch.device | str) -> Laplace:
         """The same posterior on another device, module included in what is *read*, so move the module first."""
@@ -547,10 +551,13 @@ class Laplace:
             raise UnsupportedOperation(
                 "the evidence is maximized by Newton's method; a grid is for method='validation'"
             )
-        learn = tuple(learn) if learn else ("prior",)
+        bound = "excess" in self.curvature.state
+        if not learn:
+            learn = ("prior", "noise") if self.likelihood.learns_noise and not bound else ("prior",)
+        learn = tuple(learn)
         if "temperature" in learn:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
-        tune = tune_bound if "excess" in self.curvature.state else tune_evidence
+        tune = tune_bound if bound else tune_evidence
         groups, mean = self._groups(prior), self.params.flat.double()
         tuning = tune(self.curvature, self.likelihood, groups, mean=mean, learn=learn, **common)
         if self.params.size <= self.n_data:

@@ -170,6 +170,20 @@ class Likelihood(ABC):
         """φ, 0-d: the common factor by which Λ⁻¹ scales (σ² for a Gaussian, 1 otherwise). Gradients flow."""
         return torch.ones((), dtype=torch.float64)
 
+    @property
+    def known(self) -> bool:
+        """Whether every parameter of the likelihood has a value; the noise of `Gaussian()` has none before a fit."""
+        return True
+
+    @property
+    def learns_noise(self) -> bool:
+        """Whether tuning learns the dispersion unless it is told what to learn."""
+        return False
+
+    def estimate(self, statistics: Tensor) -> Likelihood:
+        """Estimate what is not known from the `statistics` of the data; the likelihood itself where nothing is."""
+        return self
+
     def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """(k,) float64, additive over data, from which `log_likelihood` finds Σ log p exactly. weights: (B,)."""
         return weighted_sum(self.log_prob(f, y)[..., None], weights)
