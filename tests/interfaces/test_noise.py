@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from tests.dense import jacobian
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import lapwing
 from lapwing import Gaussian
 from lapwing.errors import UnsupportedOperation
-from tests.dense import jacobian
 
 
 def problem(outputs=1, n=60, seed=0):
@@ -90,7 +90,8 @@ def test_every_tuning_learns_an_estimated_noise():
         after = tuned.likelihood.sigma(y)
         torch.testing.assert_close(after / after[0], before / before[0])  # a common factor
         assert not torch.allclose(after, before)
-        assert tuned.likelihood.estimated and "noise" in str(tuned.tuning.setting)
+        assert tuned.likelihood.estimated
+        assert "noise" in str(tuned.tuning.setting)
     assert 7 < float(by_validation.likelihood.sigma(y)[0] / before[0]) < 13
     kept = la.tune((vx, vy), learn="prior")
     torch.testing.assert_close(kept.likelihood.sigma(y), before)
@@ -154,7 +155,8 @@ def test_training_hands_its_own_noise_to_the_fit():
     model, x, y = problem()
     trained = lapwing.train(model, (x, y), "regression", epochs=2, progress=False)
     torch.testing.assert_close(trained.laplace.likelihood.dispersion, trained.online.likelihood.dispersion)
-    assert trained.laplace.likelihood.estimated and not math.isclose(float(trained.laplace.likelihood.dispersion), 1.0)
+    assert trained.laplace.likelihood.estimated
+    assert not math.isclose(float(trained.laplace.likelihood.dispersion), 1.0)
 
 
 def test_network_alone_under_an_unknown_noise_says_what_it_is_scored_with():

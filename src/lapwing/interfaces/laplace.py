@@ -249,9 +249,10 @@ class Laplace:
         """Another prior, temperature or noise on the same curvature; no data pass.
 
         `likelihood` may differ in a common factor of its noise only: other ratios between outputs, another family or
-        other options change the curvature and need a new fit. "regression" estimates the noise from the residuals. `logit_temperature` divides the logits before they become
-        probabilities: temperature scaling on top of the posterior. `repair=True` raises the prior precision by the
-        smallest sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
+        other options change the curvature and need a new fit. "regression" estimates the noise from the residuals of
+        the fit. `logit_temperature` divides the logits before they become probabilities: temperature scaling on top of
+        the posterior. `repair=True` raises the prior precision by the smallest sufficient amount where the posterior
+        would not be positive definite, and `summary()` reports it.
         """
         changes: dict[str, Any] = {}
         if prior is not None:
