@@ -32,8 +32,10 @@ from lapwing.evidence import (
     stationarity,
     tune_bound,
     tune_evidence,
+    tune_grid,
     tune_loo,
     tune_validation,
+    variational_bound,
 )
 from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
 from lapwing.interfaces.ensemble import Ensemble
@@ -489,10 +491,11 @@ class Laplace:
         With held-out `data`, by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
         interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature",
-        "logit_temperature", "noise" (held-out data: the first, the next two where that helps); `prior` is "scalar",
-        "layerwise" or "parameterwise"; `grid` maps those names to candidates. `rule` picks from what was tried:
-        "lowest" the lowest NLL, "widest" the smallest precision that is shown not to be worse (`evidence.widest`): as
-        good on data like these, and more cautious elsewhere.
+        "logit_temperature", "noise". Without it held-out data choose the prior, both temperatures where that helps, and
+        a noise that the fit estimated; the evidence the prior and such a noise. `prior` is "scalar", "layerwise" or
+        "parameterwise"; `grid` maps names of `learn` to candidates, one of which is chosen. `rule` picks from what was
+        tried: "lowest" the lowest NLL, "widest" the smallest precision that is shown not to be worse
+        (`evidence.widest`): as good on data like these, and more cautious elsewhere.
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
@@ -531,6 +534,7 @@ class Laplace:
                 self.likelihood,
                 self._groups(prior),
                 self._held_out(data),
+                learn=tuple(learn) if learn else None,
                 grid=grid,
                 split=self._split,
                 **common,
@@ -548,19 +552,18 @@ class Laplace:
         )
 
     def _tune_evidence(self, data: Any, learn: Any, prior: str, grid: Any, common: dict[str, Any]) -> Tuning:
-        if grid is not None:
-            raise UnsupportedOperation(
-                "the evidence is maximized by Newton's method; a grid is for method='validation'"
-            )
         bound = "excess" in self.curvature.state
         if not learn:
-            learn = ("prior", "noise") if self.likelihood.learns_noise and not bound else ("prior",)
+            default = ("prior", "noise") if self.likelihood.learns_noise and not bound else ("prior",)
+            learn = tuple(dict.fromkeys((*default, *(grid or {}))))
         learn = tuple(learn)
         if "temperature" in learn:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
-        tune = tune_bound if bound else tune_evidence
+        tune, value = (tune_bound, variational_bound) if bound else (tune_evidence, log_evidence)
         groups, mean = self._groups(prior), self.params.flat.double()
-        tuning = tune(self.curvature, self.likelihood, groups, mean=mean, learn=learn, **common)
+        tuning = tune_grid(
+            tune, self.curvature, self.likelihood, groups, grid or {}, mean=mean, learn=learn, value=value, **common
+        )
         if self.params.size <= self.n_data:
             return tuning
         if data is None:
