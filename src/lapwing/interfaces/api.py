@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,8 @@ def fit(
     if isinstance(select, Subnetwork):
         network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
     problem = with_noise_ratios(pose(network, batches, family, directions, **options))
+    for doubt in problem.doubts:
+        warnings.warn(doubt, stacklevel=3)  # this function is wrapped
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
     if checkpoint is not None:
         problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))

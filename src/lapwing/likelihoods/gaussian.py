@@ -75,7 +75,13 @@ class Gaussian(Likelihood):
         return Independent(Normal(f, self.sigma(f).expand(f.shape), validate_args=False), 1, validate_args=False)
 
     def targets(self, f: Tensor, y: Any) -> Tensor:
-        y = match_shape(as_target(f, y), f.shape, f.shape[-1:], "Gaussian").to(promote(f).dtype)
+        y = as_target(f, y)
+        if _class_indices(f, y):
+            raise BadData(
+                f"targets are whole numbers of shape {tuple(y.shape)} below {f.shape[-1]}, the number of outputs: "
+                'class indices. Use likelihood="classification"; Gaussian needs one number per output.'
+            )
+        y = match_shape(y, f.shape, f.shape[-1:], "Gaussian").to(promote(f).dtype)
         self.sigma(f)
         require_finite(f, y)
         return y
@@ -174,3 +180,11 @@ class Gaussian(Likelihood):
         noise = self._noise.detach().reshape(-1).tolist()
         shown = ", ".join(f"{each:.4g}" for each in noise[:SHOWN]) + (", …" if len(noise) > SHOWN else "")
         return f"Gaussian, noise {shown}{' (learned from data)' if self.estimated else ''}"
+
+
+def _class_indices(f: Tensor, y: Tensor) -> bool:
+    """Whether integer targets name one of several outputs per item, as class indices do."""
+    whole = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+    if not whole or f.shape[-1] == 1 or y.shape != f.shape[:-1]:
+        return False
+    return bool(((y >= 0) & (y < f.shape[-1])).all())

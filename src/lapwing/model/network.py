@@ -51,9 +51,13 @@ class Network:
 
     def forward_raw(self, inputs: Inputs) -> tuple[Tensor, bool]:
         """f (n, *event, c), and whether the module itself returned (n,)."""
+        raw = output_tensor(self.returned(inputs))
+        return self.outputs(raw).detach(), raw.ndim == 1
+
+    def returned(self, inputs: Inputs) -> object:
+        """What the module itself returns, no gradients."""
         with borrowed(self.module), torch.no_grad():
-            raw = output_tensor(call(self.module, inputs))
-            return self.outputs(raw).detach(), raw.ndim == 1
+            return call(self.module, inputs)
 
     def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """f at other weights theta (P,); gradients flow into theta and the inputs where the caller has them on."""
