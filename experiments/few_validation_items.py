@@ -6,8 +6,9 @@ For each network: train it (or read the pretrained one), fit a posterior, and ke
 took no part. Then, for each number of items and each split, draw that many items from the pool, tune on them as
 `la.tune(val)` does by default, fit temperature scaling to the same items, and score both on the rest of the pool.
 Prints the mean NLL of the network, of temperature scaling and of the default, the paired difference of the last two
-with its 95 % interval over splits, and how often the result has a posterior at all. The rule was made with the networks in
-`MADE_WITH`; the others, which are the default here, judge it. Needs LAPWING_DATA. What is slow is kept in --cache.
+with its 95 % interval over splits, and how often the result has a posterior at all. The rule was made with
+the networks in `MADE_WITH`; the others, which are the default here, judge it. Needs LAPWING_DATA. What is slow is kept
+in --cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lapwing.evidence.tuning import resolve_rule
 from lapwing.interfaces import datasets, networks
 
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
-MADE_WITH = ("fashion", "mnist")
+MADE_WITH = ("fashion", "fashion-short", "mnist")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def resnet(depth: int, **options: Any) -> Case:
 
 LAST = (("structure", "full"), ("select", "last_layer"))
 CASES: dict[str, Callable[[], Case]] = {
-    "fashion": lambda: small("fashion", "train", 6_000, 4_000, networks.lenet),
+    "fashion": lambda: small("fashion", "train", 6_000, 4_000, networks.lenet, epochs=25),
+    "fashion-short": lambda: small("fashion", "train", 6_000, 4_000, networks.lenet),
     "mnist": lambda: small("mnist", "train", 4_000, 4_000, flat),
     "kmnist": lambda: small("kmnist", "test", 4_000, 4_000, networks.lenet),
     "kmnist-mlp": lambda: small("kmnist", "test", 3_000, 4_000, flat, options=(("structure", "ekfac"),)),

@@ -60,7 +60,7 @@ def check(network, sizes, likelihood):
     for structure, expected in {"full": exact, "diag": exact.diag().diag()}.items():
         la = lapwing.fit(module, batches, unit_noise(likelihood), structure=structure)
         assert_same(la.curvature.dense(), expected, 1e-9, structure)
-    la = lapwing.fit(module, batches, likelihood, structure="ekfac")
+    la = lapwing.fit(module, batches, unit_noise(likelihood), structure="ekfac")
     assert_same(la.curvature.dense().trace(), exact.trace(), 1e-9, "trace of ekfac")
     sigma = torch.linalg.inv(la.curvature.dense() + torch.eye(parameters, dtype=torch.float64))
     variance = (j @ sigma @ j.mT).diagonal(dim1=1, dim2=2).reshape(f.shape)

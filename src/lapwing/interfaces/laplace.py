@@ -263,7 +263,8 @@ class Laplace:
             changes["temperature"] = resolve_temperature(temperature)
         if likelihood is not None:
             new = resolve_likelihood(likelihood)
-            new = new if new.known else new.estimate(self.curvature.statistics)
+            if not new.known and type(new) is type(self.likelihood):
+                new = new.estimate(self.curvature.statistics)
             if not self.likelihood.same_curvature(new):
                 raise UnsupportedOperation(
                     f"{new} gives another curvature than {self.likelihood}, on which this was fitted: only a common "

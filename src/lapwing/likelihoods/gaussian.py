@@ -168,11 +168,8 @@ class Gaussian(Likelihood):
         return len(sizes) < 2 and bool(((mine / theirs.to(mine)) - 1).abs().max() < 1e-6)
 
     def spec(self) -> dict[str, Any]:
-        return {
-            "family": "Gaussian",
-            "noise": None if self.noise is None else self._noise.detach().double().tolist(),
-            "estimated": self.estimated,
-        }
+        noise = None if self.noise is None else self._noise.detach().double().tolist()
+        return {"family": "Gaussian", "noise": noise, **({"estimated": True} if self.estimated else {})}
 
     def __str__(self) -> str:
         if self.noise is None:
