@@ -74,5 +74,5 @@ def test_what_was_asked_for_is_kept() -> None:
     )
     torch.testing.assert_close(coarse.curvature.dense(), same.curvature.dense())
     values = torch.randn(300, 5, dtype=torch.float64)
-    regression = lapwing.fit(model, (x, values), "regression", structure="ekfac")
+    regression = lapwing.fit(model, (x, values), lapwing.Gaussian(1.0), structure="ekfac")
     assert "basis: from" not in regression.summary()

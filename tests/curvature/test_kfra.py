@@ -13,6 +13,7 @@ import lapwing
 from lapwing import EKFAC, KFRA, UnsupportedModel, UnsupportedOperation
 from lapwing.curvature import resume
 from tests.dense import assert_same, build, ggn, jacobian, outputs, randn, seeded, softmax_hessian
+from tests.noise import unit_noise
 
 SLOPES = {
     "tanh": (nn.Tanh, lambda h: 1 - h.tanh() ** 2),
@@ -94,7 +95,7 @@ def linears(module: nn.Module) -> list[nn.Linear]:
 
 
 def fit(module: nn.Module, pair: object, likelihood: object = "classification", **options) -> lapwing.Laplace:
-    return lapwing.fit(module, pair, likelihood, **{"structure": "kron", "factor": KFRA()} | options)
+    return lapwing.fit(module, pair, unit_noise(likelihood), **{"structure": "kron", "factor": KFRA()} | options)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression", "binary", "counts"])
@@ -190,7 +191,7 @@ def test_calls_written_as_functions_and_single_outputs() -> None:
             return (torch.addmm(self.shift, x, self.first).tanh() @ self.second).squeeze(-1)
 
     module, x = build(Functional), data(1)[0]
-    la = fit(module, (x, randn(1)), "regression")
+    la = fit(module, (x, randn(1)), lapwing.Gaussian(1.0))
     exact = ggn(jacobian(module, x))
     exact[:5, 5:] = exact[5:, :5] = 0
     assert_same(la.curvature.dense(), exact)

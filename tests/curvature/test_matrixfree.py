@@ -17,6 +17,7 @@ from lapwing.linalg.krylov import Sketch
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products
+from tests.noise import unit_noise
 
 N = 24
 
@@ -75,7 +76,7 @@ def problem(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor], str]:
         y = torch.randint(0, 4, (N, k))
     else:
         y = torch.randn(N, k, dtype=torch.float64)
-    return model, (x, y), likelihood
+    return model, (x, y), unit_noise(likelihood)
 
 
 def pair(name: str, prior: object = 2.0, **options: object) -> tuple[lapwing.Laplace, lapwing.Laplace]:
@@ -174,7 +175,7 @@ def test_gradients_of_the_evidence_in_prior_and_noise() -> None:
     model, data, _ = problem("mlp regression")
     found = []
     for structure in ("full", MatrixFree(rank=64, probes=32, tolerance=1e-10)):
-        la = lapwing.fit(model, data, "regression", structure=structure)
+        la = lapwing.fit(model, data, lapwing.Gaussian(1.0), structure=structure)
         tau = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
         noise = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
         moved = la.replace(prior={"0.*": tau[0], "*": tau[1]}, likelihood=Gaussian(noise))
@@ -472,7 +473,7 @@ def test_a_prior_with_the_same_sums_is_another_prior() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).double()
     x = torch.randn(9, 3, dtype=torch.float64)
-    whole, free = (lapwing.fit(model, (x, x), "regression", structure=s) for s in ("full", "matrixfree"))
+    whole, free = (lapwing.fit(model, (x, x), lapwing.Gaussian(1.0), structure=s) for s in ("full", "matrixfree"))
     for high, low in ((16.0, 1 / 16), (1 / 16, 16.0)):
         prior = {"[03].*": high, "*": low}
         new, exact = free.replace(prior=prior), whole.replace(prior=prior)
@@ -486,9 +487,9 @@ def test_yesterdays_posterior_as_a_prior(tmp_path: Path) -> None:
     x, y = torch.randn(27, 3, dtype=torch.float64), torch.randn(27, 2, dtype=torch.float64)
 
     def fitted(structure: str) -> lapwing.Laplace:
-        first = lapwing.fit(model, (x[:20], y[:20]), "regression", structure=structure, prior=0.5)
+        first = lapwing.fit(model, (x[:20], y[:20]), lapwing.Gaussian(1.0), structure=structure, prior=0.5)
         prior = lapwing.Prior.from_posterior(first.posterior)
-        return lapwing.fit(model, (x[20:], y[20:]), "regression", structure=structure, prior=prior)
+        return lapwing.fit(model, (x[20:], y[20:]), lapwing.Gaussian(1.0), structure=structure, prior=prior)
 
     whole, free = fitted("full"), fitted("matrixfree")
     torch.testing.assert_close(free.log_evidence(), whole.log_evidence())

@@ -126,7 +126,7 @@ class TestAuto:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(inputs, 2))
         data = [(torch.randn(10, inputs), torch.randn(10, 2)) for _ in range(n // 10)]
-        return lapwing.fit(model, data, "regression", **options).summary()  # type: ignore[arg-type]
+        return lapwing.fit(model, data, lapwing.Gaussian(1.0), **options).summary()  # type: ignore[arg-type]
 
     def test_few_data_are_kept_as_rows(self) -> None:
         summary = self.wide(1000, 20)

@@ -18,7 +18,7 @@ def fits(structure: object) -> tuple[lapwing.Laplace, lapwing.Laplace]:
     model = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 2)).double()
     x = torch.randn(40, 3, dtype=torch.float64)
     y = torch.sin(x[:, :2]) + 0.3 * torch.randn(40, 2, dtype=torch.float64)
-    return tuple(lapwing.fit(model, (x, y), "regression", structure=s) for s in ("full", structure))  # type: ignore[return-value]
+    return tuple(lapwing.fit(model, (x, y), lapwing.Gaussian(1.0), structure=s) for s in ("full", structure))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("learn", [("prior",), ("prior", "noise")])

@@ -80,7 +80,10 @@ def test_one_pass_equals_a_posterior_for_each_setting(
     if "noise" in learn:
         grid["noise"] = (0.3, 1.2)
     tuning = run(problem, structure, kind, grid=grid, learn=learn, temperature=Tempered(1.0, tempers_prior), steps=3)
-    assert len(tuning.settings) == (12 + 3 if "noise" in learn else 6 + 2)
+    plain = [s for s in tuning.settings if not s.deterministic]
+    mixed = 0 if kind == "scalar" else 2 * len(groups_of(problem, kind).members)  # one block changed at a time
+    assert len(plain) == (12 if "noise" in learn else 6) + mixed
+    assert {tau for s in plain for tau in s.precision.tolist()} <= {*grid["prior"]}
     groups = groups_of(problem, kind)
     for setting, score in zip(tuning.settings, tuning.scores.tolist()):
         if setting.deterministic:
@@ -192,7 +195,10 @@ def test_deterministic_limit_wins_and_says_so() -> None:
     problem = mlp(Categorical(), outputs=3, scale=3.0)
     sure = [(f, f.argmax(-1), rows) for f, _, rows in held_out(problem)[1]]
     grid = {"prior": (0.1, 1.0, 10.0), "temperature": (1.0,)}
-    tuning = run(problem, "full", batches=sure, grid=grid, learn=("prior", "temperature"), steps=0)
+    held = run(problem, "full", batches=sure, grid=grid, learn=("prior", "temperature"), steps=0)
+    assert not held.deterministic
+    assert held.setting.precision.item() == 10.0
+    tuning = run(problem, "full", batches=sure, grid={"temperature": (1.0,)}, learn=("prior", "temperature"), steps=0)
     assert tuning.deterministic
     assert tuning.score == pytest.approx(tuning.baselines["MAP"])
     assert "the network without a posterior was chosen" in tuning.messages[0]

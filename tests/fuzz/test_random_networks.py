@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import lapwing
+from tests.noise import unit_noise
 
 from ..zoo import oracle
 from ..zoo.cases import Snapshot, assert_same
@@ -57,9 +58,9 @@ def check(network, sizes, likelihood):
     batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
     before = Snapshot(module)
     for structure, expected in {"full": exact, "diag": exact.diag().diag()}.items():
-        la = lapwing.fit(module, batches, likelihood, structure=structure)
+        la = lapwing.fit(module, batches, unit_noise(likelihood), structure=structure)
         assert_same(la.curvature.dense(), expected, 1e-9, structure)
-    la = lapwing.fit(module, batches, likelihood, structure="ekfac")
+    la = lapwing.fit(module, batches, unit_noise(likelihood), structure="ekfac")
     assert_same(la.curvature.dense().trace(), exact.trace(), 1e-9, "trace of ekfac")
     sigma = torch.linalg.inv(la.curvature.dense() + torch.eye(parameters, dtype=torch.float64))
     variance = (j @ sigma @ j.mT).diagonal(dim1=1, dim2=2).reshape(f.shape)

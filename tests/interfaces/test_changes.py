@@ -17,6 +17,7 @@ from tests.dense import (
     seeded,
     softmax_hessian,
 )
+from tests.noise import unit_noise
 from torch import nn
 
 import lapwing
@@ -104,7 +105,7 @@ def test_other_families_are_refused_by_replace():
 def test_a_prior_that_cannot_be_is_refused_by_replace_itself():
     """Whoever holds an object can use it."""
     module, x, y = net(), randn(9, 3), randn(9, 2, seed=2)
-    la = fit(module, (x, y), "regression", "kron")
+    la = fit(module, (x, y), lapwing.Gaussian(1.0), "kron")
     for prior in (torch.rand(26, generator=seeded()) + 0.1, torch.ones(5), {"nope": 1.0, "*": 2.0}):
         with pytest.raises(lapwing.IncompatiblePrior):
             la.replace(prior=prior)
@@ -115,8 +116,8 @@ def test_a_prior_that_cannot_be_is_refused_by_replace_itself():
 def test_update_is_a_fit_on_the_union(structure, likelihood):
     module, x = net(), randn(15, 3)
     y = randn(15, 2, seed=2) if likelihood == "regression" else torch.randint(2, (15,), generator=seeded(1))
-    whole = fit(module, (x, y), likelihood, structure, prior=0.5)
-    first = fit(module, (x[:4], y[:4]), likelihood, structure, prior=0.5)
+    whole = fit(module, (x, y), unit_noise(likelihood), structure, prior=0.5)
+    first = fit(module, (x[:4], y[:4]), unit_noise(likelihood), structure, prior=0.5)
     kept = first.curvature.dense().clone()
     la = first.update((x[4:9], y[4:9])).update([(x[9:12], y[9:12]), (x[12:], y[12:])])
     assert la.n_data == 15
@@ -133,7 +134,7 @@ def test_update_is_a_fit_on_the_union(structure, likelihood):
 def test_update_of_ekfac_keeps_the_trace_exact():
     """It says that it keeps its first eigenbasis; the second moments in it are exact all the same."""
     module, x, y = net(), randn(15, 3), randn(15, 2, seed=2)
-    la = fit(module, (x[:6], y[:6]), "regression", "ekfac").update((x[6:], y[6:]))
+    la = fit(module, (x[:6], y[:6]), lapwing.Gaussian(1.0), "ekfac").update((x[6:], y[6:]))
     found, exact = la.curvature.dense(), ggn(jacobian(module, x))
     for block in (slice(0, 16), slice(16, 26)):
         assert_same(found[block, block].trace(), exact[block, block].trace())
@@ -143,8 +144,8 @@ def test_update_of_ekfac_keeps_the_trace_exact():
 def test_update_of_a_subset_that_stands_for_more(structure):
     """n_data grows by the new data, and everything seen is scaled alike: a fit on the union with that n_data."""
     module, x, y = net(), randn(15, 3), randn(15, 2, seed=2)
-    la = fit(module, (x[:6], y[:6]), "regression", structure, n_data=24).update((x[6:], y[6:]))
-    whole = fit(module, (x, y), "regression", structure, n_data=33)
+    la = fit(module, (x[:6], y[:6]), lapwing.Gaussian(1.0), structure, n_data=24).update((x[6:], y[6:]))
+    whole = fit(module, (x, y), lapwing.Gaussian(1.0), structure, n_data=33)
     assert la.n_data == 33
     assert_same(la.curvature.dense(), whole.curvature.dense())
     assert_same(la.log_likelihood, whole.log_likelihood)
@@ -171,7 +172,7 @@ def test_augmented_passes_average(structure):
     """R random draws of each datum with n_data = N: the mean over draws, not R times the data."""
     module, x, y = net(), randn(6, 3), randn(6, 2, seed=2)
     draws = [(x + 0.3 * randn(6, 3, seed=10 + r), y) for r in range(4)]
-    la = fit(module, draws, "regression", structure, n_data=6)
+    la = fit(module, draws, lapwing.Gaussian(1.0), structure, n_data=6)
     j = torch.cat([jacobian(module, z) for z, _ in draws])
     exact = ggn(j) / 4
     assert la.n_data == 6
@@ -241,15 +242,15 @@ def test_yesterdays_posterior_is_todays_prior(structure):
 def test_a_kronecker_posterior_as_prior_is_refused(structure):
     """A sum of two Kronecker products is none."""
     module, x, y = net(), randn(9, 3), randn(9, 2, seed=2)
-    prior = lapwing.Prior.from_posterior(fit(module, (x, y), "regression", structure).posterior)
+    prior = lapwing.Prior.from_posterior(fit(module, (x, y), lapwing.Gaussian(1.0), structure).posterior)
     with pytest.raises(lapwing.IncompatiblePrior, match=r"full|diag|blockdiag"):
-        fit(module, (x, y), "regression", structure, prior=prior)
+        fit(module, (x, y), lapwing.Gaussian(1.0), structure, prior=prior)
 
 
 def test_any_posterior_is_a_prior_for_the_full_matrix():
     module, x, y = net(), randn(9, 3), randn(9, 2, seed=2)
     for structure in STRUCTURES:
-        yesterday = fit(module, (x, y), "regression", structure)
-        la = fit(module, (x, y), "regression", "full", prior=lapwing.Prior.from_posterior(yesterday.posterior))
+        yesterday = fit(module, (x, y), lapwing.Gaussian(1.0), structure)
+        la = fit(module, (x, y), lapwing.Gaussian(1.0), "full", prior=lapwing.Prior.from_posterior(yesterday.posterior))
         exact = ggn(jacobian(module, x)) + yesterday.curvature.dense() + eye(26)
         assert_same(la.posterior.precision.dense(), exact)

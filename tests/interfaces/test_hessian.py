@@ -92,7 +92,7 @@ def test_hessian_differs_from_the_ggn_by_the_residuals_alone():
     la = lapwing.fit(linear, (x, y), "classification", structure="full", factor="hessian")
     assert_same(la.curvature.dense(), ggn(jacobian(linear, x), softmax_hessian(outputs(linear, x))))
     module = net()
-    la = lapwing.fit(module, (x, outputs(module, x)), "regression", structure="full", factor="hessian")
+    la = lapwing.fit(module, (x, outputs(module, x)), lapwing.Gaussian(1.0), structure="full", factor="hessian")
     assert_same(la.curvature.dense(), ggn(jacobian(module, x)))
 
 

@@ -237,7 +237,9 @@ def test_the_evidence_of_a_curvature_is_that_of_the_fitted_object(tmp_path: Path
     """As the contract writes it: lapwing.log_evidence(curvature, prior, likelihood), also after loading."""
     torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double(), torch.randn(20, 3, dtype=torch.float64)
-    la = lapwing.fit(model, (x, torch.randn(20, 2, dtype=torch.float64)), "regression", structure="full", prior=prior)
+    la = lapwing.fit(
+        model, (x, torch.randn(20, 2, dtype=torch.float64)), lapwing.Gaussian(1.0), structure="full", prior=prior
+    )
     got = lapwing.log_evidence(la.curvature, prior, lapwing.Gaussian(0.5))
     assert got == la.replace(likelihood=lapwing.Gaussian(0.5)).log_evidence()
     la.save(tmp_path / "a.lapwing")
@@ -250,8 +252,8 @@ def test_the_summary_says_when_the_weights_are_no_mode() -> None:
     x = torch.randn(30, 3, dtype=torch.float64)
     y = x @ torch.randn(3, 1, dtype=torch.float64)
     model = nn.Linear(3, 1, bias=False).double()
-    la = lapwing.fit(model, (x, y), "regression", structure="full")
+    la = lapwing.fit(model, (x, y), lapwing.Gaussian(1.0), structure="full")
     assert f"the linearized model has {la.stationarity:.4g} nats more" in la.summary()
     with torch.no_grad():
         model.weight.copy_(torch.linalg.solve(x.T @ x + torch.eye(3), x.T @ y).T)
-    assert "no mode" not in lapwing.fit(model, (x, y), "regression", structure="full").summary()
+    assert "no mode" not in lapwing.fit(model, (x, y), lapwing.Gaussian(1.0), structure="full").summary()

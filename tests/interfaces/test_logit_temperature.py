@@ -68,6 +68,6 @@ def test_refusals() -> None:
     with pytest.raises(BadData, match="positive"):
         la.replace(logit_temperature=0.0)
     net = nn.Linear(3, 1).double()
-    regression = lapwing.fit(net, (data()[0], data()[0][:, :1]), "regression")
+    regression = lapwing.fit(net, (data()[0], data()[0][:, :1]), lapwing.Gaussian(1.0))
     with pytest.raises(UnsupportedOperation, match="divides logits"):
         regression.replace(logit_temperature=2.0)

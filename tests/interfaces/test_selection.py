@@ -232,11 +232,11 @@ def test_a_subnetwork_has_its_own_prior():
     module, x, y = net(), randn(10, 3), randn(10, 3, seed=2)
     select = lapwing.subnetwork(5, by="magnitude")
     values = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=torch.float64)
-    la = lapwing.fit(module, (x, y), "regression", structure="full", select=select, prior=values)
+    la = lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure="full", select=select, prior=values)
     at = la.params.index
     assert_same(la.posterior.precision.dense(), ggn(jacobian(module, x))[at[:, None], at] + values.diag())
     by_name = lapwing.fit(
-        module, (x, y), "regression", structure="full", select=select, prior={"*.weight": 2.0, "*.bias": 3.0}
+        module, (x, y), lapwing.Gaussian(1.0), structure="full", select=select, prior={"*.weight": 2.0, "*.bias": 3.0}
     )
     each = torch.cat(
         [torch.full((p.numel(),), 2.0 if n.endswith("weight") else 3.0) for n, p in module.named_parameters()]
@@ -250,9 +250,9 @@ def test_a_subnetwork_has_its_own_prior():
 def test_kronecker_structures_refuse_single_weights(structure):
     module, x, y = net(), randn(10, 3), randn(10, 3, seed=2)
     with pytest.raises(lapwing.UnsupportedOperation, match=r"single weights.*full"):
-        lapwing.fit(module, (x, y), "regression", structure=structure, select=lapwing.subnetwork(5))
+        lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure=structure, select=lapwing.subnetwork(5))
     with pytest.raises(lapwing.BadData, match="only 51"):
-        lapwing.fit(module, (x, y), "regression", structure="full", select=lapwing.subnetwork(500))
+        lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure="full", select=lapwing.subnetwork(500))
     with pytest.raises(lapwing.BadData, match="at least one"):
         lapwing.subnetwork(0)
     with pytest.raises(lapwing.BadData, match="'variance', 'magnitude' or 'random'"):

@@ -193,7 +193,7 @@ def test_scalar_outputs_stay_scalar(path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)[:, 0]
 
-    la = lapwing.fit(Line(), (X.float(), _values(N).float()), "regression")
+    la = lapwing.fit(Line(), (X.float(), _values(N).float()), lapwing.Gaussian(1.0))
     p, q = la.predict(X[:4].float()), again(la, path).predict(X[:4].float())
     assert p.mean.shape == q.mean.shape == (4,)
     assert torch.equal(p.variance, q.variance)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.dense import assert_same, build, covariance, flat, ggn, jacobian, outputs, randn, seeded, softmax_hessian
+from tests.noise import unit_noise
 from torch import nn
 
 import lapwing
@@ -58,7 +59,8 @@ def test_one_output_a_sample(likelihood, shape):
     else:
         y = torch.randint(5, (10, 1), generator=seeded(1)).double()
         lam, law = f.exp()[..., None], torch.distributions.Poisson(f.exp())
-    la = lapwing.fit(module, (x, y if shape == "column" else y[:, 0]), likelihood, structure="full", prior=0.5)
+    data = (x, y if shape == "column" else y[:, 0])
+    la = lapwing.fit(module, data, unit_noise(likelihood), structure="full", prior=0.5)
     exact = ggn(jacobian(inner, x), lam)
     precision = exact + eye(len(exact), 0.5)
     assert_same(la.curvature.dense(), exact)

@@ -58,7 +58,7 @@ def test_factored_damping_is_tuned_as_it_predicts() -> None:
 
 def test_values_have_no_accuracy() -> None:
     net, x, y, far = problem("regression")
-    la = lapwing.fit(net, (x, y), "regression", structure="full")
+    la = lapwing.fit(net, (x, y), lapwing.Gaussian(1.0), structure="full")
     curve = la.temperature_curve((x, y), ood={"far": [far[:10], far[10:]]}, temperatures=TEMPERATURES)
     assert curve.accuracy is None
     for k, T in enumerate(TEMPERATURES):

@@ -27,7 +27,11 @@ class Narrow(nn.Module):
 
 @pytest.mark.parametrize(
     ("outside", "inside", "rtol"),
-    [(torch.float64, torch.float32, 1e-5), (torch.float64, torch.bfloat16, 5e-2), (torch.float32, torch.bfloat16, 5e-2)],
+    [
+        (torch.float64, torch.float32, 1e-5),
+        (torch.float64, torch.bfloat16, 5e-2),
+        (torch.float32, torch.bfloat16, 5e-2),
+    ],
 )
 def test_tolerance_is_that_of_the_computation(outside, inside, rtol):
     torch.manual_seed(0)

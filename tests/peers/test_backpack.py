@@ -9,6 +9,7 @@ from torch import nn
 
 import lapwing
 from tests.dense import assert_same, build, randn, seeded
+from tests.noise import unit_noise
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -48,7 +49,7 @@ def test_kfra(activation, likelihood):
     theirs = extend(copy.deepcopy(module))
     with backpack(KFRA()):
         extend(loss)(theirs(x), y).backward()
-    la = lapwing.fit(module, (x, y), likelihood, structure="kron", factor="kfra")
+    la = lapwing.fit(module, (x, y), unit_noise(likelihood), structure="kron", factor="kfra")
     dense, at = la.curvature.dense(), 0
     for p in theirs.parameters():
         part = slice(at, at := at + p.numel())

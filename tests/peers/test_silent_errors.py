@@ -32,6 +32,7 @@ from tests.dense import (
     seeded,
     softmax_hessian,
 )
+from tests.noise import unit_noise
 
 STRUCTURES = ("diag", "blockdiag", "kron", "ekfac", "full", "lowrank")
 SAME = ("full", "functional", "matrixfree")  # one posterior in weight space, in function space and without a matrix
@@ -89,7 +90,7 @@ def test_grid_search_averages_over_earlier_candidates(structure, likelihood):
     module, x, held = mlp(3, 5, 4), randn(20, 3), randn(15, 3, seed=2)
     y = randn(20, 4, seed=3) if likelihood == "regression" else classes(20, 4)
     target = randn(15, 4, seed=4) if likelihood == "regression" else classes(15, 4, seed=5)
-    la = lapwing.fit(module, (x, y), likelihood, structure=structure)
+    la = lapwing.fit(module, (x, y), unit_noise(likelihood), structure=structure)
     grid = [100.0, 0.01, 3.0, 30.0, 0.3]
     f, j = outputs(module, held), jacobian(module, held)
 
@@ -276,16 +277,17 @@ def check_convolution(module, n=4, channels=4):
     whole = ggn(jacobian(module, x))
     first = module[0].weight.numel() + module[0].bias.numel()
     for sharing in ("expand", "reduce"):
-        la = lapwing.fit(module, (x, y), "regression", structure=lapwing.Kron(sharing=sharing))
+        la = lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure=lapwing.Kron(sharing=sharing))
         dense = kron_dense(module, module[0], x, unit_roots(n, 3), sharing)
         assert_same(la.curvature.dense()[:first, :first], dense)
         head = kron_dense(module, module[-1], x, unit_roots(n, 3), sharing)
         assert_same(la.curvature.dense()[first:, first:], head)
-    assert_same(lapwing.fit(module, (x, y), "regression", structure="diag").curvature.dense().diag(), whole.diag())
-    assert_same(lapwing.fit(module, (x, y), "regression", structure="full").curvature.dense(), whole)
-    block = lapwing.fit(module, (x, y), "regression", structure="blockdiag").curvature.dense()
+    diag = lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure="diag").curvature.dense()
+    assert_same(diag.diag(), whole.diag())
+    assert_same(lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure="full").curvature.dense(), whole)
+    block = lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure="blockdiag").curvature.dense()
     assert_same(block[:first, :first], whole[:first, :first])
-    ekfac = lapwing.fit(module, (x, y), "regression", structure="ekfac").curvature.dense()
+    ekfac = lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure="ekfac").curvature.dense()
     assert_same(ekfac[:first, :first].trace(), whole[:first, :first].trace())
     return whole, first
 
@@ -301,7 +303,7 @@ def test_kron_for_grouped_convolutions_is_exact_for_one_sample_without_sharing()
     module = build(lambda: nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)))
     x = randn(1, 4, 3, 3)
     exact = ggn(jacobian(module, x))
-    found = lapwing.fit(module, (x, randn(1, 3)), "regression", structure="kron").curvature.dense()
+    found = lapwing.fit(module, (x, randn(1, 3)), lapwing.Gaussian(1.0), structure="kron").curvature.dense()
     size = module[0].weight.numel()
     for q in range(2):
         weights = torch.arange(q * size // 2, (q + 1) * size // 2)
@@ -328,7 +330,7 @@ def test_a_weight_reused_through_its_transpose_ignored(structure):
     x, y = randn(6, 3), randn(6, 3, seed=2)
     j = jacobian(module, x)
     exact = ggn(j)
-    la = lapwing.fit(module, (x, y), "regression", structure=structure, prior=0.5)
+    la = lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure=structure, prior=0.5)
     found = la.curvature.dense()
     if structure in ("full", "blockdiag"):
         at = slice(0, 12) if structure == "blockdiag" else slice(None)
@@ -356,7 +358,7 @@ def test_an_operation_after_the_last_linear(structure, likelihood):
     )
     x, new = randn(8, 3), randn(5, 3, seed=3)
     y = randn(8, 2, seed=2) if likelihood == "regression" else classes(8, 2)
-    la = lapwing.fit(module, (x, y), likelihood, structure=structure, select="last_layer", prior=0.5)
+    la = lapwing.fit(module, (x, y), unit_noise(likelihood), structure=structure, select="last_layer", prior=0.5)
     names = ("head.weight", "head.bias")
     assert la.params.names == names
     j = jacobian(module, x, names)
@@ -451,7 +453,7 @@ def test_samples_at_several_inputs_have_correlation_one(structure):
 def test_samples_of_weights_correlate_inputs_as_the_posterior_does():
     """The same through sampled networks, exactly linear here: J_i Σ J_jᵀ between inputs."""
     module, x, y = build(lambda: nn.Linear(3, 1)), randn(10, 3), randn(10, 1, seed=2)
-    la = lapwing.fit(module, (x, y), "regression", structure="full", prior=0.5)
+    la = lapwing.fit(module, (x, y), lapwing.Gaussian(1.0), structure="full", prior=0.5)
     sigma = torch.linalg.inv(ggn(jacobian(module, x)) + eye(4, 0.5))
     new, pair, truth = negative_pair(sigma, module, 2 * randn(60, 3, seed=5))
     n = 5_000
@@ -646,7 +648,7 @@ def test_the_checkpoint_of_a_gp_holds_the_whole_data_loader(structure, tmp_path)
     n = 300 if structure == "functional" else 2000
     x, y = randn(n, 3), randn(n, 2, seed=2)
     loader = DataLoader(TensorDataset(x, y), batch_size=100)
-    lapwing.fit(module, loader, "regression", structure=structure).save(path)
+    lapwing.fit(module, loader, lapwing.Gaussian(1.0), structure=structure).save(path)
     header, body = read_safetensors(path)
     meta = header.pop("__metadata__")
     json.loads(meta["lapwing"])

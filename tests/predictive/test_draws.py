@@ -233,6 +233,6 @@ class Functional(nn.Module):
 def test_networks_with_transforms_inside_are_fitted() -> None:
     torch.manual_seed(0)
     model, x = Functional().double(), torch.randn(6, 3, dtype=torch.float64)
-    la = lapwing.fit(model, (x, torch.randn(6, 3).double()), "regression", structure="full", progress=False)
+    la = lapwing.fit(model, (x, torch.randn(6, 3).double()), lapwing.Gaussian(1.0), structure="full", progress=False)
     truth = dense(model, x)
     torch.testing.assert_close(la.curvature.dense(), truth.T @ truth)

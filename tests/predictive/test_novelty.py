@@ -30,14 +30,14 @@ def test_novelty_is_the_information_of_one_more_target() -> None:
 
 def test_novelty_knows_nothing_of_prior_noise_and_temperature() -> None:
     model, x = network(), torch.randn(20, 2, dtype=torch.float64)
-    la = lapwing.fit(model, (x, model(x).detach()), "regression", structure="kron")
+    la = lapwing.fit(model, (x, model(x).detach()), lapwing.Gaussian(1.0), structure="kron")
     other = la.replace(prior=50.0, temperature=3.0, likelihood=lapwing.Gaussian(0.1))
     torch.testing.assert_close(la.predict(x).novelty, other.predict(x).novelty, rtol=1e-12, atol=0.0)
 
 
 def test_novelty_grows_away_from_the_data() -> None:
     model, x = nn.Linear(2, 1).double(), torch.randn(50, 2, dtype=torch.float64)
-    la = lapwing.fit(model, (x, model(x).detach()), "regression", structure="full")
+    la = lapwing.fit(model, (x, model(x).detach()), lapwing.Gaussian(1.0), structure="full")
     near, far = la.predict(x).novelty, la.predict(10 * x).novelty
     assert bool((far > near).all())
 

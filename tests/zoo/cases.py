@@ -80,7 +80,9 @@ def case(name: str, likelihood: str, n: int = sum(SIZES)) -> Case:
     if likelihood == "regression":
         y = torch.randn(f.shape, dtype=f.dtype, generator=generator)
         y = y[..., 0] if arch.kind == "scalar" else y
-        return Case(name, "regression", x, y, names, f, j, oracle.hessian_gaussian(f), oracle.score_gaussian(f, y))
+        return Case(
+            name, lapwing.Gaussian(1.0), x, y, names, f, j, oracle.hessian_gaussian(f), oracle.score_gaussian(f, y)
+        )
     if f.shape[-1] == 1:
         y = torch.randint(2, f.shape, generator=generator)
         y = y[..., 0] if arch.kind == "scalar" else y

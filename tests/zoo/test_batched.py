@@ -74,5 +74,5 @@ def test_kernels_that_the_first_batch_does_not_meet() -> None:
             for f in model(one[None])[0]:
                 row = torch.cat([g.flatten() for g in torch.autograd.grad(f, params, retain_graph=True)])
                 truth = truth + torch.outer(row, row)
-    la = lapwing.fit(model, data, "regression", structure="full")
+    la = lapwing.fit(model, data, lapwing.Gaussian(1.0), structure="full")
     torch.testing.assert_close(la.curvature.dense(), truth, rtol=1e-9, atol=1e-9 * float(truth.abs().max()))

@@ -211,4 +211,4 @@ def test_products_that_overflow_are_not_said_to_have_no_derivative() -> None:
     torch.manual_seed(0)
     data, structure = (torch.rand(8, 1, 8, 8), torch.rand(8, 2)), lapwing.Kron(sharing="expand")
     with pytest.raises(BadData, match=r"too large for its square .* or a very steep one"):
-        lapwing.fit(Steep(), data, "regression", structure=structure, progress=False)
+        lapwing.fit(Steep(), data, lapwing.Gaussian(1.0), structure=structure, progress=False)

@@ -32,7 +32,7 @@ def test_expand_is_exact_for_a_loss_per_token(shape):
         module = deep_linear()
     x = data(*shape)
     batches = [(x[:4], module(x[:4]).detach()), (x[4:5], module(x[4:5]).detach()), (x[5:], module(x[5:]).detach())]
-    la = lapwing.fit(module, batches, "regression", structure=lapwing.Kron(sharing="expand"))
+    la = lapwing.fit(module, batches, lapwing.Gaussian(1.0), structure=lapwing.Kron(sharing="expand"))
     assert_same(la.curvature.dense(), blocks_of(module, la, x))
 
 
@@ -41,7 +41,10 @@ def test_reduce_is_exact_for_mean_pooling():
         module = nn.Sequential(deep_linear(), Net(lambda s, h: h.mean(1))).eval()
     x = data(5, 3)
     la = lapwing.fit(
-        module, [(x[:4], x[:4, 0, :2]), (x[4:], x[4:, 0, :2])], "regression", structure=lapwing.Kron(sharing="reduce")
+        module,
+        [(x[:4], x[:4, 0, :2]), (x[4:], x[4:, 0, :2])],
+        lapwing.Gaussian(1.0),
+        structure=lapwing.Kron(sharing="reduce"),
     )
     assert_same(la.curvature.dense(), blocks_of(module, la, x))
 
@@ -61,7 +64,10 @@ def test_reduce_is_exact_for_linear_convolution_and_mean_pooling(convolution):
         module = Net(lambda s, x: s.head(s.conv(x).mean(-1)), conv=convolution, head=nn.Linear(out, 2)).double().eval()
     x = data(2, 6)
     la = lapwing.fit(
-        module, [(x[:4], x[:4, :, 0]), (x[4:], x[4:, :, 0])], "regression", structure=lapwing.Kron(sharing="reduce")
+        module,
+        [(x[:4], x[:4, :, 0]), (x[4:], x[4:, :, 0])],
+        lapwing.Gaussian(1.0),
+        structure=lapwing.Kron(sharing="reduce"),
     )
     if convolution.groups == 1:
         assert_same(la.curvature.dense(), blocks_of(module, la, x))
@@ -80,7 +86,9 @@ def test_expand_is_exact_for_pointwise_linear_convolution_with_a_loss_per_pixel(
         torch.manual_seed(2)
         module = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1)).double().eval()
     x = data(2, 3, 3, n=4)
-    la = lapwing.fit(module, [(x[:3], x[:3]), (x[3:], x[3:])], "regression", structure=lapwing.Kron(sharing="expand"))
+    la = lapwing.fit(
+        module, [(x[:3], x[:3]), (x[3:], x[3:])], lapwing.Gaussian(1.0), structure=lapwing.Kron(sharing="expand")
+    )
     assert_same(la.curvature.dense(), blocks_of(module, la, x))
 
 

@@ -133,7 +133,7 @@ def test_narrow_types(name, dtype, tolerance):
     module = ZOO[name].build().to(dtype)
     batches = [(cast(x), cast(y)) for x, y in truth.batches()]
     for structure in ("full", "diag", "kron"):
-        la = lapwing.fit(module, batches, "regression", structure=structure)
+        la = lapwing.fit(module, batches, lapwing.Gaussian(1.0), structure=structure)
         dense = la.curvature.dense()
         assert dense.dtype in (torch.float32, torch.float64)
         assert dense.isfinite().all()

@@ -167,11 +167,11 @@ def test_broken_rule_is_noticed(function, how, monkeypatch):
     spoiled = Spoiled(RULES[function], how)
     batches = [(x[:3], x.flatten(1)[:3, :2]), (x[3:], x.flatten(1)[3:, :2])]
     exact = truth(module, x)
-    sound = lapwing.fit(module, batches, "regression", structure="full")
+    sound = lapwing.fit(module, batches, lapwing.Gaussian(1.0), structure="full")
     assert_same(sound.curvature.dense(), exact)
     monkeypatch.setitem(RULES, function, spoiled.rule)
     before = Snapshot(module)
-    la = lapwing.fit(module, batches, "regression", structure="full")
+    la = lapwing.fit(module, batches, lapwing.Gaussian(1.0), structure="full")
     before.check(module)
     if spoiled.asked == 0:
         pytest.skip("torch calls this function by another name")
@@ -186,7 +186,7 @@ def test_broken_rule_is_noticed_in_float32(function, monkeypatch):
     module, x = build(function, torch.float32)
     exact = truth(*build(function))
     monkeypatch.setitem(RULES, function, Spoiled(RULES[function], "scaled").rule)
-    la = lapwing.fit(module, [(x, x.flatten(1)[:, :2])], "regression", structure="full")
+    la = lapwing.fit(module, [(x, x.flatten(1)[:, :2])], lapwing.Gaussian(1.0), structure="full")
     assert_same(la.curvature.dense().double(), exact, 1e-4)
     assert la.curvature.notes
 
@@ -207,7 +207,7 @@ def test_models_that_are_not_functions_are_refused(forward):
         module = Net(forward, fc=nn.Linear(3, 2), flips=[]).double()
         x = torch.randn(4, 3, dtype=torch.float64)
         with pytest.raises(lapwing.UnsupportedModel):
-            lapwing.fit(module, [(x, x[:, :2])], "regression", structure="full")
+            lapwing.fit(module, [(x, x[:, :2])], lapwing.Gaussian(1.0), structure="full")
 
 
 def test_uses_that_the_tape_cannot_see_are_named():
@@ -218,7 +218,7 @@ def test_uses_that_the_tape_cannot_see_are_named():
         "scripted_submodule": ("body.0.weight", "body.0.bias"),
     }.items():
         module, x = ZOO[name].build(), ZOO[name].inputs(4)
-        la = lapwing.fit(module, [(x, torch.zeros(4, 2).double())], "regression", structure="diag")
+        la = lapwing.fit(module, [(x, torch.zeros(4, 2).double())], lapwing.Gaussian(1.0), structure="diag")
         said = " ".join(la.curvature.notes)
         assert all(p in said for p in parameters), f"{name}: {said!r} does not name {parameters}"
 
@@ -231,5 +231,5 @@ def test_broken_rule_is_noticed_where_gradients_overflow(scale, monkeypatch):
     net = Net(lambda s, x: s.body(x) * scale, body=module)
     x = 0.5 * torch.randn(4, 3).half()
     monkeypatch.setitem(RULES, F.linear, Spoiled(RULES[F.linear], "scaled by half").rule)
-    la = lapwing.fit(net, [(x, torch.zeros(4, 2).half())], "regression", structure="diag")
+    la = lapwing.fit(net, [(x, torch.zeros(4, 2).half())], lapwing.Gaussian(1.0), structure="diag")
     assert any("disagreed with autograd" in note for note in la.curvature.notes)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing
+from tests.noise import unit_noise
 
 from . import oracle
 from .architectures import ZOO
@@ -55,7 +56,7 @@ def check(module, batches, likelihood="regression", tolerance=1e-10):
         exact = exact + oracle.ggn(oracle.jacobian(module, x), lam)
     for structure in ("full", "diag"):
         before = Snapshot(module)
-        la = lapwing.fit(module, batches, likelihood, structure=structure)
+        la = lapwing.fit(module, batches, unit_noise(likelihood), structure=structure)
         before.check(module)
         assert_same(la.curvature.dense(), exact if structure == "full" else exact.diag().diag(), tolerance, structure)
 
@@ -153,7 +154,7 @@ def test_control_flow_changes_between_batches():
         j = torch.stack(rows)
         exact = exact + torch.einsum("ndp,ndq->pq", j, j)
     try:
-        la = lapwing.fit(module, module_batches, "regression", structure="full")
+        la = lapwing.fit(module, module_batches, lapwing.Gaussian(1.0), structure="full")
     except lapwing.LapwingError:
         return  # a model whose function depends on the batch size may be refused, never silently wrong
     assert_same(la.curvature.dense(), exact)
@@ -175,9 +176,9 @@ def test_inputs_that_are_overwritten_in_a_later_batch(factor):
         module = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(3, 4), c=nn.Linear(4, 2)).double()
     x, far = randn(6, 3), randn(6, 3, seed=1)
     far[:, 0] = 11
-    la = lapwing.fit(module, [(x, x[:, :2])], "regression", structure="full", factor=factor)
+    la = lapwing.fit(module, [(x, x[:, :2])], lapwing.Gaussian(1.0), structure="full", factor=factor)
     for use in (
-        lambda: lapwing.fit(module, [(x, x[:, :2]), (far, far[:, :2])], "regression", factor=factor),
+        lambda: lapwing.fit(module, [(x, x[:, :2]), (far, far[:, :2])], lapwing.Gaussian(1.0), factor=factor),
         lambda: la.predict(far).function.variance,
     ):
         with pytest.raises(lapwing.UnsupportedModel, match="modified by an inplace operation"):
@@ -203,7 +204,7 @@ def test_models_that_mix_samples_are_refused(how):
     x = randn(5, 3)
     before = Snapshot(module)
     with pytest.raises(lapwing.UnsupportedModel, match=r"(?i)sample|mix|batch"):
-        lapwing.fit(module, [(x, x[:, :2])], "regression", structure="full")
+        lapwing.fit(module, [(x, x[:, :2])], lapwing.Gaussian(1.0), structure="full")
     before.check(module)
 
 
@@ -257,7 +258,7 @@ def test_module_is_unchanged_after_an_exception_in_the_model():
     x[2, 0] = 7
     before = Snapshot(module)
     with pytest.raises(ArithmeticError):
-        lapwing.fit(module, [(x[:2], x[:2, :2]), (x[2:], x[2:, :2])], "regression", structure="diag")
+        lapwing.fit(module, [(x[:2], x[:2, :2]), (x[2:], x[2:, :2])], lapwing.Gaussian(1.0), structure="diag")
     before.check(module)
 
 
@@ -266,7 +267,7 @@ def test_module_is_unchanged_after_bad_numbers():
     x[3, 1] = float("nan")
     before = Snapshot(module)
     with pytest.raises(lapwing.BadData, match=r"(?i)nan"):
-        lapwing.fit(module, [(x[:2], x[:2, :2]), (x[2:], x[2:, :2])], "regression", structure="diag")
+        lapwing.fit(module, [(x[:2], x[:2, :2]), (x[2:], x[2:, :2])], lapwing.Gaussian(1.0), structure="diag")
     before.check(module)
 
 
@@ -283,7 +284,7 @@ def test_buffers_that_the_forward_writes_are_put_back():
         module = Net(call, fc=nn.Linear(3, 2), count=count, average=average).double()
     x = randn(4, 3)
     before = Snapshot(module)
-    la = lapwing.fit(module, [(x[:2], x[:2, :2]), (x[2:], x[2:, :2])], "regression", structure="full")
+    la = lapwing.fit(module, [(x[:2], x[:2, :2]), (x[2:], x[2:, :2])], lapwing.Gaussian(1.0), structure="full")
     before.check(module)
     la.predict(x)
     before.check(module)
@@ -374,6 +375,6 @@ def test_frozen_parameters_may_use_what_the_tape_cannot():
     """Only selected parameters are followed."""
     truth = case("custom_function_with_parameters", "regression")
     module = ZOO[truth.name].build()
-    la = lapwing.fit(module, truth.batches(), "regression", structure="full", select="head.*")
+    la = lapwing.fit(module, truth.batches(), lapwing.Gaussian(1.0), structure="full", select="head.*")
     index = oracle.positions(module, ["head.weight", "head.bias"])
     assert_same(la.curvature.dense(), truth.ggn[index.unsqueeze(1), index])

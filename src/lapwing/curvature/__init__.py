@@ -17,7 +17,7 @@ from lapwing.curvature.kfra import KFRA
 from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.curvature.problem import Problem, available_memory, pose
+from lapwing.curvature.problem import Problem, available_memory, pose, with_noise_ratios
 from lapwing.curvature.shards import require_same, sharded, together
 from lapwing.curvature.structure import (
     CHEAPER,
@@ -253,4 +253,5 @@ __all__ = [
     "pose",
     "resolve_factor",
     "resolve_structure",
+    "with_noise_ratios",
 ]

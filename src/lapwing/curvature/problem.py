@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,12 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.resume import Resume
+from lapwing.curvature.shards import add_up, sharded
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Inputs, parts_of
+from lapwing.model.module import left_out, output_tensor
 from lapwing.model.tape import run
 
 SEEN = 8  # samples that are run before the network is planned
@@ -55,6 +58,7 @@ class Problem:
     resume: Resume | None = None  # where interrupted passes go on
     batch: int = 0  # samples of the first batch
     example: Inputs = None  # the first samples
+    doubts: tuple[str, ...] = ()  # what in the first outputs and targets contradicts the likelihood
 
     @property
     def few(self) -> bool:
@@ -126,15 +130,16 @@ def pose(
         options |= {"first": first, "rest": iterator}
     unplanned = Problem(network, Plan((), (), ()), batches, likelihood, factor or GGN(), (), 0)
     with network.borrow():
-        f, scalar = _look(unplanned, first)
-    size = batch_size(first.inputs)
-    options |= {"scalar": scalar, "batch": size, "example": take(first.inputs, slice(0, 2), size)}
-    notes: tuple[str, ...] = ()
+        seen = _look(unplanned, first)
+    f, size = seen.f, batch_size(first.inputs)
+    options |= {"scalar": seen.scalar, "batch": size, "example": take(first.inputs, slice(0, 2), size)}
+    options |= {"doubts": seen.doubts}
+    notes = seen.notes
     if factor is None:
         factor = GGN()
         if f[0].numel() > factor.limit:
             factor = MCFisher()
-            notes = (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions a sample",)
+            notes += (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions a sample",)
     if isinstance(factor, GGN):
         factor.require(f)
     with network.borrow():
@@ -147,25 +152,87 @@ def pose(
     return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
 
 
-def _look(problem: Problem, first: Batch) -> tuple[Tensor, bool]:
-    """Outputs of a few samples of the first batch, and whether the network returns (B,); refuses what is wrong with
-    the batch before the self-check, which would only see that numbers disagree."""
+def with_noise_ratios(problem: Problem) -> Problem:
+    """Estimate the noise of several outputs before the pass, whose curvature depends on the ratios between them.
+
+    This takes one forward pass over the data; of data that can be read only once the first batch has to do. One output
+    needs neither: a common factor of the noise is free after the pass.
+    """
+    likelihood, network = problem.likelihood, problem.network
+    outputs = problem.outputs // math.prod(problem.event)
+    if likelihood.known or outputs == 1:
+        return problem
+    first = None if problem.batches.reiterable else problem.first
+    total = torch.zeros(1, dtype=torch.float64, device=network.params.device)
+    with network.borrow(), torch.no_grad():
+        for batch in problem.read("noise") if first is None else [first]:
+            f = network.forward(batch.inputs)
+            total = total + likelihood.statistics(f, problem.prepare(batch, f), batch.weights)
+    if sharded():
+        add_up({"statistics": total})
+    plan = problem.plan
+    if first is not None:
+        note = "the ratios between the noise of the outputs come from the first batch: the data can be read only once"
+        plan = replace(plan, notes=(*plan.notes, note))
+    return replace(problem, likelihood=likelihood.estimate(total), plan=plan)
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """Outputs of a few samples, whether the network returns (B,), and what there is to say about them."""
+
+    f: Tensor
+    scalar: bool
+    doubts: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def at(cls, problem: Problem, raw: object, f: Tensor, scalar: bool, y: Tensor) -> Look:
+        """`y` are the targets of these samples."""
+        doubts = problem.likelihood.doubts(f, y)
+        others = left_out(raw)
+        if others:
+            doubts.append(
+                f"the network returns {len(others) + 1} tensors of shape {tuple(others[0].shape)}, such as a mean and "
+                "a standard deviation, and only the first is used. If the second belongs to the prediction, return one "
+                "tensor torch.cat([mean, log_variance], -1) and pass HeteroscedasticGaussian(parametrization='mean'); "
+                "if not, return the first alone"
+            )
+        notes: tuple[str, ...] = ()
+        if f.shape[-1] > 1 and problem.likelihood.shift_invariant and bool((f.logsumexp(-1).abs() < 1e-3).all()):
+            notes = (
+                "the outputs are log-probabilities: the default link gives the same predictions as with logits, but "
+                "link='probit' and 'bridge' assume logits, and p.function is the distribution of log-probabilities",
+            )
+        return cls(f, scalar, tuple(doubts), notes)
+
+
+def _look(problem: Problem, first: Batch) -> Look:
+    """Look at a few samples of the first batch; refuses what is wrong with the batch before the self-check, which would
+    only see that numbers disagree."""
     n, network = batch_size(first.inputs), problem.network
     try:
-        f, scalar = network.forward_raw(take(first.inputs, slice(0, SEEN), n))
+        raw = network.returned(take(first.inputs, slice(0, SEEN), n))
+        f, scalar = _read(network, raw)
         if len(f) == min(n, SEEN) > 0:
             # outputs of few stand for all, whose targets are checked
-            problem.prepare(first, f[torch.arange(n, device=f.device) % len(f)])
-            return f, scalar
+            y = problem.prepare(first, f[torch.arange(n, device=f.device) % len(f)])
+            return Look.at(problem, raw, f, scalar, y[: len(f)])
     except Exception:
         pass  # of the batch as it came it may not be so, or can be said better
     return _look_at_all(problem, first)
 
 
-def _look_at_all(problem: Problem, first: Batch) -> tuple[Tensor, bool]:
+def _look_at_all(problem: Problem, first: Batch) -> Look:
     """The same of all samples."""
-    f, scalar = problem.network.forward_raw(first.inputs)
+    raw = problem.network.returned(first.inputs)
+    f, scalar = _read(problem.network, raw)
     if len(f) != batch_size(first.inputs):
         raise BadData(f"a batch of {batch_size(first.inputs)} samples gave outputs of shape {tuple(f.shape)}")
-    problem.prepare(first, f)
-    return f, scalar
+    return Look.at(problem, raw, f, scalar, problem.prepare(first, f))
+
+
+def _read(network: Network, raw: object) -> tuple[Tensor, bool]:
+    """f (n, *event, c) of what the module returned, and whether that was (n,)."""
+    tensor = output_tensor(raw)
+    return network.outputs(tensor).detach(), tensor.ndim == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ def evaluate(
     ood: Mapping[str, Any] | None = None,
     likelihood: str | Likelihood | None = None,
     bins: int = 15,
+    novelty: bool | None = None,
     split: Callable[[Any], tuple] | None = None,
     progress: bool | None = None,
 ) -> Report:
@@ -41,7 +43,8 @@ def evaluate(
     inputs is enough. Plain networks are scored under `likelihood`; without it, under that of the first model that
     has one. Classification is scored by accuracy, NLL, ECE with `bins` bins, Brier score and entropy; regression by
     NLL, RMSE, CRPS, coverage and standard deviation; `ood` adds AUROC and FPR95; all get seconds and peak memory.
-    `progress`: True shows a bar, False none, None only on a terminal.
+    `novelty` computes that score of every item, which costs about as much as another prediction: by default only
+    where there is `ood` to compare with. `progress`: True shows a bar, False none, None only on a terminal.
 
     Example:
         >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"notMNIST": images})
@@ -60,7 +63,7 @@ def evaluate(
         readers = {"test": Reader(data, run, split, f"{name}: test", progress)}
         for place, others in (ood or {}).items():
             readers[f"ood {place}"] = Reader(others, run, split, f"{name}: {place}", progress)
-        results[name], task = evaluate_one(run, readers)
+        results[name], task = evaluate_one(run, readers, novelty=bool(ood) if novelty is None else novelty)
     return Report(results, task, bins)
 
 
@@ -99,11 +102,20 @@ def point_prediction(model: nn.Module | TemperatureScaled, inputs: Any, likeliho
 
 
 def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | None) -> Likelihood | None:
-    """The one asked for, else that of the first model that has one."""
-    if likelihood is not None:
-        return resolve_likelihood(likelihood)
+    """The one asked for, else that of the first model that has one; likewise where what was asked for has no noise."""
+    asked = None if likelihood is None else resolve_likelihood(likelihood)
+    if asked is not None and asked.known:
+        return asked
     found = (getattr(model, "likelihood", None) for model in models.values())
-    return next((one for one in found if isinstance(one, Likelihood)), None)
+    alike = type(asked) if asked is not None else Likelihood
+    first = next((one for one in found if isinstance(one, alike)), None)
+    if first is None and asked is not None:
+        warnings.warn(
+            f"the noise of the network is unknown and counts as 1 ({asked}): NLL, CRPS and coverage mean little. Give "
+            "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior beside the network",
+            stacklevel=3,
+        )
+    return first or asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,13 +152,13 @@ class Reader:
         return tqdm(source, self.label, total, leave=False, disable=hide, delay=0 if self.progress else 1)
 
 
-def evaluate_one(run: Run, readers: Mapping[str, Reader]) -> tuple[Result, Task]:
+def evaluate_one(run: Run, readers: Mapping[str, Reader], novelty: bool = True) -> tuple[Result, Task]:
     """Scores of one model on "test" and each "ood …". The clock runs while the test set is predicted and scored."""
-    scores, cost = measure(lambda: Scores.of(run, readers["test"].labeled()), run.device)
+    scores, cost = measure(lambda: Scores.of(run, readers["test"].labeled(), novelty), run.device)
     outside = {}
     for key, reader in readers.items():
         if key.startswith("ood "):
-            seen = Scores.of(run, reader.unlabeled())
+            seen = Scores.of(run, reader.unlabeled(), novelty)
             outside[key.removeprefix("ood ")] = Outside(seen.uncertainty, seen.novelty, seen.gallery)
     result = Result(scores.items, scores.uncertainty, scores.novelty, outside, cost, scores.count, scores.gallery)
     return result, scores.task
@@ -164,8 +176,8 @@ class Scores:
     count: int
 
     @classmethod
-    def of(cls, run: Run, batches: Iterable[tuple[Any, Any]]) -> Scores:
-        parts = [one_batch(run, inputs, targets) for inputs, targets in batches]
+    def of(cls, run: Run, batches: Iterable[tuple[Any, Any]], novelty: bool = True) -> Scores:
+        parts = [one_batch(run, inputs, targets, novelty) for inputs, targets in batches]
         if not parts:
             raise BadData("a data set of `ood` holds no items")
         items = {name: torch.cat([part.items[name] for part in parts]) for name in parts[0].items}
@@ -181,7 +193,7 @@ class Scores:
         )
 
 
-def one_batch(run: Run, inputs: Any, targets: Any | None) -> Scores:
+def one_batch(run: Run, inputs: Any, targets: Any | None, novelty: bool = True) -> Scores:
     """Scores of one batch, flat, in float64 on the CPU; what the likelihood ignores is left out."""
     prediction = run.predict(inputs)
     task = task_of(prediction)
@@ -193,7 +205,7 @@ def one_batch(run: Run, inputs: Any, targets: Any | None) -> Scores:
         task,
         {name: flat(values, mask) for name, values in items.items()},
         flat(uncertainty, mask),
-        novelty_of(prediction),
+        novelty_of(prediction) if novelty else None,
         gallery_of(task, prediction, inputs, y, uncertainty),
         batch_size(inputs),
     )

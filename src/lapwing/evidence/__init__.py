@@ -1,6 +1,7 @@
 """The evidence, and choosing priors, noise, temperature and models by it or by held-out data."""
 
 from lapwing.evidence.by_evidence import tune_evidence
+from lapwing.evidence.by_grid import tune_grid
 from lapwing.evidence.by_loo import tune_loo
 from lapwing.evidence.by_validation import nodes_for, tune_sweep, tune_validation
 from lapwing.evidence.candidates import Candidates, default_learn
@@ -34,6 +35,7 @@ __all__ = [
     "stationarity",
     "tune_bound",
     "tune_evidence",
+    "tune_grid",
     "tune_loo",
     "tune_sweep",
     "tune_validation",

@@ -35,7 +35,7 @@ def tune_loo(
     center: float | Tensor = 0.0,
     temperature: float | Tensor | Tempered = 1.0,
     logit_temperature: float = 1.0,
-    learn: Sequence[str] = ("prior",),
+    learn: Sequence[str] | None = None,
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
     rule: Rule = lowest,
@@ -47,8 +47,12 @@ def tune_loo(
     V₋ₙ = (I − c V_n Λ_n)⁻¹ V_n and f₋ₙ = f_n − c V₋ₙ ∇_f log p, c = T/φ, are the moments without datum n; exact for a
     linear-Gaussian model at its mode. The mean is moved once, at the precision that `start` and `temperature` give (the
     network was trained there), and only V is swept: otherwise a large τ scores the training NLL. A datum whose leverage
-    c V_n Λ_n reaches one is clamped, and the result says how many were.
+    c V_n Λ_n reaches one is clamped, and the result says how many were. Without `learn`: the prior, a noise that the
+    fit estimated, and what `grid` has candidates for.
     """
+    if learn is None:
+        default = ("prior", "noise") if likelihood.learns_noise else ("prior",)
+        learn = tuple(dict.fromkeys((*default, *(grid or {}))))
     if curvature.dispersion_power != 1:
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")
     clamped: list[float] = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lapwing.evidence.candidates import Candidates, box_of, check_learned, default_learn, log_spreads, noise_grid
+from lapwing.evidence.candidates import GRID, Candidates, box_of, check_learned, default_learn, log_spreads, noise_grid
 from lapwing.evidence.descent import descend, fit_logits, wider
 from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
@@ -106,14 +106,17 @@ def search(
 ) -> Tuning:
     """The pass, the grid, the descent and the choice. `prepare` sees the pass and the setting that is now in force."""
     optional = tuple({*OPTIONAL} - {*(grid or {})}) if learn is None else ()
-    learned = check_learned(default_learn(likelihood) if learn is None else learn, grid, likelihood)
+    if learn is None:
+        learn = tuple(dict.fromkeys((*default_learn(likelihood), *(grid or {}))))
+    learned = check_learned(learn, grid, likelihood)
     tempered = resolve_temperature(temperature)
     first = torch.as_tensor(start, dtype=torch.float64).detach().cpu().expand(groups.count)
     T = torch.as_tensor(tempered.T, dtype=torch.float64).item()
-    if "noise" in learned and not (grid and "noise" in grid):
+    usual = GRID
+    if "noise" in learned and "noise" not in (grid or {}):
         noises, batches = noise_grid(batches, likelihood)
-        grid = {**(grid or {}), "noise": noises}
-    candidates = Candidates.of(learned, grid or {}, first, T, likelihood, logit_temperature, optional)
+        usual = {**GRID, "noise": noises}
+    candidates = Candidates.of(learned, grid or {}, first, T, likelihood, logit_temperature, optional, usual)
     spanned = candidates.box if prepare is None else candidates.including(first, T, likelihood).box
     span = _span(spanned, curvature.dispersion_power, tempered.prior)
     nodes = Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
@@ -149,40 +152,71 @@ def tune_sweep(
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
     given, candidates = candidates, candidates.settled(sweep, rivals)
-    learned = candidates.learned
+    learned, free = candidates.learned, candidates.free
     settings = candidates.settings(sweep, rivals)
     losses = [sweep.losses(setting) for setting in settings]
     iterations = 0
     scores = [loss.mean().item() for loss in losses]
-    if steps and (len(settings) > 1 or "logit_temperature" in learned) and math.isfinite(min(scores)):
+    if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):
         start = settings[scores.index(min(scores))]
-        refined, iterations = descend(sweep, start, candidates.box, learned, steps)
+        refined, iterations = descend(sweep, start, candidates.box, free, steps)
         settings.append(refined)
         losses.append(sweep.losses(refined))
-    for names in [learned, ()] if {"noise", "logit_temperature"} & {*learned} else [()]:
-        limit, loss = _limit(sweep, names, candidates.logit_temperature)
-        settings.append(limit)
-        losses.append(loss)
-    trials = Trials(tuple(settings), torch.stack(losses), rivals, len(settings) - 1)
-    if steps and "prior" in learned and rule is not lowest:
-        trials = _between(sweep, trials, rule, "logit_temperature" in learned)
+    if "prior" in candidates.given and groups.count > 1:
+        settings, losses = _by_group(sweep, candidates, settings, losses)
+    count = len(settings)
+    limits = [*_limits(sweep, candidates), _limit(sweep, None, candidates.logit_temperature)]
+    settings += [setting for setting, _ in limits]
+    losses += [loss for _, loss in limits]
+    last = len(settings) - 1
+    barred = {last} if {"noise", "logit_temperature"} & {*candidates.given} else set()
+    barred = {*range(count, last + 1)} if "prior" in candidates.given else barred
+    trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred))
+    if steps and "prior" in free and rule is not lowest:
+        trials = _between(sweep, trials, rule, "logit_temperature" in free)
     tempered = resolve_temperature(temperature)
-    tuning = _choose(sweep, groups, trials, learned, rule, tempered, center, iterations, method)
+    tuning = _choose(sweep, groups, trials, candidates, rule, tempered, center, iterations, method)
     return replace(tuning, messages=(*_settled(sweep, given, learned), *tuning.messages))
 
 
-def _limit(sweep: Sweep, learned: Sequence[str], logit_temperature: float) -> tuple[Setting, Tensor]:
-    """The network without a posterior, with what else is learned at its best, and its losses."""
+def _by_group(
+    sweep: Sweep, candidates: Candidates, settings: list[Setting], losses: list[Tensor]
+) -> tuple[list[Setting], list[Tensor]]:
+    """With settings whose groups have different candidates: from the best on, one group after the other."""
+    settings, losses = list(settings), list(losses)
+    for group in range(len(settings[0].precision)):
+        scores = [loss.mean().nan_to_num(torch.inf).item() for loss in losses]
+        best = settings[scores.index(min(scores))]
+        for common in candidates.precisions:
+            if common[group] != best.precision[group]:
+                precision = best.precision.clone()
+                precision[group] = common[group]
+                settings.append(replace(best, precision=precision))
+                losses.append(sweep.losses(settings[-1]))
+    return settings, losses
+
+
+def _limits(sweep: Sweep, candidates: Candidates) -> list[tuple[Setting, Tensor]]:
+    """The network without a posterior with the best noise or logit temperature, or with each of the user's."""
+    if not {"noise", "logit_temperature"} & {*candidates.learned}:
+        return []
     f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
-    fitted = None
-    if "noise" in learned:
+    dispersions: Sequence[float | None] = candidates.dispersions
+    if "noise" in candidates.free:
         assert isinstance(likelihood, Gaussian)
-        fitted = best_dispersion(f, y, likelihood)
-        likelihood = with_dispersion(likelihood, fitted)
-    if "logit_temperature" in learned:
-        logit_temperature = best_logit_temperature(f, y, likelihood)
+        dispersions = (best_dispersion(f, y, likelihood),)
+    divisors: Sequence[float] = candidates.logit_temperatures
+    if "logit_temperature" in candidates.free:
+        divisors = (best_logit_temperature(f, y, likelihood),)
+    return [_limit(sweep, phi, divisor) for phi in dispersions for divisor in divisors]
+
+
+def _limit(sweep: Sweep, dispersion: float | None, logit_temperature: float) -> tuple[Setting, Tensor]:
+    """The network without a posterior under a noise (None: as it is) and a logit temperature, and its losses."""
+    f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
+    likelihood = likelihood if dispersion is None else with_dispersion(likelihood, dispersion)
     empty = torch.empty(0, dtype=torch.float64)
-    setting = Setting(empty, 1.0, fitted, deterministic=True, logit_temperature=logit_temperature)
+    setting = Setting(empty, 1.0, dispersion, deterministic=True, logit_temperature=logit_temperature)
     losses = -likelihood.log_prob(f / logit_temperature, y).double().reshape(-1)
     return setting, counted(f, y, likelihood, losses)
 
@@ -233,16 +267,16 @@ def _choose(
     sweep: Sweep,
     groups: Groups,
     trials: Trials,
-    learned: Sequence[str],
+    candidates: Candidates,
     rule: Rule,
     tempered: Tempered,
     center: float | Tensor,
     iterations: int,
     method: str,
 ) -> Tuning:
-    best = rule(trials)
+    best = trials.choose(rule)
     setting = trials.settings[best]
-    if "logit_temperature" in learned and not setting.deterministic:
+    if "logit_temperature" in candidates.free and not setting.deterministic:
         trials = _polished(sweep, trials, best)
         best = len(trials.settings) - 1
         setting = trials.settings[best]
@@ -259,7 +293,7 @@ def _choose(
         likelihood if setting.dispersion is None else with_dispersion(likelihood, setting.dispersion),
         iterations,
         baselines={name: losses.mean().item() for name, losses in trials.baselines.items()},
-        messages=_messages(sweep, trials, best, learned),
+        messages=_messages(sweep, trials, best, candidates),
         logit_temperature=setting.logit_temperature,
     )
 
@@ -267,7 +301,7 @@ def _choose(
 def _between(sweep: Sweep, trials: Trials, rule: Rule, logits: bool) -> Trials:
     """The trials and, by bisection, priors between the chosen one and the next wider."""
     for _ in range(BISECTIONS):
-        setting = trials.settings[rule(trials)]
+        setting = trials.settings[trials.choose(rule)]
         found = None if setting.deterministic else wider(setting, trials.settings)
         if found is None:
             break
@@ -300,7 +334,7 @@ def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[st
     return said
 
 
-def _messages(sweep: Sweep, trials: Trials, best: int, learned: Sequence[str]) -> tuple[str, ...]:
+def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -> tuple[str, ...]:
     settings, scores = trials.settings, trials.scores
     setting = settings[best]
     posteriors = [k for k, s in enumerate(settings) if not s.deterministic]
@@ -314,10 +348,7 @@ def _messages(sweep: Sweep, trials: Trials, best: int, learned: Sequence[str]) -
     gain, error = trials.gain(top)
     if gain <= 2 * error:
         messages.append(f"nothing is measurably better than the network as it is (gain {gain:.2g} ± {error:.2g})")
-    if not setting.deterministic and "prior" in learned and scores[best] <= scores[top]:
-        tried = [settings[k].narrow for k in posteriors]
-        if len(set(tried)) > 2 and not min(tried) * 1.001 < setting.narrow < max(tried) * 0.999:
-            messages.append(f"the chosen precision {setting.narrow:.3g} is at the edge of the grid: pass a wider one")
+    messages += candidates.edges(setting)
     if scores[best] > scores[top]:
         mean, error = (value[best].item() for value in trials.excess(trials.losses[top]))
         messages.append(

@@ -22,7 +22,7 @@ from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Gaussian, Likelihood
 
 LEARNABLE = ("prior", "temperature", "logit_temperature", "noise")
-GRID: Mapping[str, tuple[float, ...]] = {
+GRID: Mapping[str, Sequence[float]] = {
     "prior": tuple(10.0**k for k in range(-4, 6)),
     "temperature": tuple(10.0**k for k in range(-1, 5)),
 }
@@ -34,6 +34,8 @@ LOGIT_RANGE = (0.05, 20.0)
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
     """What held-out data choose unless told otherwise."""
+    if likelihood.learns_noise:
+        return ("prior", "temperature", "noise")
     return ("prior", "temperature", "logit_temperature") if isinstance(likelihood, LOGITS) else ("prior", "temperature")
 
 
@@ -46,14 +48,27 @@ def check_learned(
     idle = [name for name in (grid or {}) if name not in learn]
     if idle:
         raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
-    bad = [(name, v) for name, values in (grid or {}).items() for v in values if not (v > 0 and math.isfinite(v))]
-    if bad or any(len(values) == 0 for values in (grid or {}).values()):
-        raise ValueError(f"candidates must be positive, finite and at least one, got {bad or grid}")
+    check_candidates(grid or {})
     if "noise" in learn and not isinstance(likelihood, Gaussian):
         raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
     if "logit_temperature" in learn:
         check_logit_temperature(1.0, likelihood)
     return tuple(learn)
+
+
+def check_candidates(grid: Mapping[str, Sequence[float]]) -> None:
+    """Refuse candidates that are not positive numbers, and names without any."""
+    bad = [(name, v) for name, values in grid.items() for v in values if not (v > 0 and math.isfinite(v))]
+    if bad or any(len(values) == 0 for values in grid.values()):
+        raise ValueError(f"candidates must be positive, finite and at least one, got {bad or grid}")
+
+
+def edge(name: str, value: float, candidates: Sequence[float]) -> str:
+    """Say that a chosen value lies at or beyond the smallest or largest of several candidates; nothing otherwise."""
+    low, high = min(candidates), max(candidates)
+    if low == high or low * 1.001 < value < high * 0.999:
+        return ""
+    return f"the chosen {name} {value:.3g} is at the edge of its grid ({low:.3g} to {high:.3g}): try a wider one"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +84,7 @@ class Candidates:
     logit_temperature: float  # likewise
     temperature: float = 1.0  # likewise
     optional: tuple[str, ...] = ()  # of what is learned: only where it is of use
+    given: tuple[str, ...] = ()  # of what is learned: only the user's candidates
 
     @classmethod
     def of(
@@ -80,9 +96,10 @@ class Candidates:
         likelihood: Likelihood,
         logit_temperature: float = 1.0,
         optional: tuple[str, ...] = (),
+        usual: Mapping[str, Sequence[float]] = GRID,
     ) -> "Candidates":
         """Those of `grid`, the usual ones where it has none, and the values in force for what is not learned."""
-        chosen = {**GRID, **grid}
+        chosen = {**usual, **grid}
         fitted = "logit_temperature" in learned
         return cls(
             learned,
@@ -94,6 +111,7 @@ class Candidates:
             logit_temperature,
             temperature,
             optional,
+            tuple(name for name in learned if name in grid),
         )
 
     def settled(self, sweep: Sweep, rivals: Mapping[str, Tensor]) -> "Candidates":
@@ -113,13 +131,33 @@ class Candidates:
         return replace(self, precisions=precisions, temperatures=temperatures, dispersions=more)
 
     @property
+    def free(self) -> tuple[str, ...]:
+        """What is learned and may take values between candidates and beyond them."""
+        return tuple(name for name in self.learned if name not in self.given)
+
+    @property
     def box(self) -> dict[str, tuple[float, float]]:
         """The range of each quantity, and half a decade beyond for the descent where it moves."""
-        return box_of(self.precisions, self.temperatures, self._dispersions, self.learned)
+        return box_of(self.precisions, self.temperatures, self._dispersions, self.free)
 
     @property
     def _dispersions(self) -> list[float]:
         return [self.dispersion if each is None else each for each in self.dispersions]
+
+    def edges(self, setting: Setting) -> list[str]:
+        """What of a setting lies at or beyond the smallest or largest of several candidates, in words."""
+        tried: dict[str, tuple[Sequence[float], float | None]] = {
+            "noise": ([phi**0.5 for phi in self._dispersions], setting.dispersion and setting.dispersion**0.5),
+            "logit_temperature": (self.logit_temperatures or LOGIT_RANGE, setting.logit_temperature),
+        }
+        if not setting.deterministic:
+            tried["prior"] = ([tau.double().log().mean().exp().item() for tau in self.precisions], setting.narrow)
+            tried["temperature"] = (self.temperatures, setting.temperature)
+        found = []
+        for name in (each for each in LEARNABLE if each in self.learned and each in tried):
+            values, value = tried[name]
+            found.append("" if value is None else edge(name, value, values))
+        return [text for text in found if text]
 
     def settings(self, sweep: Sweep, rivals: Mapping[str, Tensor]) -> list[Setting]:
         """All of them, each with a logit temperature."""
@@ -186,10 +224,10 @@ def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[f
 
 
 def box_of(
-    taus: Sequence[Tensor], heats: Sequence[float], dispersions: Sequence[float], learned: Sequence[str]
+    taus: Sequence[Tensor], heats: Sequence[float], dispersions: Sequence[float], free: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
     """The range of each quantity: that of its candidates, and half a decade beyond for the descent where it moves."""
     values = {"prior": torch.cat(list(taus)).tolist(), "temperature": heats, "noise": dispersions}
-    margin = {name: math.sqrt(10) if name in learned else 1.0 for name in values}
+    margin = {name: math.sqrt(10) if name in free else 1.0 for name in values}
     ranges = {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
     return ranges | {"logit_temperature": LOGIT_RANGE}

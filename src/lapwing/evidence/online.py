@@ -304,8 +304,7 @@ def _squared(value: Tensor, tau: Tensor | float, mu: Tensor | None) -> Tensor:
 def _with_noise(likelihood: Likelihood, log_dispersion: Tensor) -> Gaussian:
     """The Gaussian with noise exp(½ log φ), gradients kept."""
     assert isinstance(likelihood, Gaussian)
-    factor = (log_dispersion - likelihood.dispersion.detach().double().log()).mul(0.5).exp()
-    return Gaussian(torch.as_tensor(likelihood.noise, dtype=torch.float64).detach() * factor)
+    return likelihood.with_dispersion(log_dispersion.exp())
 
 
 def _adam(x: Tensor, gradient: Tensor, moments: Tensor, count: int, rate: float) -> tuple[Tensor, Tensor]:

@@ -49,13 +49,15 @@ class Setting:
 class Trials:
     """Settings with the loss of each on every held-out item (S, N), and those of the baselines (N,).
 
-    `home` is the index of the network as it is: without a posterior, nothing learned.
+    `home` is the index of the network as it is: without a posterior, nothing learned. `barred` are settings that serve
+    for comparison only: a grid that the user gave is never left.
     """
 
     settings: tuple[Setting, ...]
     losses: Tensor
     baselines: Mapping[str, Tensor]
     home: int
+    barred: frozenset[int] = frozenset()
 
     @property
     def scores(self) -> Tensor:
@@ -76,6 +78,14 @@ class Trials:
         """By how much a setting improves on the network as it is, with its standard error."""
         mean, error = self.excess(self.losses[self.home])
         return -mean[setting].item(), error[setting].item()
+
+    def choose(self, rule: "Rule") -> int:
+        """What the rule picks; where that is barred, the lowest score of those that are not."""
+        found = rule(self)
+        if found not in self.barred:
+            return found
+        scores = self.scores.tolist()
+        return min((k for k in range(len(scores)) if k not in self.barred), key=lambda k: scores[k])
 
     def joined(self, setting: Setting, losses: Tensor) -> "Trials":
         """With one more setting, the last."""
@@ -157,6 +167,7 @@ def widest(margin: float = 0.002, errors: float = 1.0, sure: float = 2.0) -> Rul
         mean, errs = trials.excess(trials.losses[best])
         scores = trials.scores.tolist()
         good = [k for k in (mean + errors * errs <= margin).nonzero()[:, 0].tolist() if math.isfinite(scores[k])]
+        good = [k for k in good if k not in trials.barred]
         return min(good or [best], key=lambda k: (trials.settings[k].narrow, scores[k]))
 
     return rule
@@ -178,6 +189,4 @@ def with_dispersion(likelihood: Likelihood, dispersion: float | Tensor) -> Likel
     """The same likelihood with another φ: a Gaussian whose noise is multiplied by a common factor."""
     if not isinstance(likelihood, Gaussian):
         raise TypeError(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
-    factor = (torch.as_tensor(dispersion, dtype=torch.float64) / likelihood.dispersion.detach()).sqrt()
-    noise = torch.as_tensor(likelihood.noise, dtype=torch.float64).detach() * factor
-    return Gaussian(noise)
+    return likelihood.with_dispersion(dispersion)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from lapwing.curvature import (
     pose,
     resolve_factor,
     resolve_structure,
+    with_noise_ratios,
 )
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.resume import Resume, require_folder
@@ -109,11 +111,14 @@ def fit(
         asked: dict[str, Any] = {"temperature": (float(tempered.T), tempered.prior), "n_data": n_data, "repair": repair}
         asked |= {"structure": chosen, "factor": directions}
         require_same(_identity(network, family, belief) | {name: repr(value) for name, value in asked.items()})
-    problem = pose(network, batches, family, directions, **options)
+    problem = with_noise_ratios(pose(network, batches, family, directions, **options))
+    for doubt in problem.doubts:
+        warnings.warn(doubt, stacklevel=3)  # this function is wrapped
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
     if checkpoint is not None:
-        problem = replace(problem, resume=_resume(Path(checkpoint), module, network, family, problem.factor, chosen))
+        problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
     curvature = estimate_curvature(problem, chosen, n_data)
+    family = problem.likelihood if family.known else problem.likelihood.estimate(curvature.statistics)
     if problem.resume is not None:
         problem.resume.forget()
     kept = Options(budget, split, progress, scalar=problem.scalar, convention=batches.convention)
@@ -136,10 +141,9 @@ def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, s
     }
 
 
-def _resume(
-    folder: Path, module: nn.Module, network: Network, family: Likelihood, factor: Factor, chosen: Structure | None
-) -> Resume:
+def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure | None) -> Resume:
     """Where the fit goes on, for the same network, weights, likelihood, factor and structure."""
+    network, family, factor = problem.network, problem.likelihood, problem.factor
     if (chosen is not None and not chosen.resumes) or isinstance(factor, Hessian):
         raise UnsupportedOperation(
             "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
@@ -260,7 +264,9 @@ def _narrowed(
     scores: Tensor = params.flat
     if select.by == "variance":
         batches.require_reiterable("choosing a subnetwork by variance")
-        curvature = estimate_curvature(pose(network, batches, family, factor, **options), Diag())
+        problem = with_noise_ratios(pose(network, batches, family, factor, **options))
+        curvature = estimate_curvature(problem, Diag())
+        family = family if family.known else problem.likelihood.estimate(curvature.statistics)
         scale = tempered.likelihood_scale(family.dispersion, curvature.dispersion_power)
         precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
         scores = precision.inverse_diagonal()

@@ -33,8 +33,10 @@ from lapwing.evidence import (
     stationarity,
     tune_bound,
     tune_evidence,
+    tune_grid,
     tune_loo,
     tune_validation,
+    variational_bound,
 )
 from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
 from lapwing.interfaces.ensemble import Ensemble
@@ -253,9 +255,10 @@ class Laplace:
         """Another prior, temperature or noise on the same curvature; no data pass.
 
         `likelihood` may differ in a common factor of its noise only: other ratios between outputs, another family or
-        other options change the curvature and need a new fit. `logit_temperature` divides the logits before they become
-        probabilities: temperature scaling on top of the posterior. `repair=True` raises the prior precision by the
-        smallest sufficient amount where the posterior would not be positive definite, and `summary()` reports it.
+        other options change the curvature and need a new fit. "regression" estimates the noise from the residuals of
+        the fit. `logit_temperature` divides the logits before they become probabilities: temperature scaling on top of
+        the posterior. `repair=True` raises the prior precision by the smallest sufficient amount where the posterior
+        would not be positive definite, and `summary()` reports it.
         """
         changes: dict[str, Any] = {}
         if prior is not None:
@@ -264,6 +267,8 @@ class Laplace:
             changes["temperature"] = resolve_temperature(temperature)
         if likelihood is not None:
             new = resolve_likelihood(likelihood)
+            if not new.known and type(new) is type(self.likelihood):
+                new = new.estimate(self.curvature.statistics)
             if not self.likelihood.same_curvature(new):
                 raise UnsupportedOperation(
                     f"{new} gives another curvature than {self.likelihood}, on which this was fitted: only a common "
@@ -299,7 +304,8 @@ class Laplace:
         """Add data to the curvature: as if fitted on the union (diag, blockdiag, kron, full).
 
         EKFAC keeps the eigenbasis of the first fit and adds exact second moments in it; low rank keeps what its rank
-        can hold. n_data grows by the number of new data.
+        can hold. n_data grows by the number of new data. A noise that the fit estimated and nobody tuned is estimated
+        again from all residuals, the ratios between outputs kept.
         """
         self._require_unchanged()
         batches = filled(self._batches(data))
@@ -314,7 +320,9 @@ class Laplace:
             memory=self.options.memory,
             progress=self.options.progress,
         )
-        return replace(self, curvature=extend_curvature(problem, self.curvature), plan=problem.plan, _plans={})
+        curvature = extend_curvature(problem, self.curvature)
+        likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
+        return replace(self, curvature=curvature, likelihood=likelihood, plan=problem.plan, _plans={})
 
     def _fingerprint(self) -> str:
         """A text that tells two curvatures apart."""
@@ -502,10 +510,11 @@ class Laplace:
         With held-out `data`, by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
         interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature",
-        "logit_temperature", "noise" (held-out data: the first, the next two where that helps); `prior` is "scalar",
-        "layerwise" or "parameterwise"; `grid` maps those names to candidates. `rule` picks from what was tried:
-        "lowest" the lowest NLL, "widest" the smallest precision that is shown not to be worse (`evidence.widest`): as
-        good on data like these, and more cautious elsewhere.
+        "logit_temperature", "noise". Without it held-out data choose the prior, both temperatures where that helps, and
+        a noise that the fit estimated; the evidence the prior and such a noise. `prior` is "scalar", "layerwise" or
+        "parameterwise"; `grid` maps names of `learn` to candidates, one of which is chosen. `rule` picks from what was
+        tried: "lowest" the lowest NLL, "widest" the smallest precision that is shown not to be worse
+        (`evidence.widest`): as good on data like these, and more cautious elsewhere.
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
@@ -546,6 +555,7 @@ class Laplace:
                 self.likelihood,
                 self._groups(prior),
                 self._held_out(data),
+                learn=tuple(learn) if learn else None,
                 grid=grid,
                 split=self._split,
                 **common,
@@ -563,16 +573,18 @@ class Laplace:
         )
 
     def _tune_evidence(self, data: Any, learn: Any, prior: str, grid: Any, common: dict[str, Any]) -> Tuning:
-        if grid is not None:
-            raise UnsupportedOperation(
-                "the evidence is maximized by Newton's method; a grid is for method='validation'"
-            )
-        learn = tuple(learn) if learn else ("prior",)
+        bound = "excess" in self.curvature.state
+        if not learn:
+            default = ("prior", "noise") if self.likelihood.learns_noise and not bound else ("prior",)
+            learn = tuple(dict.fromkeys((*default, *(grid or {}))))
+        learn = tuple(learn)
         if "temperature" in learn:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
-        tune = tune_bound if "excess" in self.curvature.state else tune_evidence
+        tune, value = (tune_bound, variational_bound) if bound else (tune_evidence, log_evidence)
         groups, mean = self._groups(prior), self.params.flat.double()
-        tuning = tune(self.curvature, self.likelihood, groups, mean=mean, learn=learn, **common)
+        tuning = tune_grid(
+            tune, self.curvature, self.likelihood, groups, grid or {}, mean=mean, learn=learn, value=value, **common
+        )
         if self.params.size <= self.n_data:
             return tuning
         if data is None:

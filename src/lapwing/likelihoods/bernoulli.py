@@ -29,8 +29,22 @@ class Bernoulli(Likelihood):
     def targets(self, f: Tensor, y: Any) -> Tensor:
         y = match_shape(as_target(f, y), f.shape, f.shape[-1:], "Bernoulli").to(promote(f).dtype)
         require_finite(f, y)
-        require((y >= 0) & (y <= 1), y, "[0, 1]: Bernoulli takes labels 0 and 1 (for more classes: Categorical)")
+        signs = bool((y.abs() == 1).all())
+        hint = "For labels -1 and 1 pass (y + 1) / 2." if signs else ""
+        require((y >= 0) & (y <= 1), y, "[0, 1]: Bernoulli takes labels 0 and 1 (for more classes: Categorical)", hint)
         return y
+
+    def doubts(self, f: Tensor, y: Tensor) -> list[str]:
+        f = promote(f).detach()
+        if bool((f >= 0).all() & (f <= 1).all()):
+            p = f.clamp(1e-6, 1 - 1e-6)
+            if self.log_prob(p.logit(), y).mean() > self.log_prob(f, y).mean():
+                return [
+                    "the outputs of the network lie between 0 and 1 and explain the targets better as probabilities "
+                    "than as logits: a sigmoid seems to be its last layer, and it will be applied twice. Return the "
+                    "logits, without the sigmoid"
+                ]
+        return []
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """y f − log(1 + e^f), written so that neither part is large where the label is right."""

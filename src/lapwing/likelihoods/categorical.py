@@ -12,6 +12,8 @@ from torch.distributions import Categorical as CategoricalLaw
 from lapwing.errors import BadData
 from lapwing.likelihoods.likelihood import Likelihood, as_target, masked, promote, require, require_finite
 
+SIMPLEX = 1e-3  # how far from 1 the sum of probabilities may be, by rounding in half precision
+
 
 @dataclass(frozen=True, eq=False)
 class Categorical(Likelihood):
@@ -27,6 +29,10 @@ class Categorical(Likelihood):
 
     class_dim: int = -1
     ignore_index: int = -100
+
+    @property
+    def shift_invariant(self) -> bool:
+        return True
 
     def conditional(self, f: Tensor) -> CategoricalLaw:
         return CategoricalLaw(logits=f, validate_args=False)
@@ -50,6 +56,15 @@ class Categorical(Likelihood):
         if y.ndim == f.ndim and f.ndim > 1:
             y = y.movedim(self._dim(f.ndim), -1)
         return class_targets(f, y, self.ignore_index)
+
+    def doubts(self, f: Tensor, y: Tensor) -> list[str]:
+        if bool((f >= 0).all()) and bool(((f.sum(-1) - 1).abs() < SIMPLEX).all()):
+            return [
+                "the outputs of the network are probabilities (nonnegative, each row sums to 1): a softmax seems to be "
+                "its last layer, and it will be applied twice. Return the logits, without the softmax, or wrap the "
+                "network in a module that returns probs.log()"
+            ]
+        return []
 
     def mask(self, f: Tensor, y: Tensor) -> Tensor | None:
         return None if y.ndim == f.ndim else y != self.ignore_index
@@ -125,15 +140,22 @@ def class_targets(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
     require_finite(f, y)
     if y.is_floating_point() or y.is_complex():
         raise BadData(
-            f"class indices must be integers, got {y.dtype} (first value {y.flatten()[:1].tolist()}): use y.long()."
+            f"class indices must be integers, got {y.dtype} (first value {y.flatten()[:1].tolist()}): "
+            + ("use y.long()." if _whole(y) else 'numbers that are not whole are targets of likelihood="regression".')
         )
     y = y.long()
     inside = (y >= 0) & (y < classes)
     allowed = f"the {classes} classes 0…{classes - 1}"
     if ignore_index is not None:
         inside, allowed = inside | (y == ignore_index), f"{allowed} (or ignore_index={ignore_index})"
-    require(inside, y, allowed)
+    counted = y[y != ignore_index] if ignore_index is not None else y
+    from_one = counted.numel() > 0 and int(counted.min()) == 1 and int(counted.max()) == classes
+    require(inside, y, allowed, "Labels start at 0: pass y - 1." if from_one else "")
     return y
+
+
+def _whole(y: Tensor) -> bool:
+    return not y.is_complex() and bool((y == y.round()).all())
 
 
 def class_log_prob(f: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,8 +1,9 @@
-"""Regression with a known noise level."""
+"""Regression with one noise level per output, known or estimated."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,10 +22,16 @@ from lapwing.likelihoods.likelihood import (
 )
 from lapwing.likelihoods.marginal import Marginal, NormalMarginal, Outputs
 
+SHOWN = 8  # noise levels that are printed
+
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(Likelihood):
-    """y_k ~ N(f_k, σ_k²). `noise` is the standard deviation σ: a number, or one an output.
+    """y_k ~ N(f_k, σ_k²). `noise` is the standard deviation σ: a number, or one per output.
+
+    Without `noise` it is unknown: `fit` estimates one per output from the training residuals, and every `tune` learns
+    a common factor of them. A noise that the user gives stays as it is unless `learn` names it. `estimated` says which
+    of the two a fitted likelihood is. Before a fit an unknown noise counts as 1.
 
     The dispersion is the geometric mean of σ², φ = exp(mean_k log σ_k²), and the factor holds the ratios:
     S Sᵀ = φ·Λ = diag(φ / σ_k²), the identity for one common noise. So a common factor of the noise may change after a
@@ -35,21 +42,24 @@ class Gaussian(Likelihood):
 
     links: ClassVar[tuple[str, ...]] = ("exact", "mc")
 
-    noise: float | Tensor = 1.0
+    noise: float | Tensor | None = None
+    estimated: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.noise, float | Tensor):
+        if not isinstance(self.noise, float | Tensor | None):
             object.__setattr__(self, "noise", torch.as_tensor(self.noise, dtype=torch.float64))
         noise = self._noise
         if noise.ndim > 1 or noise.numel() == 0 or not bool((noise > 0).all() & noise.isfinite().all()):
             raise BadData(
-                f"noise={noise.tolist()}: it is a standard deviation, one positive number or one an output (K,)."
+                f"noise={noise.tolist()}: it is a standard deviation, one positive number or one per output (K,)."
             )
 
     @property
     def _noise(self) -> Tensor:
-        """σ as a tensor, () or (K,)."""
-        return self.noise.double() if isinstance(self.noise, Tensor) else torch.tensor(self.noise, dtype=torch.float64)
+        """σ as a tensor, () or (K,); 1 where it is unknown."""
+        if isinstance(self.noise, Tensor):
+            return self.noise.double()
+        return torch.tensor(1.0 if self.noise is None else self.noise, dtype=torch.float64)
 
     def sigma(self, f: Tensor) -> Tensor:
         """σ, () or (K,), in the dtype and on the device of f."""
@@ -65,7 +75,13 @@ class Gaussian(Likelihood):
         return Independent(Normal(f, self.sigma(f).expand(f.shape), validate_args=False), 1, validate_args=False)
 
     def targets(self, f: Tensor, y: Any) -> Tensor:
-        y = match_shape(as_target(f, y), f.shape, f.shape[-1:], "Gaussian").to(promote(f).dtype)
+        y = as_target(f, y)
+        if _class_indices(f, y):
+            raise BadData(
+                f"targets are whole numbers of shape {tuple(y.shape)} below {f.shape[-1]}, the number of outputs: "
+                'class indices. Use likelihood="classification"; Gaussian needs one number per output.'
+            )
+        y = match_shape(y, f.shape, f.shape[-1:], "Gaussian").to(promote(f).dtype)
         self.sigma(f)
         require_finite(f, y)
         return y
@@ -99,6 +115,40 @@ class Gaussian(Likelihood):
     def dispersion(self) -> Tensor:
         return (2 * self._noise.log().mean()).exp()
 
+    @property
+    def known(self) -> bool:
+        return self.noise is not None
+
+    @property
+    def learns_noise(self) -> bool:
+        return self.estimated or not self.known
+
+    def with_dispersion(self, dispersion: float | Tensor) -> Gaussian:
+        """The same ratios between outputs with another φ; gradients flow from it."""
+        phi = torch.as_tensor(dispersion, dtype=torch.float64)
+        return Gaussian(self._noise.detach() * (phi / self.dispersion.detach()).sqrt(), self.learns_noise)
+
+    def estimate(self, statistics: Tensor) -> Gaussian:
+        """σ_k² = Σ r_k²/n of every output where the noise is unknown; of an estimate the common factor only.
+
+        The noise that a user gave stays as it is. An output without residuals gets the smallest noise of the others.
+        """
+        if not self.learns_noise:
+            return self
+        squares = statistics[1:].double() / statistics[0].double()
+        if self.known:
+            relative = (squares / self._noise.to(squares).square())[squares > 0]
+            return self.with_dispersion(relative.mean().cpu() * self.dispersion.detach()) if len(relative) else self
+        seen = squares[squares > 0]
+        if len(seen) < len(squares):
+            warnings.warn(
+                f"{len(squares) - len(seen)} of {len(squares)} outputs have no residuals on the training data, which "
+                "says nothing about their noise: give it, as in Gaussian(noise=0.1)",
+                stacklevel=2,
+            )
+        least = seen.min() if len(seen) else torch.ones_like(statistics[0])
+        return Gaussian(torch.where(squares > 0, squares, least).sqrt().cpu(), estimated=True)
+
     def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """(1 + C,): the number of items, then Σ (y − f)² for each output."""
         square = (y - f).double().square()
@@ -125,4 +175,20 @@ class Gaussian(Likelihood):
         return len(sizes) < 2 and bool(((mine / theirs.to(mine)) - 1).abs().max() < 1e-6)
 
     def spec(self) -> dict[str, Any]:
-        return {"family": "Gaussian", "noise": self._noise.detach().double().tolist()}
+        noise = None if self.noise is None else self._noise.detach().double().tolist()
+        return {"family": "Gaussian", "noise": noise, **({"estimated": True} if self.estimated else {})}
+
+    def __str__(self) -> str:
+        if self.noise is None:
+            return "Gaussian, noise unknown"
+        noise = self._noise.detach().reshape(-1).tolist()
+        shown = ", ".join(f"{each:.4g}" for each in noise[:SHOWN]) + (", …" if len(noise) > SHOWN else "")
+        return f"Gaussian, noise {shown}{' (learned from data)' if self.estimated else ''}"
+
+
+def _class_indices(f: Tensor, y: Tensor) -> bool:
+    """Whether integer targets name one of several outputs per item, as class indices do."""
+    whole = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+    if not whole or f.shape[-1] == 1 or y.shape != f.shape[:-1]:
+        return False
+    return bool(((y >= 0) & (y < f.shape[-1])).all())

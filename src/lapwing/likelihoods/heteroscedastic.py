@@ -15,6 +15,14 @@ from lapwing.errors import BadData
 from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require_finite
 from lapwing.likelihoods.marginal import SPACING, Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
 
+FAR = 0.5  # nats per target by which another reading of the outputs must be better to be mentioned
+READINGS = {
+    "natural": ("(η₁, ρ)", 'pass lapwing.HeteroscedasticGaussian(parametrization="natural")'),
+    "mean": ("(μ, log σ²)", 'pass lapwing.HeteroscedasticGaussian(parametrization="mean")'),
+    "deviation": ("(μ, σ)", 'return (μ, 2 log σ) and pass lapwing.HeteroscedasticGaussian(parametrization="mean")'),
+    "variance": ("(μ, σ²)", 'return (μ, log σ²) and pass lapwing.HeteroscedasticGaussian(parametrization="mean")'),
+}
+
 
 @dataclass(frozen=True, eq=False)
 class HeteroscedasticGaussian(Likelihood):
@@ -67,6 +75,25 @@ class HeteroscedasticGaussian(Likelihood):
         y = match_shape(as_target(f, y), shape, shape[-1:], "HeteroscedasticGaussian").to(promote(f).dtype)
         require_finite(f, y)
         return y
+
+    def doubts(self, f: Tensor, y: Tensor) -> list[str]:
+        """Whether the outputs explain the targets far better when they are read in another of the usual ways."""
+        first, second = self.split(f.detach())
+        log_probs = {"this": self.log_prob(f.detach(), y).mean().item()}
+        for other in {"natural", "mean"} - {self.parametrization}:
+            log_probs[other] = HeteroscedasticGaussian(other).log_prob(f.detach(), y).mean().item()  # type: ignore[arg-type]
+        if bool((second > 0).all()):
+            for name, power in (("deviation", 2.0), ("variance", 1.0)):
+                law = Normal(first, second ** (power / 2), validate_args=False)
+                log_probs[name] = law.log_prob(y).sum(-1).mean().item()
+        best = max(log_probs, key=lambda name: log_probs[name])
+        if best == "this" or not log_probs[best] > log_probs["this"] + FAR * y.shape[-1]:
+            return []
+        told = (
+            f"the outputs of the network explain the targets far better as {READINGS[best][0]} than as "
+            f"{READINGS[self.parametrization][0]}, as which parametrization={self.parametrization!r} reads them: "
+        )
+        return [told + READINGS[best][1]]
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         mean, variance = self.moments(f)

@@ -94,6 +94,10 @@ class Likelihood(ABC):
             torch.ones(len(f), dtype=torch.bool, device=f.device) if mask is None else mask.reshape(len(f), -1).any(1)
         )
 
+    def doubts(self, f: Tensor, y: Tensor) -> list[str]:
+        """Say what in outputs and canonical targets of a few items contradicts this likelihood, and what to pass."""
+        return []
+
     # --- derivatives of log p(y | f) -------------------------------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
@@ -169,6 +173,25 @@ class Likelihood(ABC):
     def dispersion(self) -> Tensor:
         """φ, 0-d: the common factor by which Λ⁻¹ scales (σ² for a Gaussian, 1 otherwise). Gradients flow."""
         return torch.ones((), dtype=torch.float64)
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether adding one number to all outputs of an item changes nothing, as under a softmax."""
+        return False
+
+    @property
+    def known(self) -> bool:
+        """Whether every parameter of the likelihood has a value; the noise of `Gaussian()` has none before a fit."""
+        return True
+
+    @property
+    def learns_noise(self) -> bool:
+        """Whether tuning learns the dispersion unless it is told what to learn."""
+        return False
+
+    def estimate(self, statistics: Tensor) -> Likelihood:
+        """Estimate what is not known from the `statistics` of the data; the likelihood itself where nothing is."""
+        return self
 
     def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """(k,) float64, additive over data, from which `log_likelihood` finds Σ log p exactly. weights: (B,)."""
@@ -293,10 +316,10 @@ def require_finite(f: Tensor, y: Tensor) -> None:
             )
 
 
-def require(inside: Tensor, y: Tensor, allowed: str) -> None:
+def require(inside: Tensor, y: Tensor, allowed: str, hint: str = "") -> None:
     """BadData with the first offending value where `inside` (a leading part of the shape of y) is False."""
     if not inside.all():
         where = tuple((~inside).nonzero()[0].tolist())
         value = y[where]
         shown = value.item() if value.numel() == 1 else value.tolist()
-        raise BadData(f"target {shown} at index {where} is outside {allowed}.")
+        raise BadData(f"target {shown} at index {where} is outside {allowed}.{hint and ' '}{hint}")

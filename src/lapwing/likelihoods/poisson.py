@@ -32,9 +32,21 @@ class Poisson(Likelihood):
         y = match_shape(as_target(f, y), f.shape, f.shape[-1:], "Poisson").to(promote(f).dtype)
         require_finite(f, y)
         require(
-            (y >= 0) & (y == y.round()), y, "the counts 0, 1, 2, …: Poisson takes whole numbers that are not negative"
+            (y >= 0) & (y == y.round()),
+            y,
+            "the counts 0, 1, 2, …: Poisson takes whole numbers that are not negative",
+            'For other numbers use likelihood="regression".',
         )
         return y
+
+    def doubts(self, f: Tensor, y: Tensor) -> list[str]:
+        f = promote(f).detach()
+        if bool((f >= 0).all()) and self.log_prob(f.clamp(min=1e-6).log(), y).mean() > self.log_prob(f, y).mean():
+            return [
+                "the outputs of the network are not negative and explain the counts better as rates than as log rates: "
+                "the exponential will be applied twice. Return the logarithm of the rate"
+            ]
+        return []
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         f = promote(f)

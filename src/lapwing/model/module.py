@@ -91,6 +91,16 @@ def warnings_here(action: Literal["ignore", "error"], category: type[Warning], s
         warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
+def left_out(output: object) -> tuple[Tensor, ...]:
+    """Tensors of the shape of the outputs that a tuple or list holds beside them, and that `output_tensor` leaves."""
+    if not isinstance(output, (tuple, list)) or hasattr(output, "logits") or not output:
+        return ()
+    first, *others = output
+    if not isinstance(first, Tensor):
+        return ()
+    return tuple(each for each in others if isinstance(each, Tensor) and each.shape == first.shape)
+
+
 def output_tensor(output: object) -> Tensor:
     """The tensor of outputs in what a module returned: itself, `.logits`, `["logits"]`, or the first of a tuple."""
     from_attribute = getattr(output, "logits", None)

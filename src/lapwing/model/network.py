@@ -65,9 +65,13 @@ class Network:
 
     def forward_raw(self, inputs: Inputs) -> tuple[Tensor, bool]:
         """f (n, *event, c), and whether the module itself returned (n,)."""
+        raw = output_tensor(self.returned(inputs))
+        return self.outputs(raw).detach(), raw.ndim == 1
+
+    def returned(self, inputs: Inputs) -> object:
+        """Return what the module itself returns, without gradients."""
         with self.borrow() as module, torch.no_grad():
-            raw = output_tensor(call(module, inputs))
-            return self.outputs(raw).detach(), raw.ndim == 1
+            return call(module, inputs)
 
     def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """f at other weights theta (P,); gradients flow into theta and the inputs where the caller has them on."""
