@@ -41,6 +41,7 @@ from lapwing.interfaces.storage import write
 from lapwing.interfaces.summary import summary
 from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
+from lapwing.linalg.generators import require_generator
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
 from lapwing.model.batches import LABEL_KEYS, Batch, Inputs, map_tensors
@@ -297,6 +298,7 @@ class Laplace:
         can hold. n_data grows by the number of new data.
         """
         self._require_unchanged()
+        require_generator(generator, self.params.device)
         batches = Batches(data, self.module, self.params.device, self.options.split)
         problem = pose(
             self.network,
@@ -355,6 +357,7 @@ class Laplace:
             p = la.predict(x);  p.probs, p.entropy, p.epistemic
         """
         self._require_unchanged()
+        require_generator(generator, self.params.device)
         inputs = self._inputs(x)
         if samples is not None and not (isinstance(samples, int) and samples > 0):
             raise BadData(f"samples is a positive whole number, got {samples!r}")
@@ -454,6 +457,11 @@ class Laplace:
         live = dict(self.module.named_parameters())
         for name, value in zip(self.params.names, self.params.values, strict=True):
             now = live.get(name)
+            if now is not None and now.device != value.device:
+                raise UnsupportedModel(
+                    f"the module is on {str(now.device)!r} and this posterior on {str(value.device)!r}. Move the "
+                    f"posterior, la.to({str(now.device)!r}), or move the module back."
+                )
             if now is None or now.dtype != value.dtype or not torch.equal(now.detach(), value):
                 raise UnsupportedModel(
                     f"parameter {name!r} of the module has changed since the fit; the posterior belongs to the old "
