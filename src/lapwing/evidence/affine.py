@@ -59,7 +59,8 @@ class Affine(nn.Module):
     def forward(self, x: Tensor, copies: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """(n, c, h, w) -> (n, copies, c, h, w)."""
         n = x.shape[0]
-        noise = torch.rand(n, copies, len(self.kinds), generator=generator).to(x) * 2 - 1
+        place = None if generator is None else generator.device
+        noise = torch.rand(n, copies, len(self.kinds), generator=generator, device=place).to(x) * 2 - 1
         many = x[:, None].expand(n, copies, *x.shape[1:]).flatten(0, 1)
         return self.transform(many, (noise * self.extent.to(x)).flatten(0, 1)).unflatten(0, (n, copies))
 

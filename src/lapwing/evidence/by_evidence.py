@@ -122,7 +122,7 @@ def _objective(
         return CovarianceEvidence(_cleaned(scaled), groups, squares, fit), informed
     values, group = spectrum
     seen = values > 0
-    return SpectralEvidence(values[seen].log(), group[seen].to(values.device), squares, fit), informed
+    return SpectralEvidence(values[seen].log(), group.to(values.device)[seen], squares, fit), informed
 
 
 def _cleaned(matrix: PSD) -> PSD:

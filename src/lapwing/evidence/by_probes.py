@@ -49,7 +49,7 @@ def tune_probes(
     tempered = resolve_temperature(temperature)
     offset = mean.detach().double() - torch.as_tensor(center, dtype=torch.float64, device=mean.device).detach()
     squares = groups.total(offset.square())
-    tau = torch.as_tensor(start, dtype=torch.float64).detach().expand(groups.count).clone()
+    tau = torch.as_tensor(start, dtype=torch.float64, device=mean.device).detach().expand(groups.count).clone()
     first = Setting(tau.clone(), float(tempered.T), _dispersion(likelihood, learn))
     family, moved, step = likelihood, math.inf, 0
     while moved > tolerance and step < iterations:
@@ -130,6 +130,6 @@ def _value(
     center: float | Tensor,
     tempered: Tempered,
 ) -> float:
-    prior = torch.as_tensor(center, dtype=torch.float64), groups.diagonal(setting.precision)
+    prior = torch.as_tensor(center, dtype=torch.float64, device=mean.device), groups.diagonal(setting.precision)
     with torch.no_grad():
         return float(log_evidence(curvature, prior, likelihood, mean=mean.double(), temperature=tempered))

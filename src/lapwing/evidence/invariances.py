@@ -111,6 +111,7 @@ def learn_invariances(
     if x.ndim != 4 or len(x) != len(y):
         raise BadData(f"data is a pair of images (n, c, h, w) and targets (n,); got {tuple(x.shape)}, {tuple(y.shape)}")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
+    place = generator.device
     family, averaged, n = resolve_likelihood(likelihood), Averaged(model), len(y)
     names = select_names(averaged, "all")
     first = Network(averaged, Params.of(averaged, names), family.outputs)
@@ -119,7 +120,7 @@ def learn_invariances(
     with first.borrow():
         plan = first.plan(few)
     groups = partition("layerwise", tuple(block.names for block in plan.blocks), first.params)
-    tau = torch.ones(groups.count, dtype=torch.float64)
+    tau = torch.ones(groups.count, dtype=torch.float64, device=first.params.device)
     steps = epochs * -(-n // batch_size)
     burnin = steps // 10 if burnin is None else burnin
     weights = torch.optim.Adam(averaged.parameters(), lr)
@@ -130,7 +131,7 @@ def learn_invariances(
     hide = None if progress is None else not progress
     for _ in tqdm(range(epochs), desc="invariances", disable=hide, delay=0 if progress else 1, leave=False):
         found = []
-        for rows in torch.randperm(n, generator=generator).split(batch_size):
+        for rows in torch.randperm(n, generator=generator, device=place).to(x.device).split(batch_size):
             averaged.train()
             with torch.no_grad():
                 many = augmentation(x[rows], copies, generator)
@@ -143,7 +144,7 @@ def learn_invariances(
             schedule.step()
             step += 1
             if step > burnin and step % every == 0:
-                chosen = torch.randint(n, (evidence_batch,), generator=generator)
+                chosen = torch.randint(n, (evidence_batch,), generator=generator, device=place).to(x.device)
                 network = Network(averaged, Params.of(averaged, names), family.outputs)
                 many = augmentation(x[chosen], copies, generator)
                 value = invariant_bound(network, plan, many, y[chosen], family, groups.expand(tau), n)
@@ -153,7 +154,7 @@ def learn_invariances(
                 slow.step()
                 found.append(value.item())
         if step > burnin:
-            chosen = torch.randperm(n, generator=generator)[:PRIOR_SAMPLES]
+            chosen = torch.randperm(n, generator=generator, device=place)[:PRIOR_SAMPLES].to(x.device)
             tau = _precisions(
                 averaged, names, augmentation, (x[chosen], y[chosen]), family, groups, tau, copies, n, generator
             )

@@ -210,7 +210,7 @@ class Online:
 
     def _precision(self, groups: Groups, params: Params) -> Tensor:
         if self.belief.precision is not None and isinstance(self.prior, str):
-            return self.belief.precision
+            return self.belief.precision.to(params.device)
         _, matrix = self.belief.prior.resolve(params.names, params.sizes, torch.float64, params.device)
         assert isinstance(matrix, Diagonal)
         counts = groups.total(torch.ones_like(matrix.values))
@@ -230,11 +230,11 @@ class Online:
         blocks = tuple(block.names for block in problem.plan.blocks)
         groups = self._groups(blocks, params)
         x = self._precision(groups, params).log().detach()
-        u = old.likelihood.dispersion.detach().double().log()
+        u = old.likelihood.dispersion.detach().double().log().to(x.device)
         point = torch.cat([x, u[None]]).requires_grad_()
         noisy = "noise" in self.learning
         family = _with_noise(old.likelihood, point[-1]) if noisy else old.likelihood
-        center = torch.as_tensor(old.prior.mean, dtype=torch.float64).expand(params.size)
+        center = torch.as_tensor(old.prior.mean, dtype=torch.float64, device=x.device).expand(params.size)
         value = batch_bound(
             network,
             problem.plan,
@@ -247,7 +247,7 @@ class Online:
             generator=self.generator,
         )
         (gradient,) = torch.autograd.grad(value, point)
-        moments = torch.zeros(2, len(point), dtype=torch.float64) if old.moments is None else old.moments
+        moments = point.new_zeros(2, len(point)) if old.moments is None else old.moments.to(x.device)
         there, moments = _adam(point.detach(), gradient, moments, old.steps + 1, self.reach / 10)
         tau = there[:-1].exp().clamp(*self.bounds) if "prior" in self.learning else x.exp()
         told = with_dispersion(old.likelihood, there[-1].exp()) if noisy else old.likelihood
@@ -269,7 +269,7 @@ class Subset:
             rows = torch.arange(len(y))
             if self.count is not None and len(y) > self.count:
                 generator = self.generator or torch.Generator().manual_seed(0)
-                rows = torch.randperm(len(y), generator=generator)[: self.count]
+                rows = torch.randperm(len(y), generator=generator, device=generator.device)[: self.count]
             for part in rows.split(256):
                 yield take(x, part.to(y.device), len(y)), y[part.to(y.device)]
             return

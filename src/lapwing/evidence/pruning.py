@@ -46,7 +46,8 @@ def _magnitude(theta: Tensor, precision: PSD, generator: torch.Generator | None)
 
 
 def _random(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(theta.shape, dtype=theta.dtype, generator=generator)
+    place = None if generator is None else generator.device
+    return torch.rand(theta.shape, dtype=theta.dtype, generator=generator, device=place).to(theta.device)
 
 
 SCORES: dict[str, Callable[[Tensor, PSD, torch.Generator | None], Tensor]] = {
@@ -158,10 +159,10 @@ def _unit_scores(layer: Layer, scores: dict[str, Tensor]) -> Tensor:
 def _mask_unit(layer: Layer, following: Layer, units: Tensor, masks: dict[str, Tensor]) -> None:
     """Zero what feeds a unit and what reads it."""
     for name, p in layer.module.named_parameters():
-        mask = masks.setdefault(f"{layer.name}.{name}", torch.ones(p.shape, dtype=torch.bool))
+        mask = masks.setdefault(f"{layer.name}.{name}", torch.ones_like(p, dtype=torch.bool))
         mask[units] = False
     weight = following.module.weight
-    mask = masks.setdefault(f"{following.name}.weight", torch.ones(weight.shape, dtype=torch.bool))
+    mask = masks.setdefault(f"{following.name}.weight", torch.ones_like(weight, dtype=torch.bool))
     mask[:, following.columns(units, layer)] = False
 
 

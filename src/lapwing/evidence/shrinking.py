@@ -36,7 +36,7 @@ class Layer:
     def columns(self, units: Tensor, before: Layer) -> Tensor:
         """Columns of this layer's weight that read the given units of the layer before it."""
         repeats = self.module.weight.shape[1] // before.units  # positions of a unit after Flatten
-        return (units[:, None] * repeats + torch.arange(repeats)).reshape(-1)
+        return (units[:, None] * repeats + torch.arange(repeats, device=units.device)).reshape(-1)
 
 
 def layers_of(module: nn.Module) -> list[Layer]:
@@ -100,7 +100,7 @@ def shrunk(module: nn.Module, removed: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _others(count: int, gone: Tensor) -> Tensor:
-    keep = torch.ones(count, dtype=torch.bool)
+    keep = torch.ones(count, dtype=torch.bool, device=gone.device)
     keep[gone] = False
     return keep.nonzero().flatten()
 

@@ -91,8 +91,8 @@ def tune_bound(
         tau = math.exp(middle)
         slope = (values / (values + tau)).sum() + outside / tau - tau * square
         low, high = (middle, high) if float(slope) > 0 else (low, middle)
-    found = torch.tensor([math.exp(low)], dtype=torch.float64)
-    first = torch.as_tensor(start, dtype=torch.float64).detach().reshape(-1)[:1]
+    found = torch.tensor([math.exp(low)], dtype=torch.float64, device=mean.device)
+    first = torch.as_tensor(start, dtype=torch.float64, device=mean.device).detach().reshape(-1)[:1]
     settings = tuple(Setting(tau, float(tempered.T), None) for tau in (first, found))
     scores = torch.stack([-_value(curvature, s, likelihood, groups, mean, center, tempered) for s in settings])
     message = "the prior maximizes the variational lower bound of the evidence (inducing points)"
@@ -111,6 +111,6 @@ def _value(
     center: float | Tensor,
     tempered: Tempered,
 ) -> Tensor:
-    prior = torch.as_tensor(center, dtype=torch.float64), groups.diagonal(setting.precision)
+    prior = torch.as_tensor(center, dtype=torch.float64, device=mean.device), groups.diagonal(setting.precision)
     with torch.no_grad():
         return variational_bound(curvature, prior, likelihood, mean=mean.double(), temperature=tempered)

@@ -43,6 +43,7 @@ from lapwing.interfaces.storage import (
     restore_temperature,
 )
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
+from lapwing.linalg.generators import require_generator
 from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
 from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.module import outside_inference
@@ -100,6 +101,7 @@ def fit(
     if memory is not None and not (isinstance(memory, int | float) and memory > 0):
         raise BadData(f"memory is a number of bytes, got {memory!r}")
     where = _device(module, device)
+    require_generator(generator, where)
     batches = filled(Batches(data, module, where, split))
     names = _names(module, select, batches)
     network = Network(module, Params.of(module, names), family.outputs)

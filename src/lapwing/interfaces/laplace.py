@@ -44,6 +44,7 @@ from lapwing.interfaces.storage import write
 from lapwing.interfaces.summary import summary
 from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
+from lapwing.linalg.generators import require_generator
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
 from lapwing.model.batches import Batch, Inputs, as_tensors, map_tensors
@@ -308,6 +309,7 @@ class Laplace:
         again from all residuals, the ratios between outputs kept.
         """
         self._require_unchanged()
+        require_generator(generator, self.params.device)
         batches = filled(self._batches(data))
         if sharded():
             require_same({"model": repr(self.watch and self.watch.sums), "curvature": self._fingerprint()})
@@ -347,7 +349,8 @@ class Laplace:
             state={k: v.to(device) for k, v in self.curvature.state.items()},
             params=moved,
         )
-        return replace(self, network=network, curvature=curvature, plan=None, _plans={})
+        watch = None if self.watch is None else self.watch.to(device)
+        return replace(self, network=network, curvature=curvature, watch=watch, plan=None, _plans={})
 
     # --- prediction ------------------------------------------------------------------------------------------------
 
@@ -376,6 +379,7 @@ class Laplace:
             p = la.predict(x);  p.probs, p.entropy, p.epistemic
         """
         self._require_unchanged()
+        require_generator(generator, self.params.device)
         inputs = self._inputs(x)
         if samples is not None and not (isinstance(samples, int) and samples > 0):
             raise BadData(f"samples is a positive whole number, got {samples!r}")

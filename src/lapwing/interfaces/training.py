@@ -21,6 +21,7 @@ from lapwing.evidence.training import Schedule, Shuffled, Training, count_data
 from lapwing.interfaces.api import fit
 from lapwing.interfaces.laplace import Laplace
 from lapwing.likelihoods import Likelihood
+from lapwing.linalg.generators import require_generator
 from lapwing.model import unwrap
 
 FIT = 2  # the fit at the end reads so many times the data of a step of the evidence
@@ -103,6 +104,7 @@ def train(
     """
     require_one_process("train")
     module = unwrap(model)
+    require_generator(generator, next(module.parameters()).device)
     if schedule_by not in ("epoch", "step"):
         raise BadData(f"schedule_by is 'epoch' or 'step', got {schedule_by!r}")
     if keep == "validation" and val is None:

@@ -188,6 +188,11 @@ class Probe:
         size = sum(t.numel() * t.element_size() for t in tensors_in(self.inputs))
         return self.made_up and size <= STORED and _storable(self.inputs)
 
+    def to(self, device: torch.device | str) -> Probe:
+        """Return the same on another device."""
+        inputs = map_tensors(lambda t: t.to(device), self.inputs)
+        return Probe(inputs, self.outputs.to(device), self.made_up)
+
     def agrees(self, module: nn.Module) -> bool:
         """Whether the module still gives these outputs."""
         try:
@@ -237,6 +242,11 @@ class Watch:
         state = tuple(_sums(_state(module)))
         return cls(checksum(module), probe, {"look": glance(module), "state": state})
 
+    def to(self, device: torch.device | str) -> Watch:
+        """Return the same for a module that was moved to another device."""
+        probe = None if self.probe is None else self.probe.to(device)
+        return Watch(self.sums, probe)
+
     def require_unchanged(self, module: nn.Module, params: Params) -> None:
         """Raise `UnsupportedModel` where the module is not what it was."""
         look, state = glance(module), _sums(_state(module))
@@ -245,6 +255,11 @@ class Watch:
         live = dict(module.named_parameters())
         for name, value in zip(params.names, params.values, strict=True):
             now = live.get(name)
+            if now is not None and now.device != value.device:
+                raise UnsupportedModel(
+                    f"the module is on {str(now.device)!r} and this posterior on {str(value.device)!r}. Move the "
+                    f"posterior, la.to({str(now.device)!r}), or move the module back."
+                )
             if now is None or now.dtype != value.dtype or not torch.equal(now.detach(), value):
                 raise UnsupportedModel(
                     f"parameter {name!r} of the module has changed since the fit; the posterior belongs to the old "

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Kronecker
+from lapwing.linalg.generators import require_generator
 
 DENSE_BYTES = 2 * 1024**3
 
@@ -32,6 +33,7 @@ class Posterior:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws as rows, (n, P)."""
+        require_generator(generator, self.mean.device)
         return self.mean + self.precision.sample(n, generator=generator)
 
     def log_prob(self, theta: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import Marginal, MixtureMarginal
+from lapwing.linalg.generators import require_generator
 from lapwing.model.convention import are_tokens, shift
 from lapwing.predictive.fixed import fixed_generator
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction
@@ -104,6 +105,7 @@ class Prediction(ABC):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, *shape of y) draws: f from `function` (joint over inputs where it is), then y given f. Without a
         generator they come from a fixed seed, the same at every call."""
+        require_generator(generator, self.function.mean.device)
         generator = fixed_generator(self.function.mean.device) if generator is None else generator
         return self._outside(self.likelihood.sample_target(self.function.sample(n, generator), generator))
 
