@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from lapwing.model.precision import Types, tolerance
 from lapwing.model.reading import Outputs
 from lapwing.model.samples import close
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
-from lapwing.model.skeleton import in_use
+from lapwing.model.skeleton import in_use, private
 from lapwing.model.tangents import Recording, Values
 from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
 
@@ -53,6 +53,10 @@ class Network:
         kernels = differentiable_kernels() if differentiable else nullcontext()
         with borrowed(self.module, self.params.names) as own, kernels:
             yield own
+
+    def copied(self) -> AbstractContextManager[nn.Module]:
+        """Make the private copy of the module once for all that borrows it inside."""
+        return private(self.module, self.params.names)
 
     @property
     def lent(self) -> nn.Module:

@@ -77,13 +77,14 @@ class Linearized:
         """
         total = batch_size(inputs)
         start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan, directions), total)
-        while start < total:
-            part = take(inputs, slice(start, start + size), total)
-            with self.network.borrow():
-                at, rows = self._rows(part, event, contrast=contrast, basis=basis)
-            yield at, rows
-            start += size
-            size = self._samples_at_once(at.plan, rows.r)
+        with self.network.copied():
+            while start < total:
+                part = take(inputs, slice(start, start + size), total)
+                with self.network.borrow():
+                    at, rows = self._rows(part, event, contrast=contrast, basis=basis)
+                yield at, rows
+                start += size
+                size = self._samples_at_once(at.plan, rows.r)
 
     def _samples_at_once(self, plan: Plan, directions: int) -> int:
         """As many as fit with the gradients of all directions and with their graph."""
