@@ -1,6 +1,6 @@
 """Does the evidence rank architectures as test data do? Twelve small networks on a part of Fashion-MNIST.
 
-    python experiments/architectures.py [--size 4000] [--epochs 30] [--out architectures.png] [--cache DIR]
+    python -m experiments.architectures [--size 4000] [--epochs 30] [--out architectures.png] [--cache DIR]
 
 Each network is trained by `lapwing.train` (layerwise priors, Kronecker factors) on the same 14×14 images. Printed are
 the log evidence per datum on the training data, the mean log-likelihood of 10,000 test images, and the rank correlation
@@ -8,12 +8,12 @@ of the two (Spearman); the plot shows one against the other. Nothing is chosen o
 of each network, so that an interrupted run goes on. Needs LAPWING_DATA.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
 
 import torch
+from experiments._arguments import Experiment
 from torch import nn
 from torch.nn import functional as F
 
@@ -96,14 +96,15 @@ def draw(found: dict[str, tuple[float, float, float]], path: str, title: str) ->
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = Experiment(__doc__, smoke={"size": 200, "epochs": 1, "test": 200, "only": ("linear", "cnn 2")})
     parser.add_argument("--size", type=int, default=4000)
     parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--test", type=int, default=10_000, help="test images")
     parser.add_argument("--out")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--only", nargs="+", default=CANDIDATES)
     given = parser.parse_args()
-    whole, test = datasets.images("fashion", "train"), datasets.images("fashion", "test")
+    whole, test = datasets.images("fashion", "train"), datasets.images("fashion", "test")[: given.test]
     train = whole.split(given.size, generator=torch.Generator().manual_seed(0))[0]
     train, test = (datasets.Dataset(F.avg_pool2d(part.inputs, 2), part.targets) for part in (train, test))
     found = {}

@@ -1,15 +1,14 @@
 """Continual learning on permuted MNIST: yesterday's posterior is today's prior, beside plain fine-tuning.
 
-    python experiments/continual.py [--tasks 5] [--size 5000] [--epochs 10]
+    python -m experiments.continual [--tasks 5] [--size 5000] [--epochs 10]
 
 Each task is MNIST with its own fixed permutation of the pixels. One MLP 784-100-10 learns them in turn: by
 `lapwing.train` with `Prior.from_posterior` of the task before (diagonal posterior), and by fine-tuning under the same
 fixed prior N(0, 1) every time. Printed is the test accuracy on all tasks seen, after each. Needs LAPWING_DATA.
 """
 
-import argparse
-
 import torch
+from experiments._arguments import Experiment
 
 import lapwing
 from lapwing.interfaces import datasets, networks
@@ -42,7 +41,7 @@ def run(tasks: int, size: int, epochs: int, chained: bool) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = Experiment(__doc__, smoke={"tasks": 2, "size": 200, "epochs": 1})
     parser.add_argument("--tasks", type=int, default=5)
     parser.add_argument("--size", type=int, default=5000)
     parser.add_argument("--epochs", type=int, default=10)

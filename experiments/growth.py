@@ -9,7 +9,6 @@ varies at a time around width 128, 500 data and rank 32.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
 import time
@@ -17,6 +16,7 @@ import warnings
 from itertools import pairwise
 
 import torch
+from experiments._arguments import Experiment
 
 import lapwing
 from lapwing.interfaces import datasets, networks
@@ -53,14 +53,16 @@ def run(width: int, n: int, rank: int, results: multiprocessing.Queue) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Experiment(__doc__, smoke={"axes": ["weights"], "points": 1})
+    parser.add_argument("--axes", nargs="+", choices=tuple(AXES), default=tuple(AXES))
+    parser.add_argument("--points", type=int, default=4, help="points of each axis")
     parser.add_argument("--figure")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     points: dict[str, list] = {}
-    for axis, settings in AXES.items():
+    for axis in arguments.axes:
         print(f"{axis}: width data rank | weights | fit s, product s, solve s a column (iterations) | peak MB")
-        for setting in settings:
+        for setting in AXES[axis][: arguments.points]:
             results = context.Queue()
             process = context.Process(target=run, args=(*setting, results))
             process.start()

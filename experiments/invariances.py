@@ -1,6 +1,6 @@
 """Is the range of rotations in the data found by the evidence? MNIST digits, rotated at random and upright.
 
-    python experiments/invariances.py [--angles 0 90] [--size 1000] [--epochs 40]
+    python -m experiments.invariances [--angles 0 90] [--size 1000] [--epochs 40]
 
 Digits (14×14) are rotated once by an angle uniform in ± the given one. A small CNN that averages its outputs over eight
 random rotations is trained while the stochastic bound of the evidence learns their range, from 20 degrees on. Printed
@@ -13,6 +13,7 @@ import math
 import time
 
 import torch
+from experiments._arguments import Experiment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,7 +42,7 @@ def accuracy(f: Tensor, y: Tensor) -> float:
 
 
 def run(angle: float, given: argparse.Namespace) -> None:
-    train, test = digits("train", given.size, angle, 0), digits("test", 2000, angle, 0)
+    train, test = digits("train", given.size, angle, 0), digits("test", given.test, angle, 0)
     start = time.process_time()
     augment = lapwing.Affine(rotation=given.start)
     found = lapwing.learn_invariances(
@@ -63,10 +64,11 @@ def run(angle: float, given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = Experiment(__doc__, smoke={"angles": (90.0,), "size": 100, "epochs": 1, "test": 100})
     parser.add_argument("--angles", nargs="+", type=float, default=(0.0, 90.0))
     parser.add_argument("--size", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--test", type=int, default=2000, help="test digits")
     parser.add_argument("--start", type=float, default=20.0)
     parser.add_argument("--evidence-batch", type=int, default=64)
     parser.add_argument("--every", type=int, default=4)

@@ -1,12 +1,13 @@
 """Which weight sharing is closer to the exact block: `Kron(sharing="expand")` or `"reduce"`? The default follows this.
 
-    python experiments/kron_sharing.py
+    python -m experiments.kron_sharing
 
 prints, layer by layer, the cosine between Kronecker approximation and exact GGN block (1 is perfect), the ratio of
 traces, and the share of the block's squared norm that EKFAC keeps with the eigenbasis of either.
 """
 
 import torch
+from experiments._arguments import Experiment
 from torch import nn
 from torch.nn import functional as F
 
@@ -54,7 +55,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x[:, 0])[0][:, -1])
 
 
-def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int = 300) -> nn.Module:
+def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int) -> nn.Module:
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for step in range(steps):
         rows = torch.arange(128) + 128 * (step % (len(x) // 128))
@@ -68,20 +69,29 @@ def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int = 300) 
 
 
 def main() -> None:
+    parser = Experiment(__doc__, smoke={"steps": 2, "batch": 16, "only": ["GRU"]})
+    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--batch", type=int, default=128, help="digits that blocks are compared on")
+    names = ["CNN", "pooled", "GRU", "per token"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    given = parser.parse_args()
     torch.manual_seed(0)
     head = f"{'':12s} {'':28s}" + "".join(f"{h:>9s}" for h in ("cosine", "trace", "ekfac") * 2)
     print(f"{'':41s}{'expand':>27s}{'reduce':>27s}\n{head}")
     digits = datasets.digits()
     x, y = digits.inputs, digits.targets
-    batch = [(x[:128], y[:128])]
-    cnn = train(networks.small_cnn(), x, y)
-    compare("CNN", cnn, batch, ["0.weight", "3.weight"])
-    pooled = train(Encoder(pooled=True), x, y)
-    names = ["embed.weight", "layer.self_attn.in_proj_weight", "layer.linear1.weight", "layer.linear2.weight"]
-    compare("pooled", pooled, batch, names)
-    compare("GRU", train(Recurrent(), x, y), batch, ["rnn.weight_ih_l0", "rnn.weight_hh_l0"])
-    tokens = train(Encoder(pooled=False), x, y)
-    compare("per token", tokens, [(x[:64], y[:64, None].expand(-1, 8))], names)
+    batch = [(x[: given.batch], y[: given.batch])]
+    layers = ["embed.weight", "layer.self_attn.in_proj_weight", "layer.linear1.weight", "layer.linear2.weight"]
+    tokens = [(x[: given.batch // 2], y[: given.batch // 2, None].expand(-1, 8))]
+    each = {
+        "CNN": (networks.small_cnn, batch, ["0.weight", "3.weight"]),
+        "pooled": (lambda: Encoder(pooled=True), batch, layers),
+        "GRU": (Recurrent, batch, ["rnn.weight_ih_l0", "rnn.weight_hh_l0"]),
+        "per token": (lambda: Encoder(pooled=False), tokens, layers),
+    }
+    for name in given.only:
+        make, data, parameters = each[name]
+        compare(name, train(make(), x, y, given.steps), data, parameters)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 import warnings
 
 import torch
+from experiments._arguments import Experiment
 from experiments.preconditioners import train
 
 import lapwing
@@ -20,15 +21,20 @@ warnings.filterwarnings("ignore")
 
 
 def main() -> None:
+    parser = Experiment(__doc__, smoke={"data": 50, "epochs": 1, "ranks": [4]})
+    parser.add_argument("--data", type=int, default=500, help="digits")
+    parser.add_argument("--epochs", type=int, default=40, help="of training")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[20, 100])
+    given = parser.parse_args()
     data = datasets.digits()
-    x, y = data.inputs[:500], data.targets[:500]
-    model = train(networks.small_cnn(), x, y)
+    x, y = data.inputs[: given.data], data.targets[: given.data]
+    model = train(networks.small_cnn(), x, y, given.epochs)
     la = lapwing.fit(model, (x, y), "classification", structure=MatrixFree(rank=1, probes=1, steps=1))
     product = la.curvature.matrix.product
     whole = float(product.diagonal().sum())
-    print(f"small cnn, {la.params.size:,} weights, 500 data, trace {whole:.4g}")
+    print(f"small cnn, {la.params.size:,} weights, {given.data} data, trace {whole:.4g}")
     like = torch.empty(0, la.params.size)
-    for rank in (20, 100):
+    for rank in given.ranks:
         start = torch.randn(20, la.params.size, generator=torch.Generator().manual_seed(1))
         ways = {
             "rows, one pass": lambda r=rank: (

@@ -5,6 +5,8 @@ LAPWING_DATA=... python -m experiments.matrixfree llama --data 256 --length 16 -
 LAPWING_DATA=... python -m experiments.matrixfree resnet18 --data 256 --tolerance 1e-2 --samples 2
 LAPWING_DATA=... python -m experiments.matrixfree cost
 LAPWING_DATA=... python -m experiments.matrixfree memory
+
+Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from experiments._arguments import Experiment
 from torch import nn
 
 import lapwing
@@ -165,8 +168,11 @@ def _one(batch: object) -> object:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["resnet20", "resnet18", "llama", "cost", "memory", "peak"])
+    parser = Experiment(__doc__, smoke={
+        "data": 8, "rank": 4, "probes": 2, "steps": 2, "samples": 2, "solves": 1, "columns": 2, "tolerance": 0.1,
+    })  # fmt: skip
+    kinds = ["resnet20", "resnet18", "llama", "cost", "memory", "peak"]
+    parser.add_argument("what", nargs="?", choices=kinds, default="resnet20")
     parser.add_argument("--data", type=int, default=256)
     parser.add_argument("--rank", type=int, default=256)
     parser.add_argument("--probes", type=int, default=4)

@@ -1,20 +1,21 @@
 """Good in and out of distribution at once: an MLP 784-200-200-10 on MNIST or Fashion-MNIST, tuned on held-out images.
 
-    python experiments/mnist_ood.py mnist            # or fashion; --activation relu, --structure kron, --rule lowest
+    python -m experiments.mnist_ood mnist            # or fashion; --activation relu, --structure kron, --rule lowest
 
 Trains on 55,000 images (20 epochs of Adam; cross-entropy with prior precision 1), tunes on the other 5,000 of the
 training part, and prints for the MAP, for temperature scaling on the same 5,000 images and for the tuned posterior:
 accuracy, NLL and ECE on the test images, then the AUROC of each score against three other data sets. Nothing is chosen
 on test images. The trained network and the fit are kept in --cache.
+Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
 import torch
+from experiments._arguments import Experiment
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,20 +25,20 @@ from lapwing import metrics
 from lapwing.interfaces import datasets, networks
 
 NAMES = ("mnist", "fashion", "kmnist", "notmnist")
-TRAIN, EPOCHS, BATCH, PRIOR = 55_000, 20, 128, 1.0
+TRAIN, BATCH, PRIOR = 55_000, 128, 1.0
 SCORES = ("entropy", "mutual information", "max probability", "novelty")
 
 
-def trained(data: datasets.Dataset, activation: str, path: Path, seed: int = 0) -> nn.Module:
-    """The network at the mode of cross-entropy and prior, as far as 20 epochs bring it."""
+def trained(data: datasets.Dataset, activation: str, path: Path, epochs: int, seed: int = 0) -> nn.Module:
+    """The network at the mode of cross-entropy and prior, as far as the epochs bring it."""
     torch.manual_seed(seed)
     model = networks.mlp([784, 200, 200, 10], {"tanh": nn.Tanh, "relu": nn.ReLU}[activation])
     if path.exists():
         model.load_state_dict(load_file(path))
         return model.eval()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * (len(data) // BATCH))
-    for _ in range(EPOCHS):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (len(data) // BATCH))
+    for _ in range(epochs):
         for rows in torch.randperm(len(data)).split(BATCH)[: len(data) // BATCH]:
             optimizer.zero_grad()
             decay = 0.5 * PRIOR / len(data) * sum(p.square().sum() for p in model.parameters())
@@ -102,21 +103,24 @@ def compare(models: dict[str, tuple], test: datasets.Dataset, outside: dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", choices=("mnist", "fashion"))
+    parser = Experiment(__doc__, smoke={"train": 256, "validation": 100, "epochs": 1, "test": 100, "outside": 50})
+    parser.add_argument("data", nargs="?", choices=("mnist", "fashion"), default="mnist")
     parser.add_argument("--activation", choices=("tanh", "relu"), default="tanh")
     parser.add_argument("--structure", default="ekfac")
     parser.add_argument("--rule", choices=("widest", "lowest"), default="widest")
+    parser.add_argument("--train", type=int, default=TRAIN, help="training images")
+    parser.add_argument("--validation", type=int, default=5_000, help="images to tune on")
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--test", type=int, default=10_000, help="test images")
     parser.add_argument("--outside", type=int, default=2_000, help="images of each other data set")
     parser.add_argument("--cache", type=Path, default=Path(".cache/experiments"))
     options = parser.parse_args()
     train = datasets.images(options.data, "train")
-    fit, validation = train[:TRAIN], train[TRAIN:]
+    fit, validation = train[: options.train], train[TRAIN : TRAIN + options.validation]
     test = datasets.images(options.data, "test")[: options.test]
     outside = {n: datasets.images(n, "test").inputs[: options.outside] for n in NAMES if n != options.data}
     stem = options.cache / f"{options.data}-{options.activation}-0"
-    model = trained(fit, options.activation, stem.with_suffix(".safetensors"))
+    model = trained(fit, options.activation, stem.with_suffix(".safetensors"), options.epochs)
     begin = time.perf_counter()
     la = fitted(model, fit, options.structure, stem.with_name(f"{stem.name}-{options.structure}.lapwing"))
     print(f"fit or load: {time.perf_counter() - begin:.0f} s", flush=True)

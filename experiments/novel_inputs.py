@@ -6,17 +6,17 @@ LAPWING_DATA=... python -m experiments.novel_inputs cifar10    # CIFAR-10 → SV
 Every posterior's prior precision is the one of 1, 10, 100, 1000 with the lowest negative log-likelihood on held-out
 data of the *known* kind; scores are then computed on other data. The matrix-free posterior chooses its prior by its
 sketch and predicts by weight samples, each a solve. Columns: predictive entropy, and the mean variance of the network's
-outputs.
+outputs. Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from dataclasses import replace
 
 import torch
+from experiments._arguments import Experiment
 from torch import Tensor, nn
 
 import lapwing
@@ -28,8 +28,8 @@ warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)
 
 
-def mnist(n: int) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Tensor], int]:
-    data = datasets.images("mnist", "train")[:10_000]
+def mnist(n: int, train: int, test: int) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Tensor], int]:
+    data = datasets.images("mnist", "train")[:train]
     model = networks.mlp([784, 200, 200, 10], nn.ReLU)
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -38,16 +38,19 @@ def mnist(n: int) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Ten
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(data.inputs[rows]), data.targets[rows]).backward()
             optimizer.step()
-    held = datasets.images("mnist", "train")[10_000:10_300]
-    tests = {name: datasets.images(name, "test").inputs[:400] for name in ("mnist", "notmnist", "kmnist")}
-    return model.eval(), _batches(data.inputs[:n], data.targets[:n]), (held.inputs, held.targets), tests, 10_000
+    held = datasets.images("mnist", "train")[10_000 : 10_000 + test * 3 // 4]
+    tests = {name: datasets.images(name, "test").inputs[:test] for name in ("mnist", "notmnist", "kmnist")}
+    return model.eval(), _batches(data.inputs[:n], data.targets[:n]), (held.inputs, held.targets), tests, train
 
 
-def cifar10(n: int) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Tensor], int]:
-    data, test = datasets.images("cifar10", "train")[:n], datasets.images("cifar10", "test")
+def cifar10(n: int, train: int, test: int) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Tensor], int]:
+    data, images = datasets.images("cifar10", "train")[:n], datasets.images("cifar10", "test")
     x = networks.standardize
-    tests = {"cifar10": x(test.inputs[100:400]), "svhn": x(datasets.images("svhn", "test").inputs[:300])}
-    held = x(test.inputs[:100]), test.targets[:100]
+    tests = {
+        "cifar10": x(images.inputs[100:][: test * 3 // 4]),
+        "svhn": x(datasets.images("svhn", "test").inputs[: test * 3 // 4]),
+    }
+    held = x(images.inputs[:100]), images.targets[:100]
     return networks.pretrained_resnet(20), _batches(x(data.inputs), data.targets), held, tests, 50_000
 
 
@@ -66,14 +69,20 @@ def show(name: str, entropy: list[float], variance: list[float], seconds: float)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", choices=["mnist", "cifar10"])
+    parser = Experiment(__doc__, smoke={"points": 10, "train": 200, "test": 12, "rank": 8})
+    parser.add_argument("data", nargs="?", choices=["mnist", "cifar10"], default="mnist")
+    parser.add_argument("--train", type=int, default=10_000, help="images that the MLP is trained on")
+    parser.add_argument(
+        "--test", type=int, default=400, help="images of each test set; three quarters of it for CIFAR-10"
+    )
     parser.add_argument("--points", type=int, default=None, help="data for the curvature, scaled to the training set")
     parser.add_argument("--rank", type=int, default=128, help="of the matrix-free posterior's sketch")
     parser.add_argument("--only", default="", help="one posterior, by a part of its name, or 'score'")
     arguments = parser.parse_args()
     points = arguments.points or (500 if arguments.data == "mnist" else 150)
-    model, data, held, tests, whole = {"mnist": mnist, "cifar10": cifar10}[arguments.data](points)
+    model, data, held, tests, whole = {"mnist": mnist, "cifar10": cifar10}[arguments.data](
+        points, arguments.train, arguments.test
+    )
     names = list(tests)[1:]
     print(
         f"{arguments.data}, curvature from {points} data scaled to {whole}; AUROC against {', '.join(names)}",

@@ -1,7 +1,7 @@
 """Training with the evidence beside an untuned network and a validation-tuned weight decay, and what each costs.
 
-    python experiments/online.py [--data mnist|fashion] [--network lenet|mlp] [--size 1000] [--epochs 100] [--seeds 3]
-    python experiments/online.py --overhead
+    python -m experiments.online [--data mnist|fashion] [--network lenet|mlp] [--size 1000] [--epochs 100] [--seeds 3]
+    python -m experiments.online --overhead
 
 The first prints test accuracy and NLL of LeNet-5 or an MLP 784-100-10 trained (a) without a prior, (b) with the weight
 decay out of six that is best on a tenth of the training data, then retrained on all, (c) by `lapwing.train` on all,
@@ -15,6 +15,7 @@ import argparse
 import time
 
 import torch
+from experiments._arguments import Experiment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -124,7 +125,7 @@ def overhead(epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = Experiment(__doc__, smoke={"size": 100, "epochs": 1, "seeds": 1, "every": 1})
     parser.add_argument("--data", default="mnist")
     parser.add_argument("--network", default="mlp", choices=("lenet", "mlp"))
     parser.add_argument("--size", type=int, default=1000)

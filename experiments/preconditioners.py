@@ -7,13 +7,13 @@ LAPWING_DATA=... python -m experiments.preconditioners resnet20   # pretrained, 
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable
 
 import torch
 from experiments import matrixfree
+from experiments._arguments import Experiment
 from torch import Tensor, nn
 
 import lapwing
@@ -24,9 +24,10 @@ from lapwing.linalg.krylov import Preconditioner, conjugate_gradients, nystrom
 from lapwing.linalg.operator import Operator
 
 warnings.filterwarnings("ignore")
+PRIORS = {"resnet20": 1.0, "llama": 1000.0}  # for the pretrained networks
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 40) -> nn.Module:
+def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(epochs):
@@ -94,12 +95,12 @@ def compare(op: Operator, b: Tensor, ways: dict[str, Callable], iterations: int)
               f"residual {float(found.residuals.max()):.1e}", flush=True)  # fmt: skip
 
 
-def spectrum(tau: float = 1.0) -> None:
+def spectrum(epochs: int, tau: float = 1.0) -> None:
     """Eigenvalues of M⁻¹A with Kronecker factors as they are, and with the prior put back in the null space of G."""
     data = datasets.digits()
     x, y = data.inputs[:100], data.targets[:100]
     torch.manual_seed(0)
-    model = train(networks.mlp([64, 16, 16, 10]), x, y).double()
+    model = train(networks.mlp([64, 16, 16, 10]), x, y, epochs).double()
     fit = lambda structure: lapwing.fit(  # noqa: E731
         model, (x.double(), y), "classification", structure=structure, prior=tau
     )
@@ -128,19 +129,26 @@ def spectrum(tau: float = 1.0) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] in (["resnet20"], ["llama"]):
-        prior = float(sys.argv[2]) if len(sys.argv) > 2 else {"resnet20": 1.0, "llama": 1000.0}[sys.argv[1]]
-        return pretrained(sys.argv[1], prior, 60, sys.argv[3] if len(sys.argv) > 3 else "")
-    if sys.argv[1:] == ["spectrum"]:
-        return spectrum()
+    parser = Experiment(__doc__, smoke={"what": "mlp", "data": 50, "epochs": 1, "iterations": 5})
+    parser.add_argument("what", nargs="?", choices=["mlp", "cnn", "spectrum", *PRIORS], help="all of digits without")
+    parser.add_argument("prior", nargs="?", type=float, help="precision for resnet20 (1) and llama (1000)")
+    parser.add_argument("only", nargs="?", default="", help="a part of a preconditioner's name, for these two")
+    parser.add_argument("--data", type=int, default=500, help="digits")
+    parser.add_argument("--epochs", type=int, default=40, help="of training on digits")
+    parser.add_argument("--iterations", type=int, default=400, help="of block CG on digits, at most")
+    given = parser.parse_args()
+    if given.what in PRIORS:
+        return pretrained(given.what, given.prior or PRIORS[given.what], 60, given.only)
+    if given.what == "spectrum":
+        return spectrum(given.epochs)
     data = datasets.digits()
-    x, y = data.inputs[:500], data.targets[:500]
+    x, y = data.inputs[: given.data], data.targets[: given.data]
     torch.manual_seed(0)
     chosen = {"mlp 64-64-64-10": networks.mlp([64, 64, 64, 10]), "small cnn": networks.small_cnn()}
     for name, model in chosen.items():
-        if sys.argv[1:] and sys.argv[1] not in name:
+        if given.what and given.what not in name:
             continue
-        train(model, x, y)
+        train(model, x, y, given.epochs)
         fit = lambda structure, tau=1.0, model=model: lapwing.fit(  # noqa: E731
             model, (x, y), "classification", structure=structure, prior=tau
         )
@@ -148,8 +156,8 @@ def main() -> None:
             la = fit(MatrixFree(rank=1, probes=1, steps=1), tau)
             op = la.posterior.precision
             b = torch.randn(4, la.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-            print(f"{name}, {la.params.size:,} weights, 500 data, prior {tau:g}", flush=True)
-            compare(op, b, preconditioners(la, fit, tau), 400)
+            print(f"{name}, {la.params.size:,} weights, {given.data} data, prior {tau:g}", flush=True)
+            compare(op, b, preconditioners(la, fit, tau), given.iterations)
         print("  evidence and mean predictive variance of structures, prior 1")
         for structure in ("diag", "kron", "ekfac", MatrixFree(rank=500, predictive="sketch", probes=4)):
             la = fit(structure)

@@ -1,6 +1,6 @@
 """Accuracy against sparsity: pruning by the posterior beside pruning by magnitude.
 
-    python experiments/pruning.py [--size 2000] [--epochs 20] [--out pruning.png]
+    python -m experiments.pruning [--size 2000] [--epochs 20] [--out pruning.png]
 
 LeNet-5 on a part of MNIST is trained (a) without a prior and (b) by `lapwing.train` with a precision per weight (diag),
 (c) with a precision per unit (kron). Weights are set to zero without retraining, by magnitude, by θ²·H_pp and at
@@ -8,9 +8,8 @@ random; units are removed by the same scores, summed. Printed is the accuracy on
 Needs LAPWING_DATA.
 """
 
-import argparse
-
 import torch
+from experiments._arguments import Experiment
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,12 +73,13 @@ def draw(rows: dict[str, list[float]], path: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = Experiment(__doc__, smoke={"size": 200, "epochs": 1, "test": 200})
     parser.add_argument("--size", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--test", type=int, default=2000, help="test images")
     parser.add_argument("--out")
     given = parser.parse_args()
-    whole, test = datasets.images("mnist", "train"), datasets.images("mnist", "test")[:2000]
+    whole, test = datasets.images("mnist", "train"), datasets.images("mnist", "test")[: given.test]
     train = whole.split(given.size, generator=torch.Generator().manual_seed(0))[0]
     fitted = {
         "no prior": lapwing.fit(

@@ -1,23 +1,23 @@
 """The pretrained ResNet-20 on CIFAR-10: tuned on one half of test images, judged on the other half and on SVHN.
 
-    python experiments/resnet20_ood.py --images 10000 --outside 2000 --splits 5
+    python -m experiments.resnet20_ood --images 10000 --outside 2000 --splits 5
 
 The posterior (EKFAC over all weights) is fitted to the first 2,000 training images with n_data=50000. One pass over the
 first --images test images, in a fixed random order, and over --outside images of SVHN keeps what every setting needs,
 500 images at a time in --cache, so that an interrupted run goes on. Then, for each of --splits random halves: choose on
 one half, by the default rule and by others, and print accuracy, NLL, ECE on the other half and the AUROC of the
 entropy against SVHN, as means over splits with their standard deviation, also of the difference to temperature scaling
-on the same halves; last the AUROC of novelty, which nothing chooses.
+on the same halves; last the AUROC of novelty, which nothing chooses. Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from experiments._arguments import Experiment
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,16 +31,16 @@ from lapwing.interfaces import datasets, networks
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.novelty import FLOOR, information_gain
 
-FIT, CHUNK = 2_000, 500
+CHUNK = 500
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
 LEARN = ("prior", "temperature", "logit_temperature")
 
 
-def fitted(structure: str, path: Path) -> lapwing.Laplace:
+def fitted(structure: str, size: int, path: Path) -> lapwing.Laplace:
     model = networks.pretrained_resnet(20)
     if path.exists():
         return lapwing.load(path, model)
-    data = datasets.images("cifar10", "train")[:FIT]
+    data = datasets.images("cifar10", "train")[:size]
     batches = list(zip(networks.standardize(data.inputs).split(100), data.targets.split(100)))
     la = lapwing.fit(model, batches, "classification", structure=structure, n_data=50_000)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,16 +143,17 @@ def row(setting: Setting, test: Sweep, outside: Sweep) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Experiment(__doc__, smoke={"fit": 20, "images": 20, "outside": 10, "splits": 1})
     parser.add_argument("--structure", default="ekfac")
+    parser.add_argument("--fit", type=int, default=2_000, help="training images of the fit")
     parser.add_argument("--images", type=int, default=2_000, help="CIFAR-10 test images, half of them to tune on")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first of these, a multiple of 500")
     parser.add_argument("--outside", type=int, default=1_000, help="SVHN images")
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--cache", type=Path, default=Path(".cache/experiments"))
     options = parser.parse_args()
-    stem = f"resnet20-{options.structure}-{FIT}"
-    la = fitted(options.structure, options.cache / f"{stem}.lapwing")
+    stem = f"resnet20-{options.structure}-{options.fit}"
+    la = fitted(options.structure, options.fit, options.cache / f"{stem}.lapwing")
     order = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))
     cifar, svhn = datasets.images("cifar10", "test")[order], datasets.images("svhn", "test")
     passes = {}
@@ -162,7 +163,7 @@ def main() -> None:
     ):
         path = lambda k, name=name: options.cache / f"{stem}-{name}{k}.safetensors"  # noqa: E731
         passes[name] = joined(
-            [kept(la, standardized(data[k : k + CHUNK]), path(k)) for k in range(first, count, CHUNK)]
+            [kept(la, standardized(data[k : min(k + CHUNK, count)]), path(k)) for k in range(first, count, CHUNK)]
         )
     everything, outside = passes["cifar"], passes["svhn"]
     groups = Groups.scalar(la.params.size)

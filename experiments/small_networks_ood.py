@@ -1,11 +1,12 @@
 """Is the temperature tuned where that helps? Two small networks that had no part in the making of that test.
 
-    python experiments/small_networks_ood.py lenet fashion          # or batchnorm; mnist
+    python -m experiments.small_networks_ood lenet fashion          # or batchnorm; mnist
 
 Trains on 20,000 images (Adam, cross-entropy alone), fits EKFAC over all weights to 4,000 of them with n_data=20000, and
 keeps one pass over 2,000 held-out images, 1,000 test images and 300 of each of three other data sets. Then tunes by the
 default, with T fixed at 1 and with T free, and prints NLL and ECE on the test images and the AUROC of the entropy
 against each other data set, beside temperature scaling. The trained network and the passes are kept in --cache.
+Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from resnet20_ood import LEARN, kept, probabilities
+from experiments._arguments import Experiment
+from experiments.resnet20_ood import LEARN, kept, probabilities
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
@@ -26,7 +28,7 @@ from lapwing.evidence import Candidates, Groups, tune_sweep, widest
 from lapwing.evidence.sweep import Sweep
 from lapwing.interfaces import datasets, networks
 
-TRAIN, FIT, HELD_OUT, TEST, OUTSIDE = 20_000, 4_000, 2_000, 1_000, 300
+SIZES = {"train": 20_000, "fit": 4_000, "held-out": 2_000, "test": 1_000, "outside": 300}
 EPOCHS = {"lenet": 8, "batchnorm": 5}
 NAMES = ("mnist", "fashion", "kmnist", "notmnist")
 
@@ -40,7 +42,7 @@ def batchnorm() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-def trained(kind: str, data: datasets.Dataset, path: Path) -> nn.Module:
+def trained(kind: str, data: datasets.Dataset, path: Path, epochs: int) -> nn.Module:
     torch.manual_seed(0)
     model = networks.lenet() if kind == "lenet" else batchnorm()
     if path.exists():
@@ -48,8 +50,8 @@ def trained(kind: str, data: datasets.Dataset, path: Path) -> nn.Module:
         return model.eval()
     steps = len(data) // 128
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS[kind] * steps)
-    for _ in range(EPOCHS[kind]):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
+    for _ in range(epochs):
         for rows in torch.randperm(len(data)).split(128)[:steps]:
             optimizer.zero_grad()
             F.cross_entropy(model(data.inputs[rows]), data.targets[rows]).backward()
@@ -60,30 +62,39 @@ def trained(kind: str, data: datasets.Dataset, path: Path) -> nn.Module:
     return model.eval()
 
 
-def passes(kind: str, name: str, cache: Path) -> dict[str, Sweep]:
+def passes(kind: str, name: str, given: argparse.Namespace) -> dict[str, Sweep]:
     """What a pass over the held-out, the test and the other images keeps."""
-    train = datasets.images(name, "train")
-    model = trained(kind, train[:TRAIN], cache / f"{name}-{kind}.safetensors")
+    cache, train = given.cache, datasets.images(name, "train")
+    epochs = given.epochs or EPOCHS[kind]
+    model = trained(kind, train[: given.train], cache / f"{name}-{kind}.safetensors", epochs)
     stem = cache / f"{name}-{kind}.lapwing"
     if stem.exists():
         la = lapwing.load(stem, model)
     else:
-        batches = list(zip(train.inputs[:FIT].split(200), train.targets[:FIT].split(200)))
-        la = lapwing.fit(model, batches, "classification", structure="ekfac", n_data=TRAIN)
+        batches = list(zip(train.inputs[: given.fit].split(200), train.targets[: given.fit].split(200)))
+        la = lapwing.fit(model, batches, "classification", structure="ekfac", n_data=given.train)
         la.save(stem)
-    parts = {"held out": train[TRAIN : TRAIN + HELD_OUT], "test": datasets.images(name, "test")[:TEST]}
-    parts |= {other: datasets.images(other, "test")[:OUTSIDE] for other in NAMES if other != name}
+    parts = {
+        "held out": train[given.train : given.train + given.held_out],
+        "test": datasets.images(name, "test")[: given.test],
+    }
+    parts |= {other: datasets.images(other, "test")[: given.outside] for other in NAMES if other != name}
     path = lambda part: cache / f"{name}-{kind}-{part.replace(' ', '')}.safetensors"  # noqa: E731
     return {part: kept(la, data, path(part)) for part, data in parts.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("network", choices=tuple(EPOCHS))
-    parser.add_argument("data", choices=("mnist", "fashion"))
+    parser = Experiment(__doc__, smoke={
+        "train": 256, "fit": 64, "held_out": 40, "test": 40, "outside": 20, "epochs": 1,
+    })  # fmt: skip
+    parser.add_argument("network", nargs="?", choices=tuple(EPOCHS), default="lenet")
+    parser.add_argument("data", nargs="?", choices=("mnist", "fashion"), default="mnist")
+    parser.add_argument("--epochs", type=int, help="of training; 8 of lenet, 5 of batchnorm")
+    for name, count in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=count, help="images")
     parser.add_argument("--cache", type=Path, default=Path(".cache/experiments"))
     options = parser.parse_args()
-    found = passes(options.network, options.data, options.cache)
+    found = passes(options.network, options.data, options)
     held_out, test = found.pop("held out"), found.pop("test")
     tries = {"the default": (LEARN, LEARN[1:]), "T = 1": (("prior", "logit_temperature"), ()), "T free": (LEARN, ())}
     settings = {}

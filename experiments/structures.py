@@ -1,22 +1,24 @@
 """How far structures are from the exact GGN of a pretrained ResNet-20: evidence and predictive variance by prior.
 
-LAPWING_DATA=... python experiments/structures.py --data 256 --figure docs/figures/structures.png
+LAPWING_DATA=... python -m experiments.structures --data 256 --figure docs/figures/structures.png
 
 Full and block-diagonal curvature are exact, by the kernels of the Jacobian rows of all 269,722 weights and of every
 block; rows that together hold 1e-6 of the trace are left out. The matrix-free estimate is checked against them.
+Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 
 import torch
+from experiments._arguments import Experiment
 from torch import Tensor
 
 import lapwing
 from lapwing.curvature import GGN, pose
+from lapwing.curvature.sweep import sweep
 from lapwing.interfaces import datasets, networks
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import Jacobian
@@ -56,9 +58,10 @@ def exact(k: Tensor, cross: Tensor, own: Tensor) -> tuple[list[float], list[Tens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Experiment(__doc__, smoke={"data": 3, "test": 2, "rank": 8})
     parser.add_argument("--data", type=int, default=256)
     parser.add_argument("--test", type=int, default=24)
+    parser.add_argument("--rank", type=int, default=256, help="of the matrix-free sketch")
     parser.add_argument("--figure")
     arguments = parser.parse_args()
     train, test = datasets.images("cifar10", "train")[: arguments.data], datasets.images("cifar10", "test")
@@ -80,7 +83,7 @@ def main() -> None:
         kept.append(parts)
         squares.append(torch.cat([part.double().square().sum(0) for part in parts]))
 
-    problem.sweep(update)
+    sweep(problem, update)
     blocks = [torch.cat(parts) for parts in zip(*kept)]
     at = Linearized(network, problem.plan, None, None, 2**30)  # type: ignore[arg-type]
     tests = [torch.cat(parts) for parts in zip(*(rows_of(rows) for _, rows in at.jacobians(held_out)))]
@@ -126,7 +129,7 @@ def main() -> None:
         shares = [(float(v.mean() / w.mean()), float((v / w).median())) for v, w in zip(variance, truth[1])]
         print(" " * 12 + "".join(f"{mean:8.3f} {median:5.2f}" for mean, median in shares))
 
-    structure = lapwing.MatrixFree(rank=256, probes=4, steps=5)
+    structure = lapwing.MatrixFree(rank=arguments.rank, probes=4, steps=5)
     la = lapwing.fit(model, data, "classification", structure=structure, prior=10.0)
     found = la.posterior.precision.ratio_estimate()
     print(f"matrix-free at prior 10: {float(found.value):.2f} ± {float(found.error):.2g}, exact {truth[0][1]:.2f}")

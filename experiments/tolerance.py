@@ -1,18 +1,17 @@
 """What `GGN(tolerance=)` leaves out, and what that does to the curvature, the evidence and the predictions.
 
-    python experiments/tolerance.py [--images 512]
+    python -m experiments.tolerance [--images 512]
 
 The pretrained ResNet-20 on CIFAR-10 training images: for each tolerance the directions a sample, the share of the
 curvature in output space that is left out, what it is of the trace in weight space, the largest error of a diagonal
 entry relative to that entry plus the prior precision (the tuned one is about 1,000 there), and, for the Kronecker
-posterior, the change of the log evidence in nats and the largest change of a predicted probability.
+posterior, the change of the log evidence in nats and the largest change of a predicted probability. Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
 
-import argparse
-
 import torch
+from experiments._arguments import Experiment
 
 import lapwing
 from lapwing import GGN
@@ -22,14 +21,15 @@ PRIOR = 1_000.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Experiment(__doc__, smoke={"images": 4, "test": 2})
     parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--test", type=int, default=16, help="test images to predict")
     args = parser.parse_args()
     model = networks.pretrained_resnet(20)
     data = datasets.images("cifar10", "train")[: args.images]
     x = networks.standardize(data.inputs)
     batches = list(zip(x.split(128), data.targets.split(128)))
-    new = networks.standardize(datasets.images("cifar10", "test")[:16].inputs)
+    new = networks.standardize(datasets.images("cifar10", "test")[: args.test].inputs)
 
     def fit(structure: str, tolerance: float | None) -> lapwing.Laplace:
         options = {"structure": structure, "factor": GGN(tolerance=tolerance), "n_data": 50_000, "prior": PRIOR}

@@ -1,6 +1,6 @@
 """UCI classification: tuned linearized predictive against the MAP network, on five splits of five tables.
 
-    python experiments/uci_classification.py [--sets australian ...] [--splits 5] [--steps 1000]
+    python -m experiments.uci_classification [--sets australian ...] [--splits 5] [--steps 1000]
 
 Each table is split 70/15/15. The MAP network (one hidden layer of 50 tanh units) is trained with each of seven prior
 precisions; the one with the lowest validation NLL is kept. Its posterior is fitted and tuned on the same validation
@@ -10,10 +10,10 @@ at the prior of training, and of the two tuned ones; and the mean difference of 
 paired difference. Needs LAPWING_DATA.
 """
 
-import argparse
 import time
 
 import torch
+from experiments._arguments import Experiment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,7 +76,7 @@ def run(name: str, split: int, steps: int, structure: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = Experiment(__doc__, smoke={"sets": ["australian"], "splits": 2, "steps": 20})
     parser.add_argument("--sets", nargs="+", default=SETS)
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)

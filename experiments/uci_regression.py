@@ -1,7 +1,7 @@
 """UCI regression: networks trained with the evidence, homoscedastic and natural heteroscedastic, on published splits.
 
-    python experiments/uci_regression.py [--sets bostonHousing energy ...] [--splits 5] [--epochs N] [--cache DIR]
-    python experiments/uci_regression.py --validation
+    python -m experiments.uci_regression [--sets bostonHousing energy ...] [--splits 5] [--epochs N] [--cache DIR]
+    python -m experiments.uci_regression --validation
 
 prints, for each table, the mean test log-likelihood in the units of the data and its standard error over splits: of the
 network alone (plug-in), and of the linearized predictive of the posterior at the end. Inputs and targets are
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from experiments._arguments import Experiment
 from torch import Tensor, nn
 
 import lapwing
@@ -85,7 +86,7 @@ def cached(folder: Path | None, name: str, split: int, kind: str, given: argpars
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = Experiment(__doc__, smoke={"sets": ["bostonHousing"], "splits": 2, "epochs": 1})
     parser.add_argument("--sets", nargs="+", default=SETS)
     parser.add_argument("--kinds", nargs="+", default=("regression", "heteroscedastic"))
     parser.add_argument("--splits", type=int, default=5)

@@ -49,6 +49,7 @@ from lapwing.evidence.affine import Affine
 from lapwing.evidence.invariances import learn_invariances
 from lapwing.evidence.online import Online
 from lapwing.evidence.pruning import Pruned, prune, relevance
+from lapwing.interfaces import __version__
 from lapwing.interfaces.api import fit, load
 from lapwing.interfaces.laplace import Laplace
 from lapwing.interfaces.training import Trained, train
@@ -65,8 +66,6 @@ from lapwing.model import subnetwork
 from lapwing.posterior import Posterior, Prior, Tempered
 from lapwing.predictive import Prediction
 from lapwing.predictive.mixture import Mixture
-
-__version__ = "0.1.0.dev0"
 
 if _collecting:
     gc.enable()

@@ -85,3 +85,23 @@ def test_demo_prints_what_the_readme_says(tmp_path: Path) -> None:
     assert page.count("data:image/png;base64,") == 5
     assert str(tmp_path / "out" / "report.html") in done.stdout
     assert "train" in done.stderr  # the progress bar
+
+
+def test_it_runs_from_the_source_without_installed_metadata(tmp_path: Path) -> None:
+    """`PYTHONPATH=src python -m lapwing`, in an interpreter that finds no metadata of the package."""
+    source = Path(lapwing.__file__).parents[1]
+    others = [place for place in sys.path if place and "site-packages" in place]
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\n"
+        "real = m.distribution\n"
+        "def distribution(name):\n"
+        "    if name == 'lapwing':\n"
+        "        raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.distribution = distribution\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(source), *others])}
+    command = [sys.executable, "-m", "lapwing", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["lapwing", lapwing.__version__]

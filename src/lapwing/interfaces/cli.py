@@ -9,10 +9,10 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 from lapwing.errors import LapwingError
+from lapwing.interfaces import __version__
 from lapwing.interfaces.commands import bench, demo, doctor, fit, predict, report, reproduce, tune
 
 COMMANDS = (
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         description="A posterior over the weights of any trained PyTorch network, by the Laplace approximation.",
         epilog="A network of your own: doctor, fit, tune, predict, report, in this order.",
     )
-    top.add_argument("--version", action="version", version=f"lapwing {version('lapwing')}")
+    top.add_argument("--version", action="version", version=f"lapwing {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)
