@@ -49,7 +49,7 @@ from lapwing.evidence.affine import Affine
 from lapwing.evidence.invariances import learn_invariances
 from lapwing.evidence.online import Online
 from lapwing.evidence.pruning import Pruned, prune, relevance
-from lapwing.interfaces import __version__
+from lapwing.interfaces import __version__ as __version__
 from lapwing.interfaces.api import fit, load
 from lapwing.interfaces.laplace import Laplace
 from lapwing.interfaces.training import Trained, train
