@@ -561,6 +561,18 @@ c10::Dict<std::string, int64_t> counts() {
   return result;
 }
 
+void seed(int64_t value) {
+  default_generator().set_current_seed(static_cast<uint64_t>(value));
+}
+
+at::Tensor state() {
+  return at::Tensor(default_generator().unsafeGetGeneratorImpl()->get_state());
+}
+
+void set_state(const at::Tensor& value) {
+  default_generator().unsafeGetGeneratorImpl()->set_state(*value.unsafeGetTensorImpl());
+}
+
 }  // namespace
 
 namespace at::native {
@@ -570,6 +582,9 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_by_math)
 TORCH_LIBRARY(elsewhere, m) {
   m.def("reset", &reset);
   m.def("counts", &counts);
+  m.def("seed", &seed);
+  m.def("state", &state);
+  m.def("set_state", &set_state);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -110,7 +110,15 @@ class _Runtime(ModuleType):
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:
-        """Leave the device's own generator alone: tests pass generators."""
+        torch.ops.elsewhere.seed(seed)
+
+    @staticmethod
+    def get_rng_state(where: object = None) -> torch.Tensor:
+        return torch.ops.elsewhere.state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, where: object = None) -> None:
+        torch.ops.elsewhere.set_state(state)
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -124,12 +124,12 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], *, drawn: bool 
 
 
 def _assert_equal(name: str, found: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
+    if isinstance(expected, str) or isinstance(found, str):
+        assert found == expected, f"{name}: {found}, expected {expected}"
+    elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), name
         for key in expected:
             _assert_equal(f"{name}, {key}", found[key], expected[key])
-    elif isinstance(expected, str) or isinstance(found, str):
-        assert found == expected, f"{name}: {found}, expected {expected}"
     else:
         torch.testing.assert_close(
             found, expected, rtol=1e-6, atol=1e-9, equal_nan=True, msg=lambda text: f"{name}: {text}"

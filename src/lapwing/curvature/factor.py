@@ -163,12 +163,13 @@ class GGN(Factor):
         root = likelihood.factor(f, y)  # (n, *event, c, r)
         n, c, r = root.shape[0], root.shape[-2], root.shape[-1]
         root = root.reshape(n, -1, c, r)
+        used = [[True] * r] if root.shape[1] == 1 else root.ne(0).any(2).any(0).tolist()  # ignored positions have none
         for e in range(root.shape[1]):
             for column in range(r):
                 s = root[:, e, :, column]
                 if root.shape[1] == 1:
                     yield s.reshape(f.shape)
-                elif bool(s.any()):  # ignored positions have no direction
+                elif used[e][column]:
                     only = torch.zeros_like(root[..., 0])
                     only[:, e] = s
                     yield only.reshape(f.shape)

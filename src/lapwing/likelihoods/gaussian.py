@@ -126,7 +126,8 @@ class Gaussian(Likelihood):
     def with_dispersion(self, dispersion: float | Tensor) -> Gaussian:
         """The same ratios between outputs with another φ; gradients flow from it."""
         phi = torch.as_tensor(dispersion, dtype=torch.float64)
-        return Gaussian(self._noise.detach() * (phi / self.dispersion.detach()).sqrt(), self.learns_noise)
+        factor = (phi / self.dispersion.detach().to(phi.device)).sqrt()
+        return Gaussian(self._noise.detach().to(phi.device) * factor, self.learns_noise)
 
     def estimate(self, statistics: Tensor) -> Gaussian:
         """σ_k² = Σ r_k²/n of every output where the noise is unknown; of an estimate the common factor only.

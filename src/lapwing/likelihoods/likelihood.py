@@ -285,7 +285,12 @@ def draw(law: Distribution, shape: tuple[int, ...], generator: torch.Generator |
         return law.sample(shape)
     device = generator.device
     seed = int(torch.randint(2**62, (), generator=generator, device=device))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    if device.type == "cpu":  # torch.manual_seed would also set the state of every other device
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return law.sample(shape)
+    count = getattr(torch, device.type).device_count()
+    with torch.random.fork_rng(devices=range(count), device_type=device.type):
         torch.manual_seed(seed)
         return law.sample(shape)
 

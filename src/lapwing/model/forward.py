@@ -49,9 +49,11 @@ def push_forward(
     for number in range(level(module), len(KERNELS)):
         try:
             with KERNELS[number](), torch.no_grad(), forward_mode():
-                pairs = [_dual_pass(run, values, tangent, known) for tangent in tangents]
-                f = pairs[0][0] if pairs else run(values)
-            return f, torch.stack([out for _, out in pairs]) if pairs else f.new_zeros(0, *f.shape)
+                passes = [_dual_pass(run, values, tangent, known) for tangent in tangents]
+                if _overwritten(passes):
+                    passes = [_dual_pass(run, values, tangent, None) for tangent in tangents]
+                f = passes[0][0] if passes else run(values)
+            return f, torch.stack([moved for _, moved, _ in passes]) if passes else f.new_zeros(0, *f.shape)
         except (NotImplementedError, RuntimeError) as error:
             if NESTED in str(error):  # the user's own forward mode in another thread
                 return None
@@ -66,14 +68,24 @@ def _dual_pass(
     values: dict[str, Tensor],
     tangent: dict[str, Tensor],
     known: Values | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return f, J v, and entries of the known values that were used: as they are, and as they were."""
     with forward_ad.dual_level(), Tangents(known) as heavy:
         out = run({name: forward_ad.make_dual(value, tangent[name]) for name, value in values.items()})
         f, moved = forward_ad.unpack_dual(out)
-        found = f.clone(), torch.zeros_like(f) if moved is None else moved.clone()
+        found = f.clone(), torch.zeros_like(f) if moved is None else moved.clone(), heavy.taken
     if known is None or heavy.number == len(known.kept):
         return found
     return _dual_pass(run, values, tangent, None)  # other calls than those of the pass that left the values
+
+
+def _overwritten(passes: list[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]]) -> bool:
+    """Tell whether a network has written to values behind PyTorch's back (`.data`) that later passes have used."""
+    taken = [pair for _, _, pairs in passes for pair in pairs]
+    if not taken:
+        return False
+    now, before = (torch.cat(entries) for entries in zip(*taken))
+    return not torch.equal(now, before)
 
 
 @contextmanager

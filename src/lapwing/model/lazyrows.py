@@ -46,7 +46,7 @@ class LazyRows(Sequence):
             parts = [self.digests[k]]
         else:
             parts = self.early[k] if k in self.early else [*self.gradients.passes(k)]
-        if all(bool(part.sum().isfinite()) for part in parts):
+        if not parts or bool(torch.stack([part.sum() for part in parts]).isfinite().all()):
             return True
         return all(bool(part.isfinite().all()) for part in parts)
 

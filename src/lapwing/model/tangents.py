@@ -23,13 +23,16 @@ class Values:
         out = out.detach()
         self.kept.append((call, out, out._version, _sample(out)))
 
-    def at(self, number: int, call: Any) -> Tensor | None:
-        """The output of a call, or None if it was not kept or has been overwritten since."""
+    def at(self, number: int, call: Any) -> tuple[Tensor, Tensor] | None:
+        """Return the output of a call and entries that it had, or None if it was not kept or is known to have changed.
+
+        Whether the entries are still the same is left to the caller, which asks once for all passes: every question
+        waits for the device.
+        """
         if number >= len(self.kept):
             return None
         kept, out, version, sample = self.kept[number]
-        same = kept == call and out._version == version and torch.equal(_sample(out), sample)
-        return out if same else None
+        return (out, sample) if kept == call and out._version == version else None
 
     @property
     def attends(self) -> bool:
@@ -62,13 +65,18 @@ class Tangents(TorchFunctionMode):
     def __init__(self, values: Values | None = None) -> None:
         super().__init__()
         self.values, self.number = values or Values(), 0
+        self.taken: list[tuple[Tensor, Tensor]] = []  # entries of the values that were taken: as they are, as they were
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is None or torch.is_grad_enabled():  # a gradient inside the network needs the tangents of its graph
             return func(*args, **kwargs)
-        known, self.number = self.values.at(self.number, _call(func, args)), self.number + 1
+        kept, self.number = self.values.at(self.number, _call(func, args)), self.number + 1
+        known = None
+        if kept is not None:
+            known, before = kept
+            self.taken.append((_sample(known), before))
         found = rule(known, *args, **kwargs)
         return func(*args, **kwargs) if found is None else found
 

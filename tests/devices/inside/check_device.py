@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from lapwing.model.forward import quiet
+from lapwing.model.forward import forward_mode
 from tests.devices.elsewhere import counting, device
 
 HERE = device()
@@ -22,7 +22,7 @@ def there(*shape: int, seed: int = 0) -> Tensor:
 
 def product(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
     """J v by forward-mode derivatives."""
-    with quiet(), forward_ad.dual_level():
+    with forward_mode(), forward_ad.dual_level():
         tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, v))).tangent
     assert tangent is not None
     return tangent
@@ -135,6 +135,15 @@ def test_views_share_memory_and_gradients() -> None:
 def test_generators_draw_what_the_cpu_draws() -> None:
     draw = lambda where: torch.randn(5, device=where, generator=torch.Generator(where).manual_seed(3)).cpu()  # noqa: E731
     torch.testing.assert_close(draw(HERE), draw(torch.device("cpu")))
+
+
+def test_seeds_and_states_of_the_device() -> None:
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    with torch.random.fork_rng(devices=[HERE], device_type=HERE.type):
+        first = torch.randn(3, device=HERE)
+    torch.testing.assert_close(torch.randn(3, device=HERE), first)
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_waits_and_copies_are_counted() -> None:

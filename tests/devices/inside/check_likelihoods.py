@@ -87,6 +87,16 @@ def test_structures_with_data_on_the_device(name: str, structure: str, tmp_path:
     compare(name, tmp_path, structure, move=True)
 
 
+@pytest.mark.parametrize("place", [HERE, torch.device("cpu")], ids=["elsewhere", "cpu"])
+def test_drawing_leaves_the_global_states_alone(place: torch.device) -> None:
+    x = torch.randn(N, 4, generator=torch.Generator().manual_seed(1)).double()
+    p = lapwing.fit(mlp(1).to(place), (x, positive(N)), OwnGamma(), structure="diag").predict(x)
+    before = torch.random.get_rng_state(), torch.ops.elsewhere.state()
+    p.sample(3)
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert torch.equal(torch.ops.elsewhere.state(), before[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["regression", "noise per output"])
 def test_the_noise_is_learned(name: str, tmp_path: Path) -> None:
