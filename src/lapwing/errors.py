@@ -1,5 +1,9 @@
 """Every error that Lapwing raises on purpose. A message says what came, what is allowed and what to do."""
 
+import math
+from numbers import Real
+from typing import Any
+
 
 class LapwingError(Exception):
     """Base of all errors raised by Lapwing."""
@@ -15,6 +19,20 @@ class UnsupportedOperation(LapwingError):
 
 class BadData(LapwingError, ValueError):
     """Inputs or targets are empty, not finite, or do not fit the likelihood."""
+
+
+def require_whole(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadData(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0 (a number, or a tensor or array that holds one) as a float; refuse anything else."""
+    number = isinstance(value, Real) or getattr(value, "shape", None) == ()
+    if isinstance(value, bool) or not number or not 0 < float(value) < math.inf:
+        raise BadData(f"{name} must be positive and finite, got {value!r}")
+    return float(value)
 
 
 class NotPositiveDefinite(LapwingError, ArithmeticError):

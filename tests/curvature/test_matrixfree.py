@@ -263,7 +263,7 @@ def test_what_is_refused() -> None:
     la = lapwing.fit(model, data, likelihood, prior=1e-6, structure=MatrixFree(sketch="none", iterations=2))
     with pytest.raises(lapwing.NotConverged, match="Allow more iterations"):
         la.posterior.sample(2)
-    with pytest.raises(lapwing.BadData, match="rank must be at least 1"):
+    with pytest.raises(lapwing.BadData, match="rank must be a whole number of at least 1"):
         MatrixFree(rank=0)
     with pytest.raises(lapwing.BadData, match="sampling is one of"):
         MatrixFree(sampling="exact")  # type: ignore[arg-type]

@@ -209,7 +209,7 @@ def test_wrong_arguments() -> None:
         for method in ("linearized", "sampled"):
             with pytest.raises(lapwing.BadData, match="samples is a positive whole number"):
                 la.predict(X[:2], method=method, samples=samples)
-    with pytest.raises(lapwing.BadData, match="at least one member"):
+    with pytest.raises(lapwing.BadData, match="members of an ensemble must be a whole number of at least 1"):
         la.ensemble(0)
     with pytest.raises(lapwing.UnsupportedOperation, match="method is 'linearized' or 'sampled', got 'glm'"):
         la.predict(X[:2], method="glm")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, TooLarge, UnsupportedOperation
+from lapwing.errors import BadData, IncompatiblePrior, NotPositiveDefinite, TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Kronecker, Layout
 from lapwing.posterior import Posterior, Tempered, factored_precision, make_posterior, resolve_temperature
 
@@ -153,5 +153,5 @@ def test_temperature_zero_is_the_prior() -> None:
     torch.testing.assert_close(posterior.covariance(), 0.5 * torch.eye(6).double())
     with pytest.raises(ValueError, match="positive"):
         Tempered(0.0, prior=True)
-    with pytest.raises(TypeError, match="not str"):
+    with pytest.raises(BadData, match="not str"):
         resolve_temperature("cold")  # type: ignore[arg-type]

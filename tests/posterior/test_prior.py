@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lapwing.errors import IncompatiblePrior
+from lapwing.errors import BadData, IncompatiblePrior
 from lapwing.linalg import Dense, Diagonal
 from lapwing.posterior import Posterior, Prior, resolve_prior
 
@@ -69,9 +69,9 @@ def test_refuses_a_mean_of_the_wrong_size() -> None:
 
 
 def test_refuses_other_types() -> None:
-    with pytest.raises(TypeError, match="not str"):
+    with pytest.raises(BadData, match="not str"):
         resolve_prior("auto")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="not str"):
+    with pytest.raises(BadData, match="not str"):
         Prior({"*": "1"})  # type: ignore[dict-item]
 
 

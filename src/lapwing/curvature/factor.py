@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, TooLarge
+from lapwing.errors import BadData, TooLarge, require_whole
 from lapwing.likelihoods import Likelihood
 
 DIRECTIONS = 2048  # output directions a sample that the exact GGN goes through before it asks for a sampled factor
@@ -123,8 +123,10 @@ class GGN(Factor):
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tolerance is not None and not 0 <= self.tolerance < 1:
-            raise BadData(f"the tolerance is a share of the curvature, 0 ≤ tolerance < 1, got {self.tolerance}")
+        require_whole("limit", self.limit)
+        number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
+        if self.tolerance is not None and not (number and 0 <= self.tolerance < 1):
+            raise BadData(f"the tolerance is a share of the curvature, 0 ≤ tolerance < 1, got {self.tolerance!r}")
 
     def choose(
         self,
@@ -191,6 +193,9 @@ class MCFisher(Factor):
     """The Fisher information by `samples` targets a datum drawn from the network's own predictive; unbiased."""
 
     samples: int = 1
+
+    def __post_init__(self) -> None:
+        require_whole("samples", self.samples)
 
     def directions(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None

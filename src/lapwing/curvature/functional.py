@@ -15,7 +15,7 @@ from lapwing.curvature.product import curvature_of_outputs, totals_of, whole_fac
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
-from lapwing.errors import BadData, TooLarge, UnsupportedOperation
+from lapwing.errors import TooLarge, UnsupportedOperation, require_whole
 from lapwing.linalg import Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov import Sketch
@@ -60,8 +60,8 @@ class Functional(Structure):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.points is not None and self.points < 1:
-            raise BadData(f"points must be at least 1, got {self.points}")
+        if self.points is not None:
+            require_whole("points", self.points)
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
         """Of one row and its float64 copy: how many rows there are, the data tell."""
@@ -123,8 +123,7 @@ class Nystrom(Structure):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise BadData(f"the rank must be at least 1, got {self.rank}")
+        require_whole("the rank", self.rank)
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return 4 * self.rank * sum(block.size for block in plan.blocks) * (itemsize + 8)

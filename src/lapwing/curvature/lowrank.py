@@ -13,7 +13,7 @@ from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.curvature.sweep import sweep
-from lapwing.errors import BadData
+from lapwing.errors import BadData, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov import largest_eigenpairs, nystrom
@@ -91,8 +91,7 @@ class LowRank(Structure):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise BadData(f"the rank must be at least 1, got {self.rank}")
+        require_whole("the rank", self.rank)
         if self.method not in ("rows", "lanczos", "nystrom"):
             raise BadData(f"method is 'rows', 'lanczos' or 'nystrom', got {self.method!r}")
 

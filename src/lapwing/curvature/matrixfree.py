@@ -19,7 +19,7 @@ from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_f
 from lapwing.curvature.structure import Estimate, Structure
 from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, require_whole
 from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Policy, Sketch, nystrom
 from lapwing.linalg.operator import Operator, Solver
@@ -86,8 +86,7 @@ class MatrixFree(Structure):
 
     def __post_init__(self) -> None:
         for name in ("rank", "iterations", "columns", "probes", "steps", "samples"):
-            if getattr(self, name) < 1:
-                raise BadData(f"{name} must be at least 1, got {getattr(self, name)}")
+            require_whole(name, getattr(self, name))
         for name, allowed in (
             ("sketch", ("rows", "nystrom", "none")),
             ("sampling", ("solve", "sketch")),

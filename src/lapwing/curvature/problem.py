@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -80,6 +81,16 @@ class Problem:
             return self.likelihood.targets(f.detach(), batch.targets)
         except BadData as error:
             raise BadData(f"batch {batch.number}: {error}") from error
+
+    @contextmanager
+    def naming(self, batch: Batch) -> Iterator[None]:
+        """Name the batch where the network does not take its inputs."""
+        try:
+            with self.network.explaining(batch.inputs):
+                yield
+        except BadData as error:
+            words = str(error)
+            raise BadData(words if words.startswith("batch") else f"batch {batch.number}: {words}") from error
 
     def _not_finite(self, batch: Batch) -> str:
         bad = [t for t in tensors_in(batch.inputs) if t.is_floating_point() and not bool(t.isfinite().all())]
@@ -225,7 +236,8 @@ def _look(problem: Problem, first: Batch) -> Look:
 
 def _look_at_all(problem: Problem, first: Batch) -> Look:
     """The same of all samples."""
-    raw = problem.network.returned(first.inputs)
+    with problem.naming(first):
+        raw = problem.network.returned(first.inputs)
     f, scalar = _read(problem.network, raw)
     if len(f) != batch_size(first.inputs):
         raise BadData(f"a batch of {batch_size(first.inputs)} samples gave outputs of shape {tuple(f.shape)}")

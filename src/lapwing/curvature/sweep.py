@@ -154,10 +154,11 @@ class _Pass:
                 if journal is not None and journal.skips(batch):
                     self._restore(journal)
                     continue
-                if self._wait(batch):
-                    self._run(self.waiting.full())
-                else:
-                    self._take(batch)
+                with self.problem.naming(batch):
+                    if self._wait(batch):
+                        self._run(self.waiting.full())
+                    else:
+                        self._take(batch)
                 if journal is not None and journal.pauses:  # from time to time leave no sample waiting
                     self._run(self.waiting.rest())
                     self._save(journal)

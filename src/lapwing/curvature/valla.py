@@ -12,7 +12,7 @@ from lapwing.curvature.functional import _subset
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.curvature.sweep import sweep
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov.lanczos import _complement, _orthonormal_rows
@@ -64,8 +64,7 @@ class VaLLA(Structure):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.inducing < 1:
-            raise BadData(f"there must be at least 1 inducing input, got {self.inducing}")
+        require_whole("the number of inducing inputs", self.inducing)
         if self.choice not in ("greedy", "random"):
             raise BadData(f"choice is 'greedy' or 'random', got {self.choice!r}")
 

@@ -18,7 +18,7 @@ from lapwing.evaluation.report import Gallery, Outside, Report, Result
 from lapwing.evaluation.scoring import Items, Task, task_of
 from lapwing.evaluation.temperature import TemperatureScaled, device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches, as_tensors, batch_size, call
+from lapwing.model.batches import Batches, as_tensors, batch_size, call, explained
 from lapwing.model.module import borrowed, output_tensor
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 
@@ -95,7 +95,7 @@ def point_prediction(model: nn.Module | TemperatureScaled, inputs: Any, likeliho
     """p(y | f(x)) for a network without a posterior: the distribution of f is one point."""
     module = model.model if isinstance(model, TemperatureScaled) else model
     temperature = model.temperature if isinstance(model, TemperatureScaled) else 1.0
-    with borrowed(module) as own, torch.no_grad():
+    with borrowed(module) as own, torch.no_grad(), explained(inputs):
         raw = output_tensor(call(own, inputs)) / temperature
     f = likelihood.outputs(raw)
     return predict_targets(SampledFunction(None, f[None]), likelihood, scalar=raw.ndim == 1)

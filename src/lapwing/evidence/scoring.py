@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import UnsupportedOperation, positive
 from lapwing.evidence.tuning import with_dispersion
 from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Likelihood
 from lapwing.predictive import GaussianFunction, predict_targets
@@ -85,9 +85,7 @@ def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
             f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
             "Bernoulli and BradleyTerry"
         )
-    if not (value > 0 and math.isfinite(value)):
-        raise BadData(f"logit_temperature must be positive and finite, got {value}")
-    return float(value)
+    return positive("logit_temperature", value)
 
 
 def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, Tensor]:

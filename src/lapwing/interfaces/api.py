@@ -29,7 +29,7 @@ from lapwing.curvature import (
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive
 from lapwing.interfaces.laplace import Laplace, Options
 from lapwing.interfaces.storage import (
     intact,
@@ -96,16 +96,14 @@ def fit(
     if chosen is not None:
         directions = chosen.factor(directions)
     belief, tempered = resolve_prior(prior), resolve_temperature(temperature)
-    if n_data is not None and not (n_data > 0 and math.isfinite(n_data)):
-        raise BadData(f"n_data must be positive and finite, got {n_data}")
-    if memory is not None and not (isinstance(memory, int | float) and memory > 0):
-        raise BadData(f"memory is a number of bytes, got {memory!r}")
+    n_data = None if n_data is None else positive("n_data", n_data)
+    budget = available_memory() if memory is None else int(positive("memory, a number of bytes,", memory))
+    _require_kinds(split=split, generator=generator, checkpoint=checkpoint)
     where = _device(module, device)
     require_generator(generator, where)
     batches = filled(Batches(data, module, where, split))
     names = _names(module, select, batches)
     network = Network(module, Params.of(module, names), family.outputs)
-    budget = available_memory() if memory is None else int(memory)
     options = {"generator": generator, "memory": budget, "progress": progress}
     if isinstance(select, Subnetwork):
         network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
@@ -141,6 +139,18 @@ def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, s
         "select": f"{params.names} {None if params.index is None else params.index.tolist()}",
         "prior": " ".join(hashlib.sha256(value).hexdigest() for value in values),
     }
+
+
+def _require_kinds(
+    split: Callable[[Any], tuple] | None, generator: torch.Generator | None, checkpoint: str | Path | None
+) -> None:
+    """Refuse options of another kind before they are used, or silently not used."""
+    if split is not None and not callable(split):
+        raise BadData(f"split is a function of a batch, got {split!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise BadData(f"generator is a torch.Generator, got {generator!r}: torch.Generator().manual_seed(0) makes one")
+    if checkpoint is not None and not isinstance(checkpoint, str | Path):
+        raise BadData(f"checkpoint is the path of a folder, got {checkpoint!r}")
 
 
 def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure | None) -> Resume:
@@ -237,7 +247,11 @@ def _device(module: nn.Module, device: torch.device | str | None) -> torch.devic
             )
         if not bool(p.isfinite().all()):
             raise BadData(f"parameter {name!r} of the network is not finite")
-    if device is not None and torch.device(device).type != found.type:
+    try:
+        wanted = found if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BadData(f"device={device!r} is no device; the model is on {str(found)!r}") from error
+    if wanted.type != found.type:
         raise BadData(f"device={str(device)!r}, but the model is on {str(found)!r}: move the model first")
     return found
 

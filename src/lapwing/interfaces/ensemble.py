@@ -43,6 +43,8 @@ class Ensemble:
         """The mixture of the members' predictions."""
         if self.watch is not None:
             self.watch.require_unchanged(self.network.module, self.network.params)
-        function = sampled_function(self.network, self.weights, self.inputs(x), differentiable)
+        inputs = self.inputs(x)
+        with self.network.explaining(inputs):
+            function = sampled_function(self.network, self.weights, inputs, differentiable)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
         return predict_targets(function, self.likelihood, link=link, scalar=self.scalar, shifted=self.shifted)

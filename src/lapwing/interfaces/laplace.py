@@ -17,7 +17,7 @@ from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.matrixfree import moved as sent
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation
+from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
@@ -383,6 +383,19 @@ class Laplace:
         inputs = self._inputs(x)
         if samples is not None and not (isinstance(samples, int) and samples > 0):
             raise BadData(f"samples is a positive whole number, got {samples!r}")
+        with self.network.explaining(inputs):
+            return self._predicted(inputs, method, link, samples, joint, differentiable, generator)
+
+    def _predicted(
+        self,
+        inputs: Inputs,
+        method: str,
+        link: str,
+        samples: int | None,
+        joint: bool,
+        differentiable: bool,
+        generator: torch.Generator | None,
+    ) -> Prediction:
         if method == "sampled":
             if joint:
                 raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
@@ -426,8 +439,7 @@ class Laplace:
     def ensemble(self, n: int, generator: torch.Generator | None = None) -> Ensemble:
         """n fixed weight samples as n networks: the same ones at every input."""
         self._require_unchanged()
-        if n < 1:
-            raise BadData(f"an ensemble has at least one member, got {n}")
+        require_whole("the number of members of an ensemble", n)
         draws = self._draws(n, generator)
         return Ensemble(
             self.network,
@@ -453,9 +465,9 @@ class Laplace:
             raise BadData(
                 f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
             )
+        x = self._batches(()).placed(x)
         if batch_size(x) == 0:
             raise BadData("the batch to predict is empty")
-        x = self._batches(()).placed(x)
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
                 where = tuple((~tensor.isfinite()).nonzero()[0].tolist())

@@ -297,7 +297,15 @@ def draw(law: Distribution, shape: tuple[int, ...], generator: torch.Generator |
 
 def as_target(f: Tensor, y: Any) -> Tensor:
     """y as a tensor on the device of f."""
-    return torch.as_tensor(y).to(f.device)
+    try:
+        y = torch.as_tensor(y)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadData(
+            f"targets are a {type(y).__name__} that is no tensor of numbers ({error}). Write classes as 0, 1, …"
+        ) from error
+    if y.is_sparse or y.layout is not torch.strided:
+        raise BadData(f"targets are sparse ({y.layout}): pass targets.to_dense()")
+    return y.to(f.device)
 
 
 def match_shape(y: Tensor, shape: torch.Size, event_shape: torch.Size, name: str) -> Tensor:

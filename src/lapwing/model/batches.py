@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Number
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lapwing.errors import BadData, NotReiterable, UnsupportedModel
+from lapwing.errors import BadData, LapwingError, NotReiterable, UnsupportedModel
 from lapwing.model.convention import (
     IGNORED,
     Answer,
@@ -160,6 +161,22 @@ def _tensor_of(value: Any) -> Tensor:
         ) from error
 
 
+@contextmanager
+def explained(inputs: Inputs) -> Iterator[None]:
+    """Say which inputs came where a network fails on them."""
+    try:
+        yield
+    except (LapwingError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as error:
+        came = " and ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(inputs))
+        whole = any(not (t.is_floating_point() or t.is_complex()) for t in tensors_in(inputs))
+        hint = " Integers stay integers: pass x.float() to a network of real numbers." if whole else ""
+        raise BadData(
+            f"the network does not take inputs of shape {came} ({type(error).__name__}: {error}).{hint}"
+        ) from error
+
+
 def batch_size(inputs: Inputs) -> int:
     """The number of samples: the first dimension of the first tensor that has one."""
     for tensor in tensors_in(inputs):
@@ -250,8 +267,12 @@ class Batches:
 
     def __post_init__(self) -> None:
         pair = isinstance(self.data, (tuple, list)) and len(self.data) == 2
+        for tensor in tensors_in(self.data) if pair else ():
+            _dense(tensor)
         if _is_array(self.data) or (pair and (isinstance(self.data, tuple) or all(map(_is_array, self.data)))):
             object.__setattr__(self, "data", as_tensors(self.data))
+        if isinstance(self.data, tuple) and pair and isinstance(self.data[0], (Tensor, Mapping)):
+            object.__setattr__(self, "data", (self.data[0], _listed(self.data[1])))
 
     @property
     def convention(self) -> Convention:
@@ -325,7 +346,7 @@ class Batches:
             if targets is None:
                 raise BadData(f"batch {number} has no targets")
             seen += 1
-            targets = _on(self.device, targets)
+            targets = _on(self.device, _dense(targets) if isinstance(targets, Tensor) else targets)
             if labels is not None and are_tokens(targets):
                 inputs, targets = self._aligned(inputs, labels, targets, number)
             yield Batch(inputs, targets, _on(self.device, weights), number)
@@ -435,17 +456,21 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _dense(tensor: Tensor) -> Tensor:
+    if tensor.is_nested:
+        raise BadData("a tensor of the data is nested: pass padded tensors, or batches of equal length")
     if tensor.layout is not torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
-        raise BadData(f"an input of shape {tuple(tensor.shape)} has the layout {kind}: pass tensor.to_dense()")
+        raise BadData(f"a tensor of the data, of shape {tuple(tensor.shape)}, is {kind}: pass tensor.to_dense()")
     return tensor
 
 
 def _listed(targets: Any) -> Any:
-    """Targets in (nested) lists of numbers as a tensor; anything else as it is, for the likelihood to judge."""
+    """Targets in (nested) lists of numbers as a tensor; tensors and whatever is no list as they are."""
     if not isinstance(targets, (list, tuple)):
         return targets
     try:
         return torch.as_tensor(targets)
-    except (TypeError, ValueError, RuntimeError):
-        return targets
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadData(
+            f"targets are a {type(targets).__name__} that is no tensor of numbers ({error}). Write classes as 0, 1, …"
+        ) from error

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import UnsupportedModel
+from lapwing.errors import LapwingError, UnsupportedModel
 from lapwing.model.agreement import agrees
 from lapwing.model.backward import pull
-from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take
+from lapwing.model.batches import Inputs, batch_size, call, explained, map_tensors, take
 from lapwing.model.fixednorm import FixedNorms
 from lapwing.model.forward import push_forward
 from lapwing.model.jacobian import Linearization
@@ -74,8 +74,19 @@ class Network:
 
     def returned(self, inputs: Inputs) -> object:
         """Return what the module itself returns, without gradients."""
-        with self.borrow() as module, torch.no_grad():
+        with self.borrow() as module, torch.no_grad(), explained(inputs):
             return call(module, inputs)
+
+    @contextmanager
+    def explaining(self, inputs: Inputs) -> Iterator[None]:
+        """Where something fails because the network does not take these inputs, say so instead."""
+        try:
+            yield
+        except LapwingError:
+            raise
+        except Exception:
+            self.forward(inputs)
+            raise
 
     def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """f at other weights theta (P,); gradients flow into theta and the inputs where the caller has them on."""
@@ -244,7 +255,8 @@ def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     free = [name for name, p in module.named_parameters() if p.requires_grad]
     with borrowed(module, free) as own:
         live = dict(own.named_parameters())
-        finished = run(own, take(inputs, slice(0, 1), batch_size(inputs)), {name: live[name] for name in free})
+        with explained(inputs):
+            finished = run(own, take(inputs, slice(0, 1), batch_size(inputs)), {name: live[name] for name in free})
         ids = {id(live[name]): name for name in free}
         small: Callable = lambda record: all(record.tensors[j].ndim < 2 for j in record.live)  # noqa: E731
         found = first_reached(finished, small)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData
+from lapwing.errors import BadData, require_whole
 
 Selection = str | Iterable[str] | Callable[[str, Tensor], bool]
 
@@ -30,8 +30,7 @@ def subnetwork(k: int, by: Literal["variance", "magnitude", "random"] = "varianc
     by="variance" takes the largest marginal variances of a diagonal posterior under the prior of the fit,
     "magnitude" the largest absolute weights, "random" a uniform set (with the fit's generator).
     """
-    if k < 1:
-        raise BadData(f"a subnetwork needs at least one weight, got k = {k}")
+    require_whole("the number of weights of a subnetwork", k)
     if by not in ("variance", "magnitude", "random"):
         raise BadData(f"a subnetwork is chosen by 'variance', 'magnitude' or 'random', got {by!r}")
     return Subnetwork(k, by, within)
@@ -43,17 +42,17 @@ def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
     every = dict(module.named_parameters())
     if not free:
         raise BadData("every parameter of the model is frozen (requires_grad=False): nothing to put a posterior on")
-    if selection is None or isinstance(selection, nn.Module):
+    known, patterns = _patterns(selection)
+    if not known:
         raise BadData(
             f"select is 'all', 'last_layer', a glob, a list of names, a predicate (name, tensor) -> bool or a "
-            f"subnetwork, got {type(selection).__name__}"
+            f"subnetwork, got {patterns or type(selection).__name__}"
         )
     if callable(selection):
         names = [name for name, p in free.items() if selection(name, p)]
         if not names:
             raise BadData("the select predicate chose no parameter that requires grad")
         return tuple(names)
-    patterns = [selection] if isinstance(selection, str) else list(selection)
     if not patterns:
         raise BadData("select is an empty list: name at least one parameter")
     if patterns == ["all"]:
@@ -70,6 +69,16 @@ def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
     if not chosen:
         raise BadData(f"select={selection!r} matches only frozen parameters (requires_grad=False)")
     return tuple(name for name in free if name in chosen)
+
+
+def _patterns(selection: Any) -> tuple[bool, list[Any]]:
+    """Whether a selection is of a kind that is known, and the names or globs that it lists."""
+    if isinstance(selection, str):
+        return True, [selection]
+    if isinstance(selection, nn.Module | Tensor | bytes) or not isinstance(selection, Iterable):
+        return callable(selection) and not isinstance(selection, nn.Module), []
+    listed = list(selection)
+    return all(isinstance(name, str) for name in listed), listed
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

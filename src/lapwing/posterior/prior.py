@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, UnsupportedOperation
+from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation
 from lapwing.linalg import PSD, Diagonal, pack, unpack, unpack_sound
 from lapwing.linalg.operator import Operator
 from lapwing.posterior.posterior import Posterior
@@ -164,7 +164,7 @@ def resolve_prior(prior: Precision | Prior) -> Prior:
         return prior
     if isinstance(prior, int | float | Tensor | Mapping | PSD):
         return Prior(prior)
-    raise TypeError(
+    raise BadData(
         f"prior must be a precision (a number, a dict from names or globs to numbers, a flat tensor), or a Prior, "
         f"not {type(prior).__name__}"
     )
@@ -201,7 +201,7 @@ def _by_name(
 
 def _check(value: Any, where: str, allowed: str, above: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        raise TypeError(f"{where} must be a number or a tensor, not {type(value).__name__}")
+        raise BadData(f"{where} must be a number or a tensor, not {type(value).__name__}")
     if not isinstance(value, Tensor) and above < value < math.inf:
         return
     values = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

@@ -54,5 +54,5 @@ def resolve_temperature(temperature: float | Tensor | Tempered) -> Tempered:
     if isinstance(temperature, Tempered):
         return temperature
     if isinstance(temperature, bool) or not isinstance(temperature, int | float | Tensor):
-        raise TypeError(f"temperature must be a number, a 0-d tensor or Tempered(T), not {type(temperature).__name__}")
+        raise BadData(f"temperature must be a number, a 0-d tensor or Tempered(T), not {type(temperature).__name__}")
     return Tempered(temperature)
