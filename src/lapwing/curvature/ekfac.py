@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor
-from lapwing.curvature.kron import KroneckerFactor, KroneckerSums, Sharing, kept_alike, kept_as, sums_of
+from lapwing.curvature.kron import SHOWN, KroneckerFactor, KroneckerSums, Sharing, kept_alike, kept_as, sums_of
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.curvature.sweep import sweep
@@ -102,9 +102,9 @@ class EKFAC(Structure):
 
     def estimate(self, problem: Problem) -> Estimate:
         basis, notes = self._basis(problem)
-        first = sums_of(problem, self.sharing, basis)
-        first.sweep(problem, "fit (basis)", gradient=False)
-        moments = MomentAccumulator(problem, eigenbasis(first, problem))
+        first, remembering = sums_of(problem, self.sharing, basis), problem.remembering(SHOWN)
+        first.sweep(remembering, "fit (basis)", gradient=False)
+        moments = MomentAccumulator(problem, eigenbasis(first, remembering))
         totals = sweep(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 

@@ -14,6 +14,8 @@ from lapwing.errors import BadData, TooLarge, require_whole
 from lapwing.likelihoods import Likelihood
 
 DIRECTIONS = 2048  # output directions a sample that the exact GGN goes through before it asks for a sampled factor
+MISSED = 1e-3  # share of a weight's curvature that may be left out by default
+NOTICED = 1e-6  # curvature that no prior precision in use tells from none
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +90,12 @@ class Factor(ABC):
         weights: Tensor | None = None,
         generator: torch.Generator | None = None,
         scored: bool = False,
+        reach: Tensor | None = None,
     ) -> Directions:
         """The same directions, those of each sample times the root of its weight, with those left out that may be;
-        `scored` asks for the score to be the first of them, where the likelihood can turn them so."""
+        `scored` asks for the score to be the first of them, where the likelihood can turn them so. `reach` (n, k): the
+        square of which a unit of curvature in output space is multiplied by on its way to k weights or others like
+        them."""
         columns = torch.stack(list(self.directions(likelihood, f, y, generator)))
         if weights is not None:
             columns = columns * weights.to(columns).sqrt().reshape(-1, *(1,) * (columns.ndim - 2))
@@ -114,7 +119,8 @@ class GGN(Factor):
 
     `tolerance` is the share of the curvature in output space, Σ tr Λ of a batch, that may be left out: the smallest
     directions are, and samples of which nothing is left cost a forward pass only. None leaves out what is below the
-    rounding of the network's dtype; 0 leaves out nothing (but for the basis of `EKFAC`, see there). Confident
+    rounding of the network's dtype, unless a large input that few other samples have takes it to a weight that would
+    miss it; 0 leaves out nothing (but for the basis of `EKFAC`, see there). Confident
     classifiers gain most: `GGN(tolerance=1e-3)` needs less than one of nine directions a sample on a trained CIFAR-10
     network. The summary says what was dropped. Matrix-free products leave out whole samples only.
     """
@@ -136,6 +142,7 @@ class GGN(Factor):
         weights: Tensor | None = None,
         generator: torch.Generator | None = None,
         scored: bool = False,
+        reach: Tensor | None = None,
     ) -> Directions:
         self.require(f)
         root, scale = (likelihood.scored_factor(f, y) if scored else None) or (likelihood.factor(f, y), None)
@@ -152,6 +159,9 @@ class GGN(Factor):
         ascending = sizes.flatten().sort().values
         most = int((ascending.cumsum(0) <= tolerance * total).sum())
         kept = sizes >= (ascending[most] if most < len(ascending) else torch.inf)  # of equal ones all or none
+        if reach is not None and self.tolerance is None:
+            rare = _matter_to_some_weight(sizes, kept, reach)
+            kept |= rare[:, None] & (sizes > 0)
         if scale is not None:  # whatever its size, the first goes along with the others
             kept[:, 0] = kept.any(1)
             scale = torch.where(kept[:, 0], scale, 0.0)
@@ -186,6 +196,18 @@ class GGN(Factor):
                 f"the exact GGN needs up to {f[0].numel():,} output directions a sample, outputs {tuple(f.shape[1:])}, "
                 f"more than {self.limit:,}. Use factor='mc' (Monte Carlo Fisher), or GGN(limit=...) to insist."
             )
+
+
+def _matter_to_some_weight(sizes: Tensor, kept: Tensor, reach: Tensor) -> Tensor:
+    """Samples whose dropped directions (sizes (n, k), not kept) hold more than `MISSED` of the curvature of a weight
+    that this batch gives, and more than `NOTICED` of a prior precision of one; (n,)."""
+    lost = (sizes * ~kept).sum(1)
+    rare = lost * reach.abs().amax(1).double().square() > NOTICED
+    if bool(rare.any()):
+        squares = reach.double().square()
+        whole = MISSED * (sizes.sum(1) @ squares) + NOTICED
+        rare[rare.clone()] = (lost[rare, None] * squares[rare] > whole).any(1)
+    return rare
 
 
 @dataclass(frozen=True, eq=False)

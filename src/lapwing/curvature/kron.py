@@ -88,7 +88,8 @@ class KroneckerSums(Accumulator):
     def finish(self) -> BlockDiagonal: ...
 
     def basis(self, problem: Problem) -> BlockDiagonal:
-        """Factors whose eigenvectors make a basis of the curvature; the sums are given up."""
+        """Factors whose eigenvectors make a basis of the curvature; the sums are given up. The problem remembers
+        `SHOWN` samples."""
         return self.finish()
 
     def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -211,7 +212,7 @@ class KronAccumulator(KroneckerSums):
         attention sum to zero. Rounding alone would choose the eigenvectors there, and with them the moments.
         """
         if self.sharing == "reduce":
-            few = problem.head(SHOWN)
+            few = problem.head
             shared = self._shared(few)
             if shared:
                 other = KronAccumulator(few, "expand", self.factor)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Problem:
     batch: int = 0  # samples of the first batch
     example: Inputs = None  # the first samples
     doubts: tuple[str, ...] = ()  # what in the first outputs and targets contradicts the likelihood
+    remembered: tuple[list[Batch], int] | None = None  # samples that were read first, and how many are wanted
 
     @property
     def few(self) -> bool:
@@ -110,15 +111,16 @@ class Problem:
                 return f"batch {batch.number}: the outputs of layer {record.name}({owners}) are not finite"
         return f"batch {batch.number}: the outputs of the network are not finite, after its last layer with weights"
 
-    def head(self, samples: int) -> Problem:
-        """The same problem with the first so many samples alone, read from data that can be read again."""
-        few: list[Batch] = []
-        for batch in self.batches:
-            few.extend(islice(parts_of(batch, samples), 1))
-            samples -= batch_size(few[-1].inputs)
-            if samples <= 0:
-                break
-        return replace(self, first=few[0], rest=iter(few[1:]), resume=None, progress=False)
+    def remembering(self, samples: int) -> Problem:
+        """The same problem, which remembers the first so many samples that it reads."""
+        return replace(self, remembered=([], samples))
+
+    @property
+    def head(self) -> Problem:
+        """The same problem with the samples alone that this one remembers."""
+        assert self.remembered is not None
+        (first, *others), _ = self.remembered
+        return replace(self, first=first, rest=iter(others), remembered=None, resume=None, progress=False)
 
     def read(self, label: str) -> Iterator[Batch]:
         """The batches, with a progress bar."""
@@ -126,9 +128,19 @@ class Problem:
         if self.rest is not None and self.first is not None:
             source = chain([self.first], self.rest)
         hide = None if self.progress is None else not self.progress
-        yield from tqdm(
+        bar = tqdm(
             source, desc=label, total=self.batches.length, disable=hide, delay=0 if self.progress else 1, leave=False
         )
+        for batch in bar:
+            self._remember(batch)
+            yield batch
+
+    def _remember(self, batch: Batch) -> None:
+        if self.remembered is not None:
+            kept, wanted = self.remembered
+            missing = wanted - sum(batch_size(part.inputs) for part in kept)
+            if missing > 0:
+                kept.append(next(parts_of(batch, missing)))
 
 
 def pose(

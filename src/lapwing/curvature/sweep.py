@@ -18,8 +18,8 @@ from lapwing.curvature.shards import sharded
 from lapwing.curvature.totals import Sums, Totals
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
-from lapwing.model import Batch, Digest, LazyRows, Linearization
-from lapwing.model.batches import parts_of
+from lapwing.model import Batch, Digest, LazyRows, Linearization, tensors_in
+from lapwing.model.batches import Inputs, parts_of
 
 Update = Callable[[Jacobian, Tensor | None], None]
 """Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
@@ -220,8 +220,10 @@ class _Pass:
         problem, likelihood = self.problem, self.problem.likelihood
         y, f = problem.prepare(batch, f), f.detach()
         with torch.no_grad():
-            scored: dict[str, Any] = {"scored": True} if self.scored else {}
-            directions = self.factor.choose(likelihood, f, y, batch.weights, problem.generator, **scored)
+            asked: dict[str, Any] = {"scored": True} if self.scored else {}
+            if isinstance(self.factor, GGN):
+                asked["reach"] = _reach(batch.inputs, len(f))
+            directions = self.factor.choose(likelihood, f, y, batch.weights, problem.generator, **asked)
             score = None
             if self.scored:  # φ·∇_f log p(y | f)
                 score = _weighted(likelihood.score(f, y) * likelihood.dispersion.detach().to(f), batch.weights)
@@ -291,6 +293,16 @@ def _no_derivative(rows: LazyRows, k: int) -> str:
         "outputs are finite: an operation after it has no derivative there (a square root or a norm at zero), or a "
         "very steep one"
     )
+
+
+def _reach(inputs: Inputs, n: int) -> Tensor | None:
+    """The inputs of each sample, (n, k), whose squares are factors of its curvature in a first layer.
+
+    Inputs of very different sizes (a feature in other units, or one that few samples have) make directions matter that
+    are small in output space.
+    """
+    own = [t.detach() for t in tensors_in(inputs) if t.is_floating_point() and t.ndim and len(t) == n]
+    return torch.cat([t.reshape(n, -1) for t in own], 1) if own else None
 
 
 def _weighted(s: Tensor, weights: Tensor | None) -> Tensor:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lapwing.errors import UnsupportedOperation, positive
 from lapwing.evidence.tuning import with_dispersion
 from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Likelihood
+from lapwing.likelihoods.marginal import normal_nodes
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.fixed import base_points
 
@@ -18,6 +20,7 @@ Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 LOGITS = (Categorical, Bernoulli, BradleyTerry)
 SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
 OVERFLOW = 80.0  # of an exponent, in float32 with room for a sum
+NODE, WIDEST = 10, 5.2  # every tenth node of the rule for one logit is taken, up to so many standard deviations
 JITTER = 1e-6  # of the mean variance: the covariance of f may be singular
 
 
@@ -35,27 +38,41 @@ def linked(link: str = "auto", samples: int = 256) -> Score:
 
 
 def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Categorical, samples: int) -> Tensor:
-    """log (1/S) Σ_s softmax(f_s)_y over fixed base points, classes first so that the sums run over whole vectors.
+    """log E[softmax(f)_y] over fixed points of the other logits, given which f_y is Gaussian and its softmax the
+    sigmoid of f_y minus their log-sum: a one-dimensional integral, as in `expected_softmax`.
 
-    softmax(f)_y = 1/Σ_c exp(f_c − f_y), through logarithms only where a difference would overflow.
+    Classes come first so that the sums run over whole vectors, and logarithms only where exponentials would overflow.
     """
-    base = base_points(samples, mean.shape[-1], mean)  # (S, C)
+    base = base_points(samples, mean.shape[-1] - 1, mean)  # (S, C − 1)
     mask = likelihood.mask(mean, y)
     own = (y if mask is None else y.masked_fill(~mask, 0)).long()[:, None]
-    root = contrast_root(covariance)
-    root = root - root.gather(1, own[:, :, None].expand(-1, -1, root.shape[-1]))
-    center = (mean - mean.gather(1, own)).T[:, :, None]
-    spread = (root.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
-    ahead = spread.add_(center)  # (C, N, S): f_c − f_y
-    if ahead.detach().amax() > OVERFLOW:
-        value = (-ahead.logsumexp(0)).logsumexp(-1) - math.log(samples)
+    order = torch.arange(mean.shape[-1], device=mean.device).expand(len(mean), -1)
+    order = order.scatter(1, own, mean.shape[-1] - 1).scatter(1, order[:, -1:], own)  # the own class last
+    root, center = contrast_root(covariance, order), mean.gather(1, order)
+    ahead = root[:, :-1, :-1] - root[:, -1:, :-1]
+    spread = (ahead.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
+    spread = spread.add_((center[:, :-1] - center[:, -1:]).T[:, :, None])  # (C − 1, N, S): f_c − E[f_y | others]
+    nodes, log_weights = own_nodes(mean)
+    steps = root[:, -1, -1][:, None, None] * nodes  # (N, 1, Q): f_y − E[f_y | others]
+    if spread.detach().amax() > OVERFLOW:
+        inner = logsigmoid(steps - spread.logsumexp(0)[..., None]) + log_weights
+        value = inner.flatten(1).logsumexp(1) - math.log(samples)
     else:
-        value = ahead.exp_().sum(0).reciprocal_().mean(-1).log()
+        inner = (spread.exp_().sum(0)[..., None] * (-steps).exp()).add_(1).reciprocal_()
+        value = (inner.mean(1) @ log_weights.exp()).log()
     return value if mask is None else torch.where(mask, value, 0.0)
 
 
-def contrast_root(covariance: Tensor) -> Tensor:
-    """L (N, C, C) with L Lᵀ = the covariance of f minus its average over the classes, which the softmax does not see.
+def own_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes (Q,) and log weights for N(0, 1), as coarse as they may be where the integrand itself is spread out."""
+    nodes, log_weights = normal_nodes(like)
+    likely = nodes.abs() < WIDEST
+    return nodes[likely][::NODE], log_weights[likely][::NODE].log_softmax(0)
+
+
+def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:
+    """The Cholesky factor L (N, C, C) of the covariance of f minus its average over the classes, which the softmax does
+    not see, with the classes in an order (N, C); that average is given back at a level that hides no difference.
 
     No data determine that average: under a wide prior its variance is so much larger than all others that rounding
     alone may leave the whole matrix indefinite. In float64, with a ridge at the level of that rounding, raised where it
@@ -69,6 +86,8 @@ def contrast_root(covariance: Tensor) -> Tensor:
     rounding = noise * wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     ridge = JITTER * level + rounding + torch.finfo(covariance.dtype).tiny
     eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
+    inner = inner + level[:, None, None]
+    inner = inner.gather(1, order[:, :, None].expand(inner.shape)).gather(2, order[:, None].expand(inner.shape))
     root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
     for _ in range(3):
         if not bool(failed.any()):

@@ -66,7 +66,6 @@ from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
 from lapwing.predictive.sampled import sampled_function
 
-WEIGHT_DRAWS = 128  # weight samples where f is sampled through the network
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
 INTERPOLATES = (
     "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
@@ -416,8 +415,6 @@ class Laplace:
                 link, samples = "mc", samples or JVP_DRAWS
         else:
             raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
-        if samples is None and function.mean[0].numel() > CLOSED_FORM:
-            samples = WEIGHT_DRAWS
         return predict_targets(
             function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature),
             self.likelihood,

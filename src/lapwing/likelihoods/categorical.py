@@ -34,6 +34,10 @@ class Categorical(Likelihood):
     def shift_invariant(self) -> bool:
         return True
 
+    @property
+    def softmax(self) -> bool:
+        return type(self).conditional is Categorical.conditional
+
     def conditional(self, f: Tensor) -> CategoricalLaw:
         return CategoricalLaw(logits=f, validate_args=False)
 

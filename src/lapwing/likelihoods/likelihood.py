@@ -170,6 +170,11 @@ class Likelihood(ABC):
     # --- sums over data --------------------------------------------------------------------------------------------
 
     @property
+    def softmax(self) -> bool:
+        """Whether p(y | f) = softmax(f)_y over the last dimension of f."""
+        return False
+
+    @property
     def dispersion(self) -> Tensor:
         """φ, 0-d: the common factor by which Λ⁻¹ scales (σ² for a Gaussian, 1 otherwise). Gradients flow."""
         return torch.ones((), dtype=torch.float64)

@@ -14,8 +14,15 @@ from torch import Tensor
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods.marginal import safe_sqrt
 from lapwing.predictive.fixed import base_points, fixed_generator
+from lapwing.predictive.softmax import DenseSpread, SharedSpread, Spread
 
 _BLOCK = 2**24  # elements of f in one block of points
+SAMPLES = 1024
+"""Points of f in a Monte Carlo expectation; a power of two suits their sequence."""
+
+WEIGHT_DRAWS = 128
+"""The same where each costs a pass through the network."""
+
 _DRAWS = 64  # points by weight draws in one block: a constant, so that results do not depend on the batch
 
 Sampler = Callable[[int, torch.Generator | None], Tensor]
@@ -71,6 +78,22 @@ class FunctionDistribution(ABC):
         """Whether `item_covariance` is at hand, or cheaper than samples."""
         return True
 
+    @property
+    def usual(self) -> int:
+        """How many points an expectation takes if no number is given."""
+        return SAMPLES
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether the second half of each block is the mirror image of the first."""
+        return False
+
+    @property
+    def spread(self) -> Spread | None:
+        """Roots of the covariances of all items, (items, C, C), for expectations of a softmax; None where there are
+        only draws."""
+        return None
+
     def points(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """All blocks at once, (S, B, *event, C)."""
         return torch.cat(list(self.blocks(n, generator)))
@@ -83,7 +106,8 @@ class GaussianFunction(FunctionDistribution):
     Each of `covariance`, `variance` is a tensor or a function without arguments, called once and when needed. With
     `sampler(n, generator)`, draws (n, B, *event, C) need no covariance at all, and are taken to be joint over inputs
     (as weight samples are); expectations item by item then come from `root`, if it gives R (C, C) and s (B, C) with
-    covariances R diag(s²) Rᵀ, and from draws and their mirror images otherwise. `joint=True`: covariance is (B, *event,
+    covariances R diag(s²) Rᵀ, from draws and their mirror images otherwise; those of a softmax from the covariances,
+    if `closed` says that they are worth their cost. `joint=True`: covariance is (B, *event,
     C, B, *event, C). `contrasts` is for targets that do not see the average of f over C (a softmax), whose variance
     under a wide prior drowns all others in rounding: the covariance of f minus that average, or True to take it from
     `covariance`. Expectations item by item use it.
@@ -98,6 +122,7 @@ class GaussianFunction(FunctionDistribution):
     _joint: bool
     _contrasts: Callable[[], Tensor] | bool
     _root: Callable[[], tuple[Tensor, Tensor] | None] | None
+    _closed: bool
 
     def __init__(
         self,
@@ -109,11 +134,12 @@ class GaussianFunction(FunctionDistribution):
         joint: bool = False,
         contrasts: Callable[[], Tensor] | bool = False,
         root: Callable[[], tuple[Tensor, Tensor] | None] | None = None,
+        closed: bool = False,
     ) -> None:
         if covariance is None and variance is None and sampler is None:
             raise ValueError("GaussianFunction needs a covariance, a variance or a sampler; all are missing.")
         fields = {"mean": mean, "covariance": covariance, "variance": variance, "sampler": sampler, "joint": joint}
-        for name, value in (fields | {"contrasts": contrasts, "root": root}).items():
+        for name, value in (fields | {"contrasts": contrasts, "root": root, "closed": closed}).items():
             object.__setattr__(self, f"_{name}", value)
 
     @property
@@ -128,7 +154,7 @@ class GaussianFunction(FunctionDistribution):
     def has_covariance(self) -> bool:
         if self._covariance is None:
             return self.mean.shape[-1] == 1 and self._variance is not None
-        return self._sampler is None or self.mean.ndim == 2  # tokens and pixels: rather by samples
+        return self._sampler is None or self._closed or self.mean.ndim == 2  # tokens and pixels: rather by samples
 
     def scaled(self, factor: float) -> GaussianFunction:
         covariance, variance, sampler, contrasts = self._covariance, self._variance, self._sampler, self._contrasts
@@ -139,7 +165,8 @@ class GaussianFunction(FunctionDistribution):
             sampler=None if sampler is None else lambda n, generator: factor * sampler(n, generator),
             joint=self._joint,
             contrasts=(lambda: factor**2 * contrasts()) if callable(contrasts) else contrasts,
-            root=lambda: None if self._shared_root is None else (factor * self._shared_root[0], self._shared_root[1]),
+            root=lambda: None if self._found_root is None else (factor * self._found_root[0], self._found_root[1]),
+            closed=self._closed,
         )
 
     @cached_property
@@ -186,12 +213,7 @@ class GaussianFunction(FunctionDistribution):
 
     @cached_property
     def _point_root(self) -> Tensor:
-        if callable(self._contrasts):
-            return symmetric_root(self._contrasts())
-        if not self._contrasts:
-            return self._item_root
-        half = self.item_covariance - self.item_covariance.mean(-1, keepdim=True)
-        return symmetric_root(half - half.mean(-2, keepdim=True))
+        return symmetric_root(self._contrast_covariance) if self._contrasts else self._item_root
 
     @cached_property
     def _joint_root(self) -> Tensor:
@@ -209,9 +231,38 @@ class GaussianFunction(FunctionDistribution):
         return mean + (noise[..., None, :] @ self._item_root)[..., 0, :]
 
     @cached_property
+    def _found_root(self) -> tuple[Tensor, Tensor] | None:
+        return self._root() if self._root is not None else None
+
+    @property
+    def usual(self) -> int:
+        return SAMPLES if self._sampler is None else WEIGHT_DRAWS
+
+    @property
+    def mirrored(self) -> bool:
+        return self._sampler is not None and self._shared_root is None
+
+    @cached_property
+    def spread(self) -> Spread | None:
+        if self._found_root is not None:
+            return SharedSpread(*(part.to(self.mean) for part in self._found_root))
+        if self._sampler is not None and not self._closed:
+            return None
+        covariance = self._contrast_covariance
+        return DenseSpread(covariance.reshape(-1, *covariance.shape[-2:]))
+
+    @property
+    def _contrast_covariance(self) -> Tensor:
+        """Of f minus its average over the outputs of an item."""
+        if callable(self._contrasts):
+            return self._contrasts()
+        half = self.item_covariance - self.item_covariance.mean(-1, keepdim=True)
+        return half - half.mean(-2, keepdim=True)
+
+    @cached_property
     def _shared_root(self) -> tuple[Tensor, Tensor] | None:
         """R and s, without what all outputs of an item share if the targets do not see it."""
-        found = self._root() if self._root is not None else None
+        found = self._found_root
         if found is None or not self._contrasts:
             return found
         return found[0] - found[0].mean(0), found[1]

@@ -18,7 +18,11 @@ from lapwing.predictive.function import GaussianFunction
 from lapwing.predictive.head import shared_root
 
 CLOSED_FORM = 64
-"""Outputs a sample up to which covariances are computed in closed form; beyond, f is sampled by one JVP a draw."""
+"""Outputs a sample up to which everything comes from covariances; beyond, `sample` takes one JVP a draw."""
+
+COVARIANCES = 1024
+"""Outputs a sample up to which class probabilities come from covariances; beyond, from draws by JVPs, of which as
+accurate probabilities would need more than there are outputs."""
 
 CHUNK = 2**28
 """Bytes of back-propagated gradients, and of what they come back through, under way at a time."""
@@ -58,8 +62,21 @@ class Linearized:
         exact = lambda: self.covariance(inputs, mean, contrast=True)  # noqa: E731
         contrasts = exact if self.shift_invariant and mean.shape[-1] > 2 else False
         return GaussianFunction(
-            mean, covariance, variance=variance, sampler=sampler, joint=joint, contrasts=contrasts, root=root
+            mean,
+            covariance,
+            variance=variance,
+            sampler=sampler,
+            joint=joint,
+            contrasts=contrasts,
+            root=root,
+            closed=not by_draws and self._affordable(mean),
         )
+
+    def _affordable(self, mean: Tensor) -> bool:
+        """Whether the covariances of items with many outputs take a bearable part of time and memory."""
+        under_way = 4 * self.plan.under_way(mean.shape[-1]) + self.plan.graph
+        covariances = 4 * mean.numel() * mean.shape[-1] * mean.element_size()
+        return mean[0].numel() <= COVARIANCES and max(under_way, covariances) <= self.memory // 4
 
     def jacobians(
         self,

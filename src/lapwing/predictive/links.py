@@ -16,17 +16,21 @@ from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import normal_nodes, safe_sqrt
 from lapwing.predictive.fixed import base_points
 from lapwing.predictive.function import FunctionDistribution
+from lapwing.predictive.softmax import expected_softmax
 
 
 @dataclass(frozen=True, eq=False)
 class ClassLaw:
-    """log_probs (..., C) of the prediction, and a function for E_f[entropy of p(y | f)], (...)."""
+    """log_probs (..., C) of the prediction, a function for E_f[entropy of p(y | f)], (...), and the estimated total
+    variation between the probabilities and their exact values, (...), where that is known."""
 
     log_probs: Tensor
     expected_entropy: Callable[[], Tensor]
+    error: Tensor | None = None
 
 
-Link = Callable[[FunctionDistribution, Likelihood, int, torch.Generator | None], ClassLaw]
+Link = Callable[[FunctionDistribution, Likelihood, int | None, torch.Generator | None], ClassLaw]
+"""From f, p(y | f), a number of points (None: as many as it takes) and their generator (None: fixed points)."""
 
 
 def entropy(log_probs: Tensor) -> Tensor:
@@ -51,20 +55,51 @@ def inner_law(likelihood: Likelihood, f: Tensor) -> Distribution:
 
 
 def monte_carlo(
-    function: FunctionDistribution, likelihood: Likelihood, samples: int, generator: torch.Generator | None
+    function: FunctionDistribution, likelihood: Likelihood, samples: int | None, generator: torch.Generator | None
 ) -> ClassLaw:
-    """p = (1/S) Σ_s p(y | f_s): right for any covariance and any function distribution."""
+    """p = (1/S) Σ_s p(y | f_s): right for any covariance and any function distribution; for the softmax of a Gaussian
+    by `expected_softmax`."""
+    if likelihood.softmax and function.mean.shape[-1] > 2 and function.spread is not None:
+        return _softmax(function, samples, generator)
     log_sum: Tensor | None = None
     expected: Tensor | float = 0.0
+    squares: Tensor | float = 0.0
     count = 0
-    for f in function.blocks(samples, generator):
+    for f in function.blocks(function.usual if samples is None else samples, generator):
         log_p = log_class_probs(likelihood, f)
         part = log_p.logsumexp(0)
         log_sum = part if log_sum is None else torch.logaddexp(log_sum, part)
         expected = expected + entropy(log_p).sum(0)
+        if function.mirrored:
+            squares = squares + _pairs(log_p.detach().exp()).square().sum(0)
         count += len(f)
     assert log_sum is not None
-    return ClassLaw(log_sum - math.log(count), lambda: torch.as_tensor(expected / count))
+    log_probs = log_sum - math.log(count)
+    error = _error(log_probs.detach().exp(), squares, count // 2) if isinstance(squares, Tensor) else None
+    return ClassLaw(log_probs, lambda: torch.as_tensor(expected / count), error)
+
+
+def _pairs(p: Tensor) -> Tensor:
+    """Averages of draws and their mirror images."""
+    half = len(p) // 2
+    return (p[:half] + p[half : 2 * half]) / 2
+
+
+def _error(p: Tensor, squares: Tensor, pairs: int) -> Tensor | None:
+    """The expected total variation of an average of so many independent draws, given the sum of their squares."""
+    if pairs < 2:
+        return None
+    deviation = ((squares / pairs - p.square()).clamp(min=0) / (pairs - 1)).sqrt()
+    return deviation.sum(-1) / math.sqrt(2 * math.pi)
+
+
+def _softmax(function: FunctionDistribution, samples: int | None, generator: torch.Generator | None) -> ClassLaw:
+    mean, spread = function.mean, function.spread
+    assert spread is not None
+    seed = None if generator is None else int(torch.randint(2**31, (), generator=generator, device=generator.device))
+    found = expected_softmax(mean.reshape(-1, mean.shape[-1]), spread, samples, seed)
+    entropies, error = (part.reshape(mean.shape[:-1]) for part in (found.entropy, found.error))
+    return ClassLaw(found.log_probs.reshape(mean.shape), lambda: entropies, error)
 
 
 def binary_quadrature(mean: Tensor, variance: Tensor) -> ClassLaw:
@@ -79,7 +114,7 @@ def binary_quadrature(mean: Tensor, variance: Tensor) -> ClassLaw:
 
 
 def quadrature(
-    function: FunctionDistribution, likelihood: Likelihood, samples: int, generator: torch.Generator | None
+    function: FunctionDistribution, likelihood: Likelihood, samples: int | None, generator: torch.Generator | None
 ) -> ClassLaw:
     """Labels, each from its own logit; or two classes, from f₁ − f₀ ~ N(m₁ − m₀, v₀₀ + v₁₁ − 2v₀₁)."""
     if isinstance(inner_law(likelihood, function.mean), BernoulliLaw):
@@ -91,7 +126,7 @@ def quadrature(
 
 
 def probit(
-    function: FunctionDistribution, likelihood: Likelihood, samples: int, generator: torch.Generator | None
+    function: FunctionDistribution, likelihood: Likelihood, samples: int | None, generator: torch.Generator | None
 ) -> ClassLaw:
     """softmax(m / √(1 + πv/8)), MacKay's approximation, from the variances alone; the sigmoid for binary labels.
 
@@ -102,7 +137,7 @@ def probit(
     log_probs = log_class_probs(likelihood, mean / (1 + math.pi / 8 * variance).sqrt())
 
     def expected() -> Tensor:
-        base = base_points(samples, mean.shape[-1], mean)
+        base = base_points(function.usual if samples is None else samples, mean.shape[-1], mean)
         shape = (len(base), *(1,) * (mean.ndim - 1), mean.shape[-1])
         f = mean + safe_sqrt(variance) * base.reshape(shape)
         return torch.minimum(entropy(log_class_probs(likelihood, f)).mean(0), entropy(log_probs))
@@ -113,7 +148,7 @@ def probit(
 def bridge(
     function: FunctionDistribution,
     likelihood: Likelihood,
-    samples: int,
+    samples: int | None,
     generator: torch.Generator | None,
     *,
     normalize: bool = False,
@@ -141,7 +176,7 @@ def bridge(
 
 
 def bridge_norm(
-    function: FunctionDistribution, likelihood: Likelihood, samples: int, generator: torch.Generator | None
+    function: FunctionDistribution, likelihood: Likelihood, samples: int | None, generator: torch.Generator | None
 ) -> ClassLaw:
     """The bridge with variances scaled to average √(K/2), and the mean with them: better where variances are large,
     over-confident where they are small."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,11 +26,11 @@ from lapwing.predictive.fixed import fixed_generator
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction
 from lapwing.predictive.links import LINKS, ClassLaw, entropy, inner_law
 
-SAMPLES = 1024
-"""Points of f in a Monte Carlo expectation; a power of two suits their sequence."""
-
 TARGETS = 1024
 """Draws of y, at least, where its law has no quantiles or entropy in closed form."""
+
+COARSE = 0.01
+"""Estimated total variation of probabilities from their exact values at which a prediction warns."""
 
 _CLASSES = ("probs", "label", "confidence")
 _VALUES = ("variance", "stddev", "interval")
@@ -48,7 +49,7 @@ class Prediction(ABC):
     function: FunctionDistribution
     likelihood: Likelihood
     link: str
-    samples: int = SAMPLES
+    samples: int | None = None
     seed: int | None = None
     score: Tensor | Callable[[], Tensor] | None = None
     scalar: bool = False
@@ -123,7 +124,7 @@ class Prediction(ABC):
 
     @cached_property
     def _points(self) -> Tensor:
-        return self.function.points(self.samples, self._generator())
+        return self.function.points(self.function.usual if self.samples is None else self.samples, self._generator())
 
     def _mixture_log_prob(self, y: Tensor) -> Tensor:
         """log (1/S) Σ_s p(y | f_s) for canonical targets."""
@@ -151,7 +152,16 @@ class ClassPrediction(Prediction):
 
     @cached_property
     def _law(self) -> ClassLaw:
-        return LINKS[self.link](self.function, self.likelihood, self.samples, self._generator())
+        law = LINKS[self.link](self.function, self.likelihood, self.samples, self._generator())
+        if self.samples is None and law.error is not None and bool((law.error > COARSE).any()):
+            warnings.warn(_coarse(law.error), stacklevel=2)
+        return law
+
+    @property
+    def monte_carlo_error(self) -> Tensor | None:
+        """The estimated total variation between `probs` and their exact values, (B, *event). None where there is
+        nothing to estimate it from: links without Monte Carlo, networks of an ensemble, one draw."""
+        return self._law.error
 
     @cached_property
     def probs(self) -> Tensor:
@@ -349,6 +359,15 @@ class ValuePrediction(Prediction):
         return torch.stack(draws, 1).reshape(len(points), *points.shape[1:-1], *draws[0].shape[1:])
 
 
+def _coarse(error: Tensor) -> str:
+    many = f"{int((error > COARSE).sum())} of {error.numel()} items"
+    return (
+        f"the probabilities of {many} are estimated to within a total variation of {float(error.max()):.2g} only "
+        f"(`.monte_carlo_error`; {COARSE:g} is aimed at): their logits are uncertain in many directions. Pass samples= "
+        "with a larger number, or tune the prior on held-out data, which makes most posteriors narrower."
+    )
+
+
 def predict_targets(
     function: FunctionDistribution,
     likelihood: Likelihood,
@@ -378,7 +397,7 @@ def predict_targets(
         function,
         likelihood,
         link=choose_link(link, function, likelihood),
-        samples=SAMPLES if samples is None else samples,
+        samples=samples,
         seed=seed,
         score=novelty,
         scalar=scalar,
