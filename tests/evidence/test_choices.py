@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lapwing.evidence import Groups, Setting, collect, linked, tune_validation, widest
-from lapwing.evidence.candidates import scaling_shows, tells_apart
+from lapwing.evidence.candidates import tells_apart
 from lapwing.evidence.descent import fit_logits, wider
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.sweep import Batch, Sweep
@@ -132,11 +132,3 @@ def test_logits_beyond_the_bar_are_left() -> None:
     better = fit_logits(sweep, setting)
     assert math.isfinite(better.logit_temperature)
     assert sweep.nll(better) < sweep.nll(setting)
-
-
-def test_scaling_shows_from_two_standard_errors_on_and_never_by_one_item() -> None:
-    gain = torch.tensor([1.0, 2.0, 3.0, 2.0])  # mean 2, standard error √(2/3)/2 = 0.408
-    losses = lambda shift: {"MAP": gain + shift, "temperature scaling": torch.zeros(4)}  # noqa: E731
-    assert scaling_shows(losses(-1.15))  # 0.85 > 0.816
-    assert not scaling_shows(losses(-1.25))  # 0.75, above two errors of a variance over n, not over n − 1: 0.707
-    assert not scaling_shows({"MAP": torch.tensor([5.0]), "temperature scaling": torch.zeros(1)})

@@ -16,7 +16,6 @@ from lapwing.evidence.scoring import (
     Score,
     baselines,
     best_dispersion,
-    best_logit_temperature,
     counted,
     describe,
     linked,
@@ -30,7 +29,8 @@ from lapwing.posterior import Tempered, resolve_temperature
 
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 BISECTIONS = 3  # of the decade between two priors of the grid
-OPTIONAL = ("temperature", "logit_temperature")  # what is learned by default only where it is of use
+OPTIONAL = ("temperature",)  # what is learned by default only where it is of use
+HELD_NOISE = 2.0  # items that the noise in force counts as where the network without a posterior has its noise fitted
 MEMORY = 2 * 1024**3
 
 
@@ -59,7 +59,7 @@ def tune_validation(
     prediction will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network
     without a posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps
     the value given by `start` (() or (G,)), `temperature` and `likelihood`. Without `learn`: the prior; the temperature
-    where the data tell inputs apart (`tells_apart`); the logit temperature where scaling gains two standard errors.
+    where the data tell inputs apart (`tells_apart`); the logit temperature, or a noise that the fit estimated.
 
     `split` = √n tunes Ritter's factored damping of Kronecker blocks instead of the exact sum (`factored_precision`).
     The covariances come from a rational approximation in τ/T whose relative error is bounded and reported.
@@ -151,15 +151,16 @@ def tune_sweep(
 ) -> Tuning:
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
-    given, candidates = candidates, candidates.settled(sweep, rivals)
+    given, candidates = candidates, candidates.settled(sweep)
     learned, free = candidates.learned, candidates.free
     settings = candidates.settings(sweep, rivals)
     losses = [sweep.losses(setting) for setting in settings]
     iterations = 0
     scores = [loss.mean().item() for loss in losses]
+    near = candidates.near(sweep)
     if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):
         start = settings[scores.index(min(scores))]
-        refined, iterations = descend(sweep, start, candidates.box, free, steps)
+        refined, iterations = descend(sweep, start, candidates.box, free, steps, near)
         settings.append(refined)
         losses.append(sweep.losses(refined))
     if "prior" in candidates.given and groups.count > 1:
@@ -171,9 +172,10 @@ def tune_sweep(
     last = len(settings) - 1
     barred = {last} if {"noise", "logit_temperature"} & {*candidates.given} else set()
     barred = {*range(count, last + 1)} if "prior" in candidates.given else barred
-    trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred))
+    reference = min(range(count, last + 1), key=lambda k: losses[k].mean().nan_to_num(torch.inf).item())
+    trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred), reference)
     if steps and "prior" in free and rule is not lowest:
-        trials = _between(sweep, trials, rule, "logit_temperature" in free)
+        trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
     tempered = resolve_temperature(temperature)
     tuning = _choose(sweep, groups, trials, candidates, rule, tempered, center, iterations, method)
     return replace(tuning, messages=(*_settled(sweep, given, learned), *tuning.messages))
@@ -204,10 +206,10 @@ def _limits(sweep: Sweep, candidates: Candidates) -> list[tuple[Setting, Tensor]
     dispersions: Sequence[float | None] = candidates.dispersions
     if "noise" in candidates.free:
         assert isinstance(likelihood, Gaussian)
-        dispersions = (best_dispersion(f, y, likelihood),)
+        dispersions = (best_dispersion(f, y, likelihood, HELD_NOISE),)
     divisors: Sequence[float] = candidates.logit_temperatures
     if "logit_temperature" in candidates.free:
-        divisors = (best_logit_temperature(f, y, likelihood),)
+        divisors = (candidates.near(sweep),)
     return [_limit(sweep, phi, divisor) for phi in dispersions for divisor in divisors]
 
 
@@ -277,7 +279,7 @@ def _choose(
     best = trials.choose(rule)
     setting = trials.settings[best]
     if "logit_temperature" in candidates.free and not setting.deterministic:
-        trials = _polished(sweep, trials, best)
+        trials = _polished(sweep, trials, best, candidates.near(sweep))
         best = len(trials.settings) - 1
         setting = trials.settings[best]
     precision = torch.full((groups.count,), DETERMINISTIC).double() if setting.deterministic else setting.precision
@@ -298,21 +300,21 @@ def _choose(
     )
 
 
-def _between(sweep: Sweep, trials: Trials, rule: Rule, logits: bool) -> Trials:
-    """The trials and, by bisection, priors between the chosen one and the next wider."""
+def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Trials:
+    """The trials and, by bisection, priors between the chosen one and the next wider; `near` as in `fit_logits`."""
     for _ in range(BISECTIONS):
         setting = trials.settings[trials.choose(rule)]
         found = None if setting.deterministic else wider(setting, trials.settings)
         if found is None:
             break
-        found = fit_logits(sweep, found) if logits else found
+        found = found if near is None else fit_logits(sweep, found, near=near)
         trials = trials.joined(found, sweep.losses(found))
     return trials
 
 
-def _polished(sweep: Sweep, trials: Trials, best: int) -> Trials:
+def _polished(sweep: Sweep, trials: Trials, best: int, near: float) -> Trials:
     """The chosen setting once more, its logit temperature fitted to all data instead of a few."""
-    fitted = fit_logits(sweep, trials.settings[best])
+    fitted = fit_logits(sweep, trials.settings[best], near=near)
     losses = sweep.losses(fitted)
     if losses.mean() > trials.losses[best].mean():
         fitted, losses = trials.settings[best], trials.losses[best]
@@ -329,8 +331,6 @@ def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[st
             f"the temperature is {fate}: log-variances of the held-out inputs spread by {most:.2g} at most, "
             f"{alone:.2g} under the prior alone"
         )
-    if "logit_temperature" in given.learned and "logit_temperature" not in learned:
-        said.append("the logits are kept: temperature scaling gains nothing that shows")
     return said
 
 
@@ -347,7 +347,11 @@ def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -
         )
     gain, error = trials.gain(top)
     if gain <= 2 * error:
-        messages.append(f"nothing is measurably better than the network as it is (gain {gain:.2g} ± {error:.2g})")
+        limit = settings[trials.reference]
+        messages.append(
+            f"nothing is measurably better than the network without a posterior ({limit}): "
+            f"gain {gain:.2g} ± {error:.2g}"
+        )
     messages += candidates.edges(setting)
     if scores[best] > scores[top]:
         mean, error = (value[best].item() for value in trials.excess(trials.losses[top]))

@@ -26,7 +26,6 @@ GRID: Mapping[str, Sequence[float]] = {
     "prior": tuple(10.0**k for k in range(-4, 6)),
     "temperature": tuple(10.0**k for k in range(-1, 5)),
 }
-SURE = 2.0  # standard errors that a gain must exceed to show
 APART = 1.25  # times the spread of log-variances under the prior alone
 HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
 LOGIT_RANGE = (0.05, 20.0)
@@ -114,14 +113,11 @@ class Candidates:
             tuple(name for name in learned if name in grid),
         )
 
-    def settled(self, sweep: Sweep, rivals: Mapping[str, Tensor]) -> "Candidates":
-        """Without what is optional and of no use: see `tells_apart` and `scaling_shows`."""
+    def settled(self, sweep: Sweep) -> "Candidates":
+        """Without the temperature where that is optional and of no use: see `tells_apart`."""
         found = self
         if "temperature" in self.optional and not tells_apart(sweep):
             found = replace(found, learned=_without("temperature", found.learned), temperatures=(self.temperature,))
-        if "logit_temperature" in self.optional and SCALING in rivals and not scaling_shows(rivals):
-            fixed = (self.logit_temperature,)
-            found = replace(found, learned=_without("logit_temperature", found.learned), logit_temperatures=fixed)
         return found
 
     def including(self, precision: Tensor, temperature: float, likelihood: Likelihood) -> "Candidates":
@@ -164,34 +160,33 @@ class Candidates:
         divisors = self.logit_temperatures or (1.0,)
         product = itertools.product(self.precisions, self.temperatures, self.dispersions, divisors)
         found = [Setting(tau, T, phi, logit_temperature=s) for tau, T, phi, s in product]
-        return found if self.logit_temperatures else _with_logits(sweep, found, rivals)
+        return found if self.logit_temperatures else self._with_logits(sweep, found, rivals)
 
+    def near(self, sweep: Sweep) -> float:
+        """The logit temperature of temperature scaling, where it is learned; that in force otherwise."""
+        if "logit_temperature" not in self.learned:
+            return self.logit_temperature
+        return best_logit_temperature(sweep.f, sweep.y, sweep.likelihood, near=self.logit_temperature)
 
-def _with_logits(sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str, Tensor]) -> list[Setting]:
-    """Each setting with its logit temperature: temperature scaling's times the ratio of the two on a few data.
+    def _with_logits(self, sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str, Tensor]) -> list[Setting]:
+        """Each setting with its logit temperature: temperature scaling's times the ratio of the two on a few data.
 
-    The ratio, unlike the temperatures themselves, hardly depends on which data these are.
-    """
-    few = sweep.subset(SUBSET)
-    whole, part = (best_logit_temperature(each.f, each.y, each.likelihood) for each in (sweep, few))
-    bar = HOPELESS * rivals[SCALING].mean().item()
-    found: list[Setting] = []
-    for setting in reversed(settings):  # temperatures fall: from narrow to wide, each from where its neighbor ended
-        begins = not found or found[-1].precision is not setting.precision
-        guess = replace(setting, logit_temperature=part if begins else found[-1].logit_temperature * part / whole)
-        guess = fit_logits(few, guess, bar)
-        found.append(replace(guess, logit_temperature=guess.logit_temperature * whole / part))
-    return found[::-1]
+        The ratio, unlike the temperatures themselves, hardly depends on which data these are.
+        """
+        few = sweep.subset(SUBSET)
+        whole, part = self.near(sweep), self.near(few)
+        bar = HOPELESS * rivals[SCALING].mean().item()
+        found: list[Setting] = []
+        for setting in reversed(settings):  # temperatures fall: from narrow to wide, each from where its neighbor ended
+            begins = not found or found[-1].precision is not setting.precision
+            guess = replace(setting, logit_temperature=part if begins else found[-1].logit_temperature * part / whole)
+            guess = fit_logits(few, guess, bar, part)
+            found.append(replace(guess, logit_temperature=guess.logit_temperature * whole / part))
+        return found[::-1]
 
 
 def _without(name: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(each for each in names if each != name)
-
-
-def scaling_shows(rivals: Mapping[str, Tensor]) -> bool:
-    """Whether temperature scaling alone gains more than two standard errors."""
-    gain = (rivals["MAP"] - rivals[SCALING]).double()
-    return len(gain) > 1 and bool(gain.mean() > SURE * gain.std() / len(gain) ** 0.5)
 
 
 def log_spreads(sweep: Sweep) -> tuple[float, float]:

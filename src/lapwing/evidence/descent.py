@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lapwing.evidence.scoring import held_near
 from lapwing.evidence.sweep import Sweep
 from lapwing.evidence.tuning import Setting
 
@@ -17,9 +18,17 @@ STEP = 0.2  # of log s, between the points of a parabola
 
 
 def descend(
-    sweep: Sweep, setting: Setting, box: Mapping[str, tuple[float, float]], learned: Sequence[str], steps: int
+    sweep: Sweep,
+    setting: Setting,
+    box: Mapping[str, tuple[float, float]],
+    learned: Sequence[str],
+    steps: int,
+    near: float = 1.0,
 ) -> tuple[Setting, int]:
-    """L-BFGS on the total NLL in the logarithms of what is learned, each inside its range by a sigmoid."""
+    """L-BFGS on the total NLL in the logarithms of what is learned, each inside its range by a sigmoid.
+
+    A logit temperature that is learned is held `near` that in force (`held_near`).
+    """
     phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
     start = {
         "prior": setting.precision.double(),
@@ -58,6 +67,10 @@ def descend(
                 part = losses.sum()
                 part.backward()
                 total += part.detach().cpu()
+            if "logit_temperature" in moving:
+                held = held_near(divisor, near)
+                held.backward()
+                total += held.detach()
             pulled = [(coefficients, leaf.grad), (dispersion, noise.grad), (logits, divisor.grad)]
             roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
             torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
@@ -70,16 +83,21 @@ def descend(
     return Setting(tau, T.item(), found, logit_temperature=logits.item()), count
 
 
-def fit_logits(sweep: Sweep, setting: Setting, bar: float = math.inf) -> Setting:
+def fit_logits(sweep: Sweep, setting: Setting, bar: float = math.inf, near: float | None = None) -> Setting:
     """The setting with a better logit temperature, the lowest point of a parabola through three losses.
 
-    As it is where its loss reaches `bar`: no logit temperature mends that.
+    As it is where its loss reaches `bar`: no logit temperature mends that. Held `near` one by `held_near`.
     """
-    here = sweep.nll(setting)
+
+    def loss(point: float) -> float:
+        found = sweep.nll(replace(setting, logit_temperature=math.exp(point)))
+        return found if near is None else found + held_near(torch.tensor(math.exp(point)), near).item() / len(sweep.f)
+
+    u = math.log(setting.logit_temperature)
+    here = loss(u)
     if not here < bar:
         return setting
-    u = math.log(setting.logit_temperature)
-    below, above = (sweep.nll(replace(setting, logit_temperature=math.exp(point))) for point in (u - STEP, u + STEP))
+    below, above = (loss(point) for point in (u - STEP, u + STEP))
     bend = below - 2 * here + above
     move = STEP / 2 * (below - above) / bend if bend > 0 else math.copysign(2 * STEP, below - above)
     return replace(setting, logit_temperature=math.exp(u + min(max(move, -3 * STEP), 3 * STEP)))

@@ -126,17 +126,25 @@ def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Ten
     return losses if mask is None else losses[mask.reshape(-1)]
 
 
-def best_dispersion(f: Tensor, y: Tensor, likelihood: Gaussian) -> float:
-    """φ that maximizes the likelihood of the residuals, the ratios between outputs kept."""
+def best_dispersion(f: Tensor, y: Tensor, likelihood: Gaussian, held: float = 0.0) -> float:
+    """φ that maximizes the likelihood of the residuals, the ratios between outputs kept.
+
+    `held` is the number of items that the φ in force counts as, so that a few items cannot make it absurd.
+    """
     sigma = likelihood.sigma(f).double()
-    ratio = ((y - f).double() / sigma).square().mean().item()
+    squares = ((y - f).double() / sigma).square()
+    items = squares[..., 0].numel()
+    ratio = (items * squares.mean().item() + held) / (items + held)
     return max(ratio, 1e-24) * likelihood.dispersion.item()
 
 
-def best_logit_temperature(f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0) -> float:
+def best_logit_temperature(
+    f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0, near: float | None = None
+) -> float:
     """1/s with the smallest Σ −log p(y | s·f), s between 1/limit and limit.
 
-    Convex in s, so Newton with bisection as its guard.
+    Convex in s, so Newton with bisection as its guard. `near` holds it weakly near another logit temperature, with a
+    quarter of `held_near`: otherwise a few items that are all classified right ask for infinite logits.
     """
     f = f.double()
     low, high = 1 / limit, limit
@@ -145,6 +153,7 @@ def best_logit_temperature(f: Tensor, y: Tensor, likelihood: Likelihood, limit: 
         with torch.enable_grad():
             scale = torch.tensor(s, dtype=torch.float64, device=f.device, requires_grad=True)
             value = -likelihood.log_prob(scale * f, y).sum()
+            value = value if near is None else value + held_near(1 / scale, near) / 4
             (slope,) = torch.autograd.grad(value, scale, create_graph=True)
             (curve,) = torch.autograd.grad(slope, scale)
         low, high = (low, s) if slope > 0 else (s, high)
@@ -154,6 +163,15 @@ def best_logit_temperature(f: Tensor, y: Tensor, likelihood: Likelihood, limit: 
             break
         s = new
     return 1 / s
+
+
+def held_near(logit_temperature: Tensor, near: float) -> Tensor:
+    """½ (log s − log near)²/½², in nats for all items together: holds s near that of temperature scaling.
+
+    Few items like a wide posterior with logits so large that draws vote instead of giving probabilities, which fails on
+    other items. Many items outweigh this.
+    """
+    return 2.0 * (logit_temperature.log() - math.log(near)).square()
 
 
 def describe(scores: Mapping[str, float]) -> str:

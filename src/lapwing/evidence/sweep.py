@@ -112,7 +112,8 @@ class Sweep:
         variances = total @ weights.to(total)
         rounding = 10 * size * torch.finfo(total.dtype).eps * total[..., low == high].amax(-1)
         logs = torch.where(variances > rounding, variances, torch.nan).double().log()
-        return torch.stack([counted(self.f, self.y, self.likelihood, each).std() for each in logs])
+        items = torch.stack([counted(self.f, self.y, self.likelihood, each) for each in logs])
+        return items.std(1) if items.shape[1] > 1 else torch.full_like(items[:, 0], torch.nan)
 
     @property
     def flat(self) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,9 @@ class Setting:
 class Trials:
     """Settings with the loss of each on every held-out item (S, N), and those of the baselines (N,).
 
-    `home` is the index of the network as it is: without a posterior, nothing learned. `barred` are settings that serve
-    for comparison only: a grid that the user gave is never left.
+    `home` is the index of the network as it is: without a posterior, nothing learned. `reference` is that of its usual
+    repair on the same items: temperature scaling, or the noise fitted to the residuals. `barred` are settings that
+    serve for comparison only: a grid that the user gave is never left.
     """
 
     settings: tuple[Setting, ...]
@@ -58,6 +59,7 @@ class Trials:
     baselines: Mapping[str, Tensor]
     home: int
     barred: frozenset[int] = frozenset()
+    reference: int = -1
 
     @property
     def scores(self) -> Tensor:
@@ -75,8 +77,8 @@ class Trials:
         return difference.mean(1), error
 
     def gain(self, setting: int) -> tuple[float, float]:
-        """By how much a setting improves on the network as it is, with its standard error."""
-        mean, error = self.excess(self.losses[self.home])
+        """By how much a setting improves on the reference, with its standard error."""
+        mean, error = self.excess(self.losses[self.reference])
         return -mean[setting].item(), error[setting].item()
 
     def choose(self, rule: "Rule") -> int:
@@ -151,19 +153,24 @@ def lowest(trials: Trials) -> int:
     return int(trials.scores.argmin())
 
 
-def widest(margin: float = 0.002, errors: float = 1.0, sure: float = 2.0) -> Rule:
+def widest(margin: float = 0.002, errors: float = 3.0, sure: float = 3.0, least: int = 20) -> Rule:
     """The smallest prior precision among settings that are shown not to be worse than the best, up to `margin` nats.
 
-    The best is the setting of the lowest score, if it is better than the network as it is by more than `sure` standard
-    errors; otherwise that network. Shown: mean plus `errors` standard errors of the difference in loss, item by item,
+    The best is the setting of the lowest score, if it is better than the reference (the network without a posterior,
+    its logits scaled or its noise fitted to the same items) by more than `sure` standard errors; otherwise the
+    reference. Shown: mean plus `errors` standard errors of the difference in loss, item by item,
     is at most `margin`: a test of non-inferiority, which few data do not pass. All these settings are as good where
     there are data; the widest claims least where there are none. Among equally wide ones the lowest score decides.
+    Fewer than `least` items show nothing.
     """
 
     def rule(trials: Trials) -> int:
         best = lowest(trials)
         gain, error = trials.gain(best)
-        best = best if gain > sure * error else trials.home
+        few = trials.losses.shape[1] < least
+        best = best if gain > sure * error and not few else trials.reference % len(trials.settings)
+        if few:
+            return best
         mean, errs = trials.excess(trials.losses[best])
         scores = trials.scores.tolist()
         good = [k for k in (mean + errors * errs <= margin).nonzero()[:, 0].tolist() if math.isfinite(scores[k])]
