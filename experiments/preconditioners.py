@@ -12,11 +12,11 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from experiments import matrixfree
 from experiments._arguments import Experiment
 from torch import Tensor, nn
 
 import lapwing
+from experiments import matrixfree
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.interfaces import datasets, networks
 from lapwing.linalg import Diagonal
