@@ -65,7 +65,7 @@ def test_batches_of_one(structure, hidden):
     model, x = Tokens(hidden).double().eval(), torch.randn(4, 2, 3, 3).double()
     j = truth(model, x)
     data = [(one[None], torch.zeros(1, 3).double()) for one in x]
-    la = lapwing.fit(model, data, "regression", structure=structure)
+    la = lapwing.fit(model, data, lapwing.Gaussian(1.0), structure=structure)
     exact = torch.einsum("nop,noq->pq", j, j)
     sigma = torch.linalg.inv(exact + torch.eye(len(exact)).double())
     for one, own in zip(x, j, strict=True):

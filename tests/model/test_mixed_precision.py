@@ -36,7 +36,7 @@ class Narrow(nn.Module):
 def test_tolerance_is_that_of_the_computation(outside, inside, rtol):
     torch.manual_seed(0)
     model, x = Narrow(inside).to(outside).eval(), torch.randn(40, 8, dtype=outside)
-    la = lapwing.fit(model, [(x, torch.zeros(40, 3, dtype=outside))], "regression", structure="diag")
+    la = lapwing.fit(model, [(x, torch.zeros(40, 3, dtype=outside))], lapwing.Gaussian(1.0), structure="diag")
     j = oracle.jacobian(model, x).double()
     assert_same(la.curvature.matrix.diagonal().double(), j.square().sum((0, 1)), rtol, "diagonal")
     assert not [note for note in la.curvature.notes if "loop" in note]
@@ -46,7 +46,7 @@ def test_products():
     torch.manual_seed(0)
     model, x = Narrow(torch.float32).double().eval(), torch.randn(40, 8).double()
     structure = MatrixFree(tolerance=1e-5)
-    la = lapwing.fit(model, [(x, torch.zeros(40, 3).double())], "regression", structure=structure)
+    la = lapwing.fit(model, [(x, torch.zeros(40, 3).double())], lapwing.Gaussian(1.0), structure=structure)
     j = oracle.jacobian(model, x)
     sigma = torch.linalg.inv(torch.einsum("nop,noq->pq", j, j) + torch.eye(la.params.size).double())
     expected = (j[:4] @ sigma @ j[:4].mT).diagonal(dim1=1, dim2=2)
@@ -69,4 +69,4 @@ def test_tight_where_nothing_is_narrow():
 
     x = torch.randn(6, 2).double()
     with pytest.raises(lapwing.UnsupportedModel, match="other samples"):
-        lapwing.fit(Leaking().double(), (x, x), "regression", structure="diag")
+        lapwing.fit(Leaking().double(), (x, x), lapwing.Gaussian(1.0), structure="diag")

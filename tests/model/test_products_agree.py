@@ -102,6 +102,6 @@ def test_structures(name, structure):
 def test_forward_mode_is_kept_where_it_is_right():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(6, 2).double()
-    la = lapwing.fit(model, (x, torch.zeros(6, 3).double()), "regression", structure="diag")
+    la = lapwing.fit(model, (x, torch.zeros(6, 3).double()), lapwing.Gaussian(1.0), structure="diag")
     la.network.jvp(x, torch.randn(2, la.params.size).double())
     assert la.network._trusted == {"forward mode": True}

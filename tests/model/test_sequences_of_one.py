@@ -55,9 +55,9 @@ def test_first_batch(name, size):
     batches = [(torch.randn(size, t, 2).double(), torch.zeros(size, 2).double()) for t in (1, 1, 3, 2)]
     rows = [oracle.jacobian(model, x) for x, _ in batches]
     exact = sum(torch.einsum("nop,noq->pq", j, j) for j in rows)
-    la = lapwing.fit(model, batches, "regression", structure="full")
+    la = lapwing.fit(model, batches, lapwing.Gaussian(1.0), structure="full")
     assert_same(la.curvature.dense(), exact, 1e-9, "full")
-    diag = lapwing.fit(model, batches, "regression", structure="diag")
+    diag = lapwing.fit(model, batches, lapwing.Gaussian(1.0), structure="diag")
     assert_same(diag.curvature.matrix.diagonal(), exact.diagonal(), 1e-9, "diag")
 
 
@@ -65,7 +65,7 @@ def test_first_batch(name, size):
 def test_first_prediction_after_load(name, tmp_path):
     torch.manual_seed(0)
     model, x = MODELS[name]().double().eval(), torch.randn(5, 3, 2).double()
-    lapwing.fit(model, (x, torch.zeros(5, 2).double()), "regression", structure="full").save(tmp_path / "la")
+    lapwing.fit(model, (x, torch.zeros(5, 2).double()), lapwing.Gaussian(1.0), structure="full").save(tmp_path / "la")
     la = lapwing.load(tmp_path / "la", model)
     for length in (1, 3, 2):
         x = torch.randn(4, length, 2).double()
@@ -80,5 +80,5 @@ def test_later_lengths_share_one_plan(monkeypatch):
     plan = lapwing.model.Network.plan
     monkeypatch.setattr(lapwing.model.Network, "plan", lambda self, x: made.append(x.shape) or plan(self, x))
     batches = [(torch.randn(4, t, 2).double(), torch.zeros(4, 2).double()) for t in (1, 2, 3, 4, 5)]
-    lapwing.fit(model, batches, "regression", structure="diag")
+    lapwing.fit(model, batches, lapwing.Gaussian(1.0), structure="diag")
     assert len(made) == 2

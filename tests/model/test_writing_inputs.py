@@ -45,7 +45,7 @@ def test_edits_in_place(edit, kind, structure):
         "list": [(x[:5], y[:5]), (x[5:], y[5:])],
         "loader": DataLoader(TensorDataset(x, y), batch_size=5),
     }[kind]
-    la = lapwing.fit(model, data, "regression", structure=structure)
+    la = lapwing.fit(model, data, lapwing.Gaussian(1.0), structure=structure)
     sigma = torch.linalg.inv(torch.einsum("nop,noq->pq", j, j) + torch.eye(la.params.size).double())
     assert_same(la.predict(x).function.covariance, j @ sigma @ j.mT, 1e-6, "covariance")
     la.predict(x, method="sampled")
@@ -57,7 +57,7 @@ def test_copies_only_where_needed():
     model, x = nn.Linear(3, 2).double(), torch.randn(10, 3).double()
     seen = []
     model.register_forward_pre_hook(lambda module, args: seen.append(args[0].data_ptr()))
-    la = lapwing.fit(model, [(x, torch.zeros(10, 2).double())], "regression", structure="diag")
+    la = lapwing.fit(model, [(x, torch.zeros(10, 2).double())], lapwing.Gaussian(1.0), structure="diag")
     seen.clear()
     la.network.forward(x)
     assert x.data_ptr() in seen
@@ -67,4 +67,4 @@ def test_writes_later_are_refused():
     torch.manual_seed(0)
     model, x = Editing(lambda x: x.mul_(0.5) if len(x) > 8 else x).double(), torch.randn(10, 3).double()
     with pytest.raises(lapwing.UnsupportedModel, match="wrote to its inputs"):
-        lapwing.fit(model, [(x, torch.zeros(10, 3).double())], "regression", structure="diag")
+        lapwing.fit(model, [(x, torch.zeros(10, 3).double())], lapwing.Gaussian(1.0), structure="diag")
