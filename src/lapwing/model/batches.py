@@ -366,11 +366,11 @@ class Batches:
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
     def _run(self, inputs: Inputs, **more: Any) -> Any:
-        """What the network returns, in eval mode and without gradients."""
+        """What the network returns for copies of the inputs, in eval mode and without gradients."""
         device = next((p.device for p in self.module.parameters()), self.device)
-        args, kwargs = map_tensors(lambda t: t.to(device), arguments(inputs))
+        args, kwargs, more = map_tensors(lambda t: t.to(device, copy=True), (*arguments(inputs), more))
         with borrowed(self.module) as own, torch.no_grad():
-            return own(*args, **kwargs, **map_tensors(lambda t: t.to(device), more))
+            return own(*args, **kwargs, **more)
 
     def _refused(self, inputs: Inputs) -> bool:
         try:
