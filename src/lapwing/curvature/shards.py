@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from lapwing import errors
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.model import Batch, Batches, Plan, PlanChanged, batch_size
 from lapwing.model.batches import NoSamples, map_tensors
+from lapwing.model.convention import Convention
 
 
 def sharded() -> bool:
@@ -108,6 +109,17 @@ def require_same(what: Mapping[str, str]) -> None:
                 "model with the same weights and the same options"
             )
         )
+
+
+def shared_convention(convention: Convention) -> Convention:
+    """How the batches of all processes were read: what the first process has found that could tell."""
+    if not sharded():
+        return convention
+    found, unknown = exchange(convention), Convention()
+    for item in fields(Convention):
+        told = [value for value in (getattr(each, item.name) for each in found) if value != getattr(unknown, item.name)]
+        convention = replace(convention, **{item.name: (told or [getattr(unknown, item.name)])[0]})
+    return convention
 
 
 def filled(batches: Batches) -> Batches:

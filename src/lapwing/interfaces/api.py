@@ -27,7 +27,7 @@ from lapwing.curvature import (
 )
 from lapwing.curvature.factor import Hessian
 from lapwing.curvature.resume import Resume, require_folder
-from lapwing.curvature.shards import filled, require_same, sharded, together
+from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive
 from lapwing.interfaces.laplace import Laplace, Options
 from lapwing.interfaces.storage import (
@@ -120,7 +120,7 @@ def fit(
     family = problem.likelihood if family.known else problem.likelihood.estimate(curvature.statistics)
     if problem.resume is not None:
         problem.resume.forget()
-    kept = Options(budget, split, progress, scalar=problem.scalar, convention=batches.convention)
+    kept = Options(budget, split, progress, scalar=problem.scalar, convention=shared_convention(batches.convention))
     watch = Watch.on(module, problem.example)
     la = Laplace(network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, watch=watch)
     _ = la.posterior  # refuse now what has no posterior
