@@ -128,7 +128,8 @@ def test_reports_score_labels_the_same_way(name: str) -> None:
     make, batch, _ = MODELS[name]
     model = make()
     few = {key: value[:2] for key, value in batch.items()}
-    rows = {"MAP": model, "Laplace": fit(model, [batch])}
+    la = fit(model, [batch])
+    rows = {"MAP": model, "Laplace": la, "mixture": lapwing.Mixture([la, la]), "ensemble": la.ensemble(2)}
     report = lapwing.evaluate(rows, [few], likelihood="classification").to_dict()
     for result in report["models"].values():
         assert result["nll"] == pytest.approx(own_loss(model, few), rel=1e-4)
@@ -163,6 +164,25 @@ def test_other_forms_of_the_same_batch(name: str, form: str) -> None:
     assert -la.log_likelihood.item() / count == pytest.approx(loss, rel=1e-6)
     p = la.predict({"input_ids": TOKENS}, samples=2)
     assert -p.log_prob(TOKENS.tolist()).sum().item() / count == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["causal", "T5"])
+def test_labels_of_fewer_bits(name: str) -> None:
+    make, batch, _ = MODELS[name]
+    model = make()
+    la = fit(model, [{**batch, "labels": batch["labels"].int()}])
+    assert torch.equal(la.log_likelihood, fit(model, [batch]).log_likelihood)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.double])
+def test_several_labels_per_sample_are_no_tokens(dtype: torch.dtype) -> None:
+    config = hf.BertConfig(**ENCODER, num_labels=3, problem_type="multi_label_classification")
+    model = build("BertForSequenceClassification", config)
+    labels = TOKENS[:, :3] > 8
+    options = {"structure": "diag", "select": smallest(model)}
+    la = lapwing.fit(model, [{"input_ids": TOKENS, "labels": labels.to(dtype)}], "binary", **options)
+    loss = own_loss(model, {"input_ids": TOKENS, "labels": labels.double()})
+    assert -la.log_likelihood.item() / labels.numel() == pytest.approx(loss, rel=1e-6)
 
 
 def test_a_sequence_of_one_token_predicts_nothing() -> None:

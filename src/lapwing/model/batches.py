@@ -436,7 +436,7 @@ class Batches:
             return Answer("")
         counted = (labels != IGNORED).any(1)
         rows = (counted if counted.any() else ~counted).nonzero().flatten()[:ASKED]
-        answer = ask(self._run, take(inputs, rows.to(self.device), len(labels)), entry, labels[rows])
+        answer = ask(self._run, take(inputs, rows.to(self.device), len(labels)), entry, labels[rows].long())
         self._learn(entry=answer.entry)
         return answer if answer.loss is None or counted.any() else None
 
@@ -448,7 +448,7 @@ class Batches:
                 f"the network makes inputs of its decoder from {self.convention.entry!r}: pass batches as dicts, with "
                 "the labels in them"
             )
-        return {**inputs, self.convention.entry: labels}
+        return {**inputs, self.convention.entry: labels.long() if are_tokens(labels) else labels}
 
 
 def _on(device: torch.device, value: Any) -> Any:

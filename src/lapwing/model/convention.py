@@ -110,8 +110,9 @@ def ask(run: Run, inputs: Any, entry: str, labels: Tensor) -> Answer:
     except TypeError:
         return Answer("")  # it does not take labels after all
     except Exception as error:
-        if _outputs(run, inputs) is None:
-            return Answer("")  # it does not take the inputs either, which is said elsewhere
+        alone = _outputs(run, inputs)
+        if alone is None or alone.shape[:2] != labels.shape:
+            return Answer("")  # labels of samples, not of positions; or it does not take the inputs either
         raise BadData(
             f"the network takes {entry!r}, but its loss fails for these labels ({type(error).__name__}: {error}), so "
             "their meaning is not known. Pass split=lambda batch: (inputs, targets) with the targets that each "

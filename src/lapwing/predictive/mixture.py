@@ -60,6 +60,11 @@ class Mixture:
             return torch.full((len(self.members),), 1 / len(self.members), dtype=torch.float64)
         return torch.stack([member.log_evidence().detach().double().cpu() for member in self.members]).softmax(0)
 
+    @property
+    def network(self) -> Any:
+        """The network of the first member, which says where inputs belong and what labels mean."""
+        return getattr(self.members[0], "network", None)
+
     def predict(self, x: Any, **options: Any) -> Prediction:
         """The mixture of the members' predictions at x."""
         return mix([member.predict(x, **options) for member in self.members], self.probabilities)
