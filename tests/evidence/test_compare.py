@@ -123,3 +123,14 @@ def test_checkpoints_and_architectures_in_one_table() -> None:
     by_evidence = sorted(models, key=lambda name: -models[name].log_evidence().item())
     assert order == by_evidence
     assert found.best == by_evidence[0]
+
+
+def test_held_out_data_are_read_as_those_of_the_fit() -> None:
+    """A dict with two labels, of which `split` takes the second."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 4), torch.randint(3, (30,))
+    net = nn.Linear(4, 3)
+    batch = {"x": x, "labels": (y + 1) % 3, "second": y}
+    la = fit(net, [batch], "classification", structure="full", prior=1e6, split=lambda b: (b["x"], b["second"]))
+    truth = nn.functional.cross_entropy(net(x), y).item()
+    assert compare({"one": la}, [batch]).candidates["one"].nll == pytest.approx(truth, rel=1e-3)

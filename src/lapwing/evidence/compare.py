@@ -42,6 +42,7 @@ class Fitted(Protocol):
     def posterior(self) -> Posterior: ...
     def log_evidence(self, at: str = "map") -> Tensor: ...
     def predict(self, x: Any) -> Prediction: ...
+    def batches(self, data: Any) -> Batches: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,7 @@ def _held_out(model: Fitted, data: Any) -> tuple[float, float]:
     likelihood = model.likelihood
     total, count, seen = 0.0, 0, 0
     begin = time.perf_counter()
-    for batch in Batches(data, model.network.module, model.params.device):
+    for batch in model.batches(data):
         prediction = model.predict(batch.inputs)
         f = prediction.function.mean
         y = likelihood.targets(f, batch.targets)

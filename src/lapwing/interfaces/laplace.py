@@ -211,7 +211,7 @@ class Laplace:
         require_one_process("linear_mode")
         self._require_unchanged()
         mean, matrix = self._prior_in_use
-        batches = self._batches(data)
+        batches = self.batches(data)
         batches.require_reiterable("the mode of the linearized model")
         model = LinearModel(
             Products(self.network, batches, self.options.progress),
@@ -309,7 +309,7 @@ class Laplace:
         """
         self._require_unchanged()
         require_generator(generator, self.params.device)
-        batches = filled(self._batches(data))
+        batches = filled(self.batches(data))
         if sharded():
             require_same({"model": repr(self.watch and self.watch.sums), "curvature": self._fingerprint()})
         problem = pose(
@@ -428,7 +428,7 @@ class Laplace:
 
     def predict_loader(self, data: Any, **options: Any) -> Iterator[Prediction]:
         """One prediction a batch, in order. Batches may be inputs alone or come with targets, which are left unread."""
-        batches = self._batches(data)
+        batches = self.batches(data)
         for inputs in batches.unlabeled():
             yield self.predict(inputs, **options)
 
@@ -449,8 +449,8 @@ class Laplace:
             bool(self.options.convention.shifted),
         )
 
-    def _batches(self, data: Any) -> Batches:
-        """Data read as those of the fit were."""
+    def batches(self, data: Any) -> Batches:
+        """Data as batches, read as those of the fit were."""
         options = self.options
         return Batches(data, self.module, self.params.device, options.split, options.convention)
 
@@ -462,7 +462,7 @@ class Laplace:
             raise BadData(
                 f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
             )
-        x = self._batches(()).placed(x)
+        x = self.batches(()).placed(x)
         if batch_size(x) == 0:
             raise BadData("the batch to predict is empty")
         for tensor in tensors_in(x):
@@ -626,7 +626,7 @@ class Laplace:
     def _held_out(self, data: Any, link: str = "auto") -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
         """(f, targets, rows) of held-out data, a few samples at a time; rows of what the link sees of f."""
         self._require_unchanged()
-        batches = self._batches(data)
+        batches = self.batches(data)
         show = self.options.progress
         bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
                    leave=False)  # fmt: skip
@@ -711,7 +711,7 @@ class Laplace:
         """(f, targets of the network's own, rows) of data whose targets, if any, are left unread."""
         data = as_tensors(data)
         data = [data] if isinstance(data, Tensor) else data
-        batches = self._batches(data)
+        batches = self.batches(data)
         generator = torch.Generator(self.params.device).manual_seed(0)
         for raw in batches.unlabeled():
             inputs = self._inputs(raw)
