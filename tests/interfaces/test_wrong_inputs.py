@@ -62,7 +62,7 @@ def test_inputs_that_the_network_does_not_take(posterior: lapwing.Laplace, kind:
 
 
 def test_the_batch_is_named() -> None:
-    with pytest.raises(lapwing.BadData, match="^batch 2: the network does not take"):
+    with pytest.raises(lapwing.BadData, match=r"^batch 2: the network does not take"):
         fit([(X, Y), (X, Y), (X[:, :1], Y)])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import islice
 from numbers import Number
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -356,8 +357,11 @@ class Batches:
     def placed(self, inputs: Inputs) -> Inputs:
         """Inputs on the device, in the floating dtype of the network where it does not take them as they are."""
         inputs = map_tensors(lambda t: ordinary(_dense(t)).to(self.device), inputs)
+        came = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
+        if came <= {p.dtype for p in islice(self.module.parameters(), 1)}:  # the usual case, in no time
+            return inputs
         dtype = floating_dtype(self.module)
-        if dtype is None or all(t.dtype == dtype for t in tensors_in(inputs) if t.is_floating_point()):
+        if dtype is None or came <= {dtype}:
             return inputs
         if self.convention.cast is None and batch_size(inputs):
             self._learn(cast=self._refused(take(inputs, slice(0, 1), batch_size(inputs))))
