@@ -1,4 +1,4 @@
-# make demo | bench | test | check | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
+# make demo | bench | test | test-slow | reliability | check | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
 # constraints.txt has changed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 DATA ?= digits
@@ -15,7 +15,7 @@ ifneq ($(LAPWING_DATA),)
 export LAPWING_DATA
 endif
 
-.PHONY: demo bench test check clean
+.PHONY: demo bench test test-slow reliability check clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lapwing demo --data $(DATA) --out $(OUT)
@@ -24,8 +24,19 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m lapwing bench $(if $(QUICK),--quick) --out $(BENCH) --threads $(THREADS)
 
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# all but the slow ones: at most 15 minutes on two cores
 test: check
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
+
+# those marked slow, among them every experiment in its smoke form
+test-slow: $(STAMP)
+	$(PYTEST) -m slow --durations 10 $(TESTS)
+
+# the table of docs/reliability.md, of all tests by category
+reliability: $(STAMP)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.reliability
 
 check: $(STAMP)
 	$(BIN)/ruff check .

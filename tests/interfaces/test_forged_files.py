@@ -72,7 +72,7 @@ def require_refused(path: Path, why: str) -> None:
     except lapwing.CorruptFile:
         return
     except (lapwing.UnsupportedModel, lapwing.BadData) as error:
-        if not why.startswith(("parameters", "fingerprint", "statistics", "seen")):
+        if not why.startswith(("parameters", "fingerprint", "statistics", "seen", "probe")):
             pytest.fail(f"{why}: {error}")
         return
     pytest.fail(f"a file with a forged {why} was loaded")
@@ -115,7 +115,8 @@ def test_no_curvature_is_negative(name: str, folder: Path, tmp_path: Path) -> No
     tensors, header = contents(folder / name)
     signed = ("basis", "statistics", "gradient", "prior.mean")  # these may have any sign
     for key, value in tensors.items():
-        if value.is_floating_point() and value.numel() and not key.endswith(signed) and not key.startswith("state."):
+        other = key.endswith(signed) or key.startswith(("state.", "probe."))
+        if value.is_floating_point() and value.numel() and not other:
             require_refused(forge(tmp_path / name, {**tensors, key: negative(value)}, header), key)
 
 
@@ -167,7 +168,7 @@ def test_no_entry_of_the_header_may_be_anything(name: str, folder: Path, tmp_pat
 
 
 HARMLESS = {"digest", "notes", "tuned", "memory", "n_data", "seen", "scalar", "damped", "repair", "logit_temperature",
-            "written", "aliases", "format", "layout", "blocks"}  # fmt: skip
+            "written", "aliases", "format", "layout", "blocks", "convention"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

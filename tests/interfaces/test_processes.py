@@ -138,6 +138,17 @@ def other_noise(rank: int) -> Any:
     return fit(mlp(), [(x, x[:, :3])], lapwing.Gaussian(1.0 + rank))
 
 
+def estimated_noise(rank: int) -> Any:
+    x, _ = data()
+    return fit(mlp(), shard(x, x[:, :3] * torch.tensor([1.0, 2.0, 5.0]), rank), "regression").likelihood.noise
+
+
+def residuals() -> Tensor:
+    x, _ = data()
+    with torch.no_grad():
+        return (mlp()(x) - x[:, :3] * torch.tensor([1.0, 2.0, 5.0])).square().mean(0).sqrt()
+
+
 def tuned_without_data(rank: int) -> Any:
     return fit(mlp(), shard(*data(), rank), n_data=1000).tune(learn="prior").prior.precision
 
@@ -220,6 +231,7 @@ RIGHT: dict[str, tuple[Callable[[int], Any], Callable[[], Tensor]]] = {
         lambda: ggn(Exit(), far(slice(25, None))).diagonal().diag(),
     ),
     "one-shot data": (one_shot, lambda: ggn(mlp(), data()[0])),
+    "noise of several outputs": (estimated_noise, residuals),
     "update": (updated, lambda: ggn(mlp(), data()[0])),
     "resumed": (resumed, lambda: ggn(mlp(), data()[0])),
     "auto": (

@@ -45,6 +45,7 @@ def test_root_gives_the_covariance_of_brute_force_jacobians(structure: str) -> N
         torch.testing.assert_close(predicted[n], jacobian @ sigma @ jacobian.T, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_probabilities_are_those_of_samples_from_the_covariance() -> None:
     model, x, y = wide()
     la = fit(model, x, y, "kron")

@@ -188,10 +188,10 @@ def load(
         require_same_module(header, module, path)
         probe = restore_probe(tensors, header, module, path)
         params = restore_params(tensors, header, module)
+        convention = restore_convention(header)
     given = None if likelihood is None else resolve_likelihood(likelihood)
     family = likelihood_from_spec(header["likelihood"], given)
     network = Network(module, params, family.outputs)
-    convention = restore_convention(header)
 
     def posed(factor: Factor) -> Problem:
         if data is None:
