@@ -94,8 +94,8 @@ def steps(
     yield "compare", lambda: lapwing.compare({"a": la, "b": la.replace(prior=9.0)}).table() is not None
 
 
-QUICK = ("curvature", "log_evidence", "variance", "sample", "predict method=linearized", "sampled link=mc", "tune evidence",
-         "tune validation", "update", "save, load", "to")  # fmt: skip
+QUICK = ("curvature", "log_evidence", "variance", "sample", "predict method=linearized", "sampled link=mc",
+         "tune evidence", "tune validation", "update", "save, load", "to")  # fmt: skip
 DRAWN = ("sample", "jvp", "ensemble")  # steps that draw weights: rounding turns the basis of equal eigenvalues
 
 

@@ -1,8 +1,8 @@
 """How often the host waits for the device: as often per batch, whatever the number of samples, directions and classes.
 
 Counted are reads of single numbers (`.item()`, `bool`, `float`), operations whose result has a size that depends on
-numbers (`nonzero`, masks), comparisons (`torch.equal`) and copies between host and device. docs/devices.md says what the
-waits that are left are for.
+numbers (`nonzero`, masks), comparisons (`torch.equal`) and copies between host and device. docs/devices.md says what
+the waits that are left are for.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FITS = {  # waits per batch that are accepted
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [mlp, cnn])
+@pytest.mark.parametrize("make", [mlp, pytest.param(cnn, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("structure", FITS)
 def test_waits_of_a_batch_in_a_fit(structure: str, make: Any) -> None:
     found = {}
@@ -91,14 +91,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", [mlp, cnn])
+@pytest.mark.parametrize("make", [mlp, pytest.param(cnn, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_waits_of_a_prediction(way: str, make: Any) -> None:
     found = {}
     for name, (classes, size) in SIZES.items():
         la = lapwing.fit(make(classes), batches(make, 2, classes, 8), "classification", structure="kron")
         ((x, _),) = batches(make, 1, classes, size)
-        la.predict(x, **WAYS[way]).probs  # what is made once
+        _ = la.predict(x, **WAYS[way]).probs  # what is made once
         for samples in (6, 30) if way in ("jvp", "sampled", "mc") else (None,):
             found[name, samples] = waits(lambda x=x, la=la, n=samples: la.predict(x, samples=n, **WAYS[way]).probs)
     assert max(found.values()) == min(found.values()), found
@@ -110,7 +110,7 @@ def test_waits_with_many_classes() -> None:
     found = {}
     for size in (4, 12):
         ((x, _),) = batches(mlp, 1, 70, size)
-        la.predict(x).probs
+        _ = la.predict(x).probs
         for samples in (16, 64):
             found[size, samples] = waits(lambda x=x, n=samples: la.predict(x, samples=n).probs)
     assert max(found.values()) - min(found.values()) <= 2, found
