@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Likelihood, resolve_likelihood
+from lapwing.model.autocast import outside_autocast
 from lapwing.model.batches import Batches, call
 from lapwing.model.module import borrowed, output_tensor
 
@@ -51,6 +52,7 @@ class TemperatureScaled:
             return output_tensor(module(*args, **kwargs)) / self.temperature
 
 
+@outside_autocast
 def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
     """All outputs f (N, *event, C) and targets of the data, in float64."""
     outputs, targets = [], []
@@ -62,6 +64,7 @@ def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor,
     return torch.cat(outputs), torch.cat(targets)
 
 
+@outside_autocast
 def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
     """T = e^{−u} where d/du Σ −log p(y | e^u f) = 0: Newton steps inside a bracket that bisection shrinks.
 

@@ -22,6 +22,7 @@ from lapwing.evidence.tuning import with_dispersion
 from lapwing.likelihoods import Gaussian, Likelihood, resolve_likelihood
 from lapwing.linalg import Diagonal
 from lapwing.model import Batch, Batches, Network, Params, batch_size, select_names, take
+from lapwing.model.autocast import outside_autocast
 from lapwing.model.batches import Inputs, call
 from lapwing.model.module import output_tensor
 from lapwing.posterior import Prior, resolve_prior
@@ -156,6 +157,7 @@ class Online:
         pairs = zip(matrix.values.detach().split(sizes), mean.split(sizes), shapes, strict=True)
         return {"names": names, "terms": [_term(tau, mu, shape) for tau, mu, shape in pairs]}
 
+    @outside_autocast
     def step(self, model: nn.Module, data: Any) -> Online:
         """One step of prior and noise from the evidence at the weights of now; the module is left as it is.
 

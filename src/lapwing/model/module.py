@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel
+from lapwing.model.autocast import outside_autocast
 from lapwing.model.kernels import without_fast_path
 from lapwing.model.skeleton import private
 
@@ -32,7 +33,11 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function as if the caller had not switched to `torch.inference_mode()`: its results may need gradients."""
+    """Run a function as if the caller had not switched to `torch.inference_mode()` or `torch.autocast`.
+
+    Its results may need gradients, and its sums the precision of the weights.
+    """
+    function = outside_autocast(function)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:

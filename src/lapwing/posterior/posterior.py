@@ -10,6 +10,7 @@ from torch import Tensor
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Kronecker
 from lapwing.linalg.generators import require_generator
+from lapwing.model.autocast import outside_autocast
 
 DENSE_BYTES = 2 * 1024**3
 
@@ -31,11 +32,13 @@ class Posterior:
         """P, the number of selected weights."""
         return self.precision.size
 
+    @outside_autocast
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws as rows, (n, P)."""
         require_generator(generator, self.mean.device)
         return self.mean + self.precision.sample(n, generator=generator)
 
+    @outside_autocast
     def log_prob(self, theta: Tensor) -> Tensor:
         """The log-density at weights (*batch, P), as (*batch)."""
         offset = theta - self.mean
@@ -43,10 +46,12 @@ class Posterior:
         return 0.5 * (self.precision.logdet() - distance - self.size * math.log(2 * math.pi))
 
     @cached_property
+    @outside_autocast
     def variance(self) -> Tensor:
         """Marginal variances, (P,)."""
         return self.precision.inverse_diagonal()
 
+    @outside_autocast
     def covariance(self, memory: int = DENSE_BYTES) -> Tensor:
         """The dense covariance (P, P), unless it and its working copy need more than `memory` bytes."""
         needed = 2 * self.size**2 * self.mean.element_size()

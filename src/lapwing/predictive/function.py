@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods.marginal import safe_sqrt
+from lapwing.model.autocast import outside_autocast
 from lapwing.predictive.fixed import base_points, fixed_generator
 from lapwing.predictive.softmax import DenseSpread, SharedSpread, Spread
 
@@ -94,6 +95,7 @@ class FunctionDistribution(ABC):
         only draws."""
         return None
 
+    @outside_autocast
     def points(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """All blocks at once, (S, B, *event, C)."""
         return torch.cat(list(self.blocks(n, generator)))
@@ -170,6 +172,7 @@ class GaussianFunction(FunctionDistribution):
         )
 
     @cached_property
+    @outside_autocast
     def covariance(self) -> Tensor:
         if self._covariance is None:
             if self.mean.shape[-1] == 1 and not self._joint:
@@ -185,6 +188,7 @@ class GaussianFunction(FunctionDistribution):
         return value
 
     @cached_property
+    @outside_autocast
     def variance(self) -> Tensor:
         if self._variance is not None:
             return self._variance() if callable(self._variance) else self._variance
@@ -196,6 +200,7 @@ class GaussianFunction(FunctionDistribution):
         return self.covariance.diagonal(dim1=-2, dim2=-1)
 
     @cached_property
+    @outside_autocast
     def item_covariance(self) -> Tensor:
         if not self._joint:
             return self.covariance
@@ -205,6 +210,7 @@ class GaussianFunction(FunctionDistribution):
         return blocks.movedim(-1, 0).reshape(*self.mean.shape, c)
 
     @cached_property
+    @outside_autocast
     def _item_root(self) -> Tensor:
         """R (B, *event, C, C) with R R = item covariance; only its diagonal is used where C = 1."""
         if self.mean.shape[-1] == 1:
@@ -212,14 +218,17 @@ class GaussianFunction(FunctionDistribution):
         return symmetric_root(self.item_covariance)
 
     @cached_property
+    @outside_autocast
     def _point_root(self) -> Tensor:
         return symmetric_root(self._contrast_covariance) if self._contrasts else self._item_root
 
     @cached_property
+    @outside_autocast
     def _joint_root(self) -> Tensor:
         size = self.mean.numel()
         return symmetric_root(self.covariance.reshape(size, size))
 
+    @outside_autocast
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         mean = self.mean
         generator = fixed_generator(mean.device) if generator is None else generator
@@ -260,6 +269,7 @@ class GaussianFunction(FunctionDistribution):
         return half - half.mean(-2, keepdim=True)
 
     @cached_property
+    @outside_autocast
     def _shared_root(self) -> tuple[Tensor, Tensor] | None:
         """R and s, without what all outputs of an item share if the targets do not see it."""
         found = self._found_root
@@ -335,10 +345,12 @@ class SampledFunction(FunctionDistribution):
         return self.samples.var(0, correction=0)
 
     @cached_property
+    @outside_autocast
     def covariance(self) -> Tensor:
         centered = self.samples - self.samples.mean(0)
         return torch.einsum("s...c,s...d->...cd", centered, centered) / len(centered)
 
+    @outside_autocast
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         device = self.samples.device
         generator = fixed_generator(device) if generator is None else generator
@@ -381,6 +393,7 @@ class MixtureFunction(FunctionDistribution):
         return torch.stack(terms).sum(0)
 
     @cached_property
+    @outside_autocast
     def covariance(self) -> Tensor:
         terms = []
         for w, part in zip(self.weights, self.parts):
@@ -388,6 +401,7 @@ class MixtureFunction(FunctionDistribution):
             terms.append(w * (part.item_covariance + shift[..., :, None] * shift[..., None, :]))
         return torch.stack(terms).sum(0)
 
+    @outside_autocast
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         device = self.weights.device
         generator = fixed_generator(device) if generator is None else generator

@@ -21,6 +21,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import Marginal, MixtureMarginal
 from lapwing.linalg.generators import require_generator
+from lapwing.model.autocast import outside_autocast
 from lapwing.model.convention import are_tokens, shift
 from lapwing.predictive.fixed import fixed_generator
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction
@@ -95,6 +96,7 @@ class Prediction(ABC):
         """log p(y) of targets that stand at the position that predicts them."""
 
     @cached_property
+    @outside_autocast
     def novelty(self) -> Tensor:
         """How unlike the training data the input is: a score that does not depend on the tuned prior."""
         if self.score is None:
@@ -103,6 +105,7 @@ class Prediction(ABC):
             )
         return self.score() if callable(self.score) else self.score
 
+    @outside_autocast
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, *shape of y) draws: f from `function` (joint over inputs where it is), then y given f. Without a
         generator they come from a fixed seed, the same at every call."""
@@ -123,9 +126,11 @@ class Prediction(ABC):
         return None if self.seed is None else torch.Generator(self.function.mean.device).manual_seed(self.seed)
 
     @cached_property
+    @outside_autocast
     def _points(self) -> Tensor:
         return self.function.points(self.function.usual if self.samples is None else self.samples, self._generator())
 
+    @outside_autocast
     def _mixture_log_prob(self, y: Tensor) -> Tensor:
         """log (1/S) Σ_s p(y | f_s) for canonical targets."""
         points = self._points
@@ -151,6 +156,7 @@ class ClassPrediction(Prediction):
     """Over classes, (B, *event): Categorical, BradleyTerry and every likelihood whose conditional is categorical."""
 
     @cached_property
+    @outside_autocast
     def _law(self) -> ClassLaw:
         law = LINKS[self.link](self.function, self.likelihood, self.samples, self._generator())
         if self.samples is None and law.error is not None and bool((law.error > COARSE).any()):
@@ -183,6 +189,7 @@ class ClassPrediction(Prediction):
         return self.probs.amax(-1)
 
     @cached_property
+    @outside_autocast
     def entropy(self) -> Tensor:
         return entropy(self._law.log_probs)
 
@@ -216,6 +223,7 @@ class LabelPrediction(Prediction):
     """
 
     @cached_property
+    @outside_autocast
     def _law(self) -> ClassLaw:
         return LINKS[self.link](self.function, self.likelihood, self.samples, self._generator())
 
@@ -239,6 +247,7 @@ class LabelPrediction(Prediction):
         return self._outside(self._law.log_probs.amax(-1).exp())
 
     @cached_property
+    @outside_autocast
     def entropy(self) -> Tensor:
         return self._each_label(entropy(self._law.log_probs))
 
@@ -272,6 +281,7 @@ class ValuePrediction(Prediction):
     """Over numbers: Gaussian (closed form), heteroscedastic and counts (quadrature), any other by Monte Carlo."""
 
     @cached_property
+    @outside_autocast
     def _marginal(self) -> Marginal:
         marginal = None if self.link == "mc" else self.likelihood.marginal(self.function)
         return self._sampled_marginal() if marginal is None else marginal
@@ -337,6 +347,7 @@ class ValuePrediction(Prediction):
         return self._mixture_log_prob(y) if value is None else value
 
     @cached_property
+    @outside_autocast
     def entropy(self) -> Tensor:
         """Closed form for Gaussians, quadrature for one output, else −E[log p(y)] over draws of y."""
         value = self._marginal.entropy()
@@ -345,6 +356,7 @@ class ValuePrediction(Prediction):
         return value
 
     @cached_property
+    @outside_autocast
     def _targets(self) -> Tensor:
         """(S, *shape of y), y_s ~ p(y | f_s): every item with the same random numbers, whatever batch it is in.
 

@@ -67,7 +67,7 @@ def test_mistakes_are_noticed_under_transforms() -> None:
         lambda: torch.func.jacrev(lambda x: x * wrong)(t),
         lambda: torch.autograd.grad((t.requires_grad_() * 2).sum(0), t, torch.ones(3)),
     ):
-        with pytest.raises(RuntimeError, match="device|elsewhere"):
+        with pytest.raises(RuntimeError, match=r"device|elsewhere"):
             attempt()
 
 
@@ -85,7 +85,10 @@ def test_networks_compute_as_on_the_cpu(kind: str) -> None:
     torch.manual_seed(0)
     model, x = {
         "mlp": lambda: (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(3, 4)),
-        "conv": lambda: (nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.MaxPool2d(2)), torch.randn(3, 2, 6, 6)),
+        "conv": lambda: (
+            nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.MaxPool2d(2)),
+            torch.randn(3, 2, 6, 6),
+        ),
         "lstm": lambda: (nn.LSTM(4, 3, batch_first=True, bidirectional=True), torch.randn(2, 5, 4)),
         "gru": lambda: (nn.GRU(4, 3, num_layers=2, batch_first=True), torch.randn(2, 5, 4)),
         "attention": lambda: (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8)),

@@ -81,8 +81,11 @@ def case(name: str) -> tuple[nn.Module, Any, Tensor, Any]:
     if name == "tokens":
         return Transformer(per_token=True).double().eval(), tokens, tokens % 3, "classification"
     if name == "pixels":
-        return Pixels().double(), torch.randn(N, 1, 3, 3).double(), torch.arange(N * 16).reshape(N, 4, 4) % 3, Categorical(
-            class_dim=1
+        return (
+            Pixels().double(),
+            torch.randn(N, 1, 3, 3).double(),
+            torch.arange(N * 16).reshape(N, 4, 4) % 3,
+            Categorical(class_dim=1),
         )
     assert name == "two inputs"
     return Pair().double(), (torch.randn(N, 3).double(), torch.randn(N, 2).double()), y, "classification"

@@ -206,7 +206,9 @@ def test_generators_of_the_other_device_are_refused(structure: str) -> None:
         lambda: la.posterior.sample(3, wrong),
         lambda: la.update((X, Y), generator=wrong),
         lambda: lapwing.train(model, (X, Y), "classification", epochs=1, generator=wrong),
-        lambda: lapwing.fit(model, (X, Y), "classification", select=lapwing.subnetwork(3, by="random"), generator=wrong),
+        lambda: lapwing.fit(
+            model, (X, Y), "classification", select=lapwing.subnetwork(3, by="random"), generator=wrong
+        ),
     ):
         with pytest.raises(BadData, match=r"generator.*cpu.*elsewhere"):
             attempt()
