@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests import dense
 from torch import Tensor, nn
 
 import lapwing
-from tests import dense
 
 
 def data() -> tuple[Tensor, Tensor]:
