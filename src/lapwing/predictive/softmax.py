@@ -29,6 +29,7 @@ MOST = 2**23  # logits of an item, over all its points
 BLOCK = 2**19  # logits under way at a time: what fits a cache
 ITEMS = 2**23  # elements of covariances under way at a time
 NODES, SHIFTS = 10, 4  # of the trapezoidal rule for the logit that is integrated, a standard deviation apart
+ZERO = 1e6  # inverse variance of what stands for zero, in units of the largest that may
 NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as good as its expectation
 
 
@@ -68,10 +69,10 @@ class DenseSpread(Spread):
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """C^½, c · C^−½ and c = 1 / diag(C⁻¹), where the average of f, which C lacks, is free."""
         wide, k = self.covariance.double(), self.covariance.shape[-1]
-        top = wide.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         top = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
-        floor = top[..., 0] * k * torch.finfo(self.covariance.dtype).eps
-        root, back, inverse = _Powers.apply(wide + top / k, floor)  # top on the average, taken away again
+        rounding = k * torch.finfo(self.covariance.dtype).eps
+        root, back, inverse = _Powers.apply(wide + top / k, rounding)  # top on the average, taken away again
         conditional = 1 / (inverse.diagonal(dim1=-2, dim2=-1) - 1 / (k * top[..., 0]))
         back = conditional[..., None] * (back - top.rsqrt() / k)
         like = self.covariance.dtype
@@ -99,21 +100,23 @@ class DenseSpread(Spread):
 
 
 class _Powers(torch.autograd.Function):
-    """A ↦ A^½, A^−½, A⁻¹ for symmetric A (n, K, K) whose eigenvalues up to `floor` (n, 1) are rounding of zero.
+    """A ↦ A^½, A^−½, A⁻¹ for symmetric A (n, K, K) whose eigenvalues up to `rounding` of the largest stand for zero;
+    A⁻¹ is very large there.
 
     Continuous in A, unlike its eigenvectors. Backward by divided differences (Daleckiĭ and Kreĭn), which are zero
     where the null space has no derivative.
     """
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, matrix: Tensor, rounding: float) -> tuple[Tensor, Tensor, Tensor]:
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        floor = rounding * values[..., -1:]
         inside = values > floor
         roots = torch.where(inside, values, 0.0).sqrt()
         backs = torch.where(inside, values.clamp(min=torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
         ctx.save_for_backward(roots, backs, vectors)
         ctx.set_materialize_grads(True)
-        each = roots, backs, 1 / torch.maximum(values, floor)
+        each = roots, backs, torch.where(inside, 1 / values.masked_fill(~inside, 1.0), ZERO / floor)
         root, back, inverse = ((vectors * power[..., None, :]) @ vectors.mT for power in each)
         return root, back, inverse
 
