@@ -92,6 +92,13 @@ def test_a_shared_root_is_the_same_covariance() -> None:
         assert correlation.abs().max() < 0.03
 
 
+def test_a_logit_that_others_determine_has_no_variance_of_its_own() -> None:
+    matrix = covariance("few", 500, 300.0)
+    matrix = matrix - matrix.mean(-1, keepdim=True)
+    matrix = (matrix - matrix.mean(-2, keepdim=True)).float()[None]
+    assert float(DenseSpread(matrix).conditional.max()) < 1e-6
+
+
 def test_tiny_probabilities_keep_their_logarithm() -> None:
     mean = torch.tensor([[0.0, -50.0, -300.0, -2000.0]])
     p = predict_targets(GaussianFunction(mean, 0.01 * torch.eye(4)[None]), Categorical())

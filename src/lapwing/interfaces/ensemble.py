@@ -13,7 +13,7 @@ from lapwing.model.batches import Inputs
 from lapwing.model.fingerprint import Watch
 from lapwing.model.module import outside_inference
 from lapwing.predictive import Prediction, predict_targets
-from lapwing.predictive.sampled import sampled_function
+from lapwing.predictive.sampled import sampled_function, warn_of_collapse
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,5 +46,6 @@ class Ensemble:
         inputs = self.inputs(x)
         with self.network.explaining(inputs):
             function = sampled_function(self.network, self.weights, inputs, differentiable)
+        warn_of_collapse(self.network, self.likelihood, function, inputs)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
         return predict_targets(function, self.likelihood, link=link, scalar=self.scalar, shifted=self.shifted)

@@ -64,7 +64,7 @@ from lapwing.posterior import (
 from lapwing.predictive import Prediction, predict_targets
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
-from lapwing.predictive.sampled import sampled_function
+from lapwing.predictive.sampled import sampled_function, warn_of_collapse
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
 INTERPOLATES = (
@@ -400,6 +400,7 @@ class Laplace:
                 raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
             draws = self._draws(samples or SAMPLED_DRAWS, generator)
             function: Any = sampled_function(self.network, draws, inputs, differentiable)
+            warn_of_collapse(self.network, self.likelihood, function, inputs)
             link = "mc" if link == "auto" else link
         elif method == "linearized":
             by_draws = link == "jvp"

@@ -129,6 +129,10 @@ class Operator(PSD):
         return self.product.size
 
     @property
+    def iterative(self) -> bool:
+        return True
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.product.dtype
 

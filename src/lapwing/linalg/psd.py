@@ -38,6 +38,11 @@ class PSD(ABC):
     @abstractmethod
     def device(self) -> torch.device: ...
 
+    @property
+    def iterative(self) -> bool:
+        """Whether each solve takes many products with A."""
+        return False
+
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
         """A v: (*b, P) → (*b, P)."""

@@ -76,7 +76,8 @@ class Linearized:
         """Whether the covariances of items with many outputs take a bearable part of time and memory."""
         under_way = 4 * self.plan.under_way(mean.shape[-1]) + self.plan.graph
         covariances = 4 * mean.numel() * mean.shape[-1] * mean.element_size()
-        return mean[0].numel() <= COVARIANCES and max(under_way, covariances) <= self.memory // 4
+        few = mean[0].numel() <= (CLOSED_FORM if self.precision.iterative else COVARIANCES)
+        return few and max(under_way, covariances) <= self.memory // 4
 
     def jacobians(
         self,

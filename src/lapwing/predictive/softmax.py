@@ -21,13 +21,16 @@ from lapwing.predictive.fixed import SEED, base_points
 ENOUGH = 6e-3
 """Estimated total variation from the exact probabilities at which no more points are taken."""
 
+CHEAP, AMPLE = 1024, 5e-4  # up to so many points, more are taken until the error is below this
+
 REPLICATES = 4  # independent sequences of points, whose spread tells the error
-FIRST, LEVELS = 256, 7  # points of the first sequences, and how many times there are new ones, of twice as many
+FIRST, LEVELS = 64, 9  # points of the first sequences, and how many times there are new ones, of twice as many
 MOST = 2**23  # logits of an item, over all its points
 BLOCK = 2**19  # logits under way at a time: what fits a cache
 ITEMS = 2**23  # elements of covariances under way at a time
 NODES, SHIFTS = 10, 4  # of the trapezoidal rule for the logit that is integrated, a standard deviation apart
-NARROW = 1e-2  # conditional variance up to which the value of a sigmoid is as good as its expectation
+ZERO = 1e6  # inverse variance of what stands for zero, in units of the largest that may
+NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as good as its expectation
 
 
 class Spread(ABC):
@@ -66,10 +69,10 @@ class DenseSpread(Spread):
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """C^½, c · C^−½ and c = 1 / diag(C⁻¹), where the average of f, which C lacks, is free."""
         wide, k = self.covariance.double(), self.covariance.shape[-1]
-        top = wide.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         top = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
-        floor = top[..., 0] * k * torch.finfo(self.covariance.dtype).eps
-        root, back, inverse = _Powers.apply(wide + top / k, floor)  # top on the average, taken away again
+        rounding = k * torch.finfo(self.covariance.dtype).eps
+        root, back, inverse = _Powers.apply(wide + top / k, rounding)  # top on the average, taken away again
         conditional = 1 / (inverse.diagonal(dim1=-2, dim2=-1) - 1 / (k * top[..., 0]))
         back = conditional[..., None] * (back - top.rsqrt() / k)
         like = self.covariance.dtype
@@ -97,21 +100,23 @@ class DenseSpread(Spread):
 
 
 class _Powers(torch.autograd.Function):
-    """A ↦ A^½, A^−½, A⁻¹ for symmetric A (n, K, K) whose eigenvalues up to `floor` (n, 1) are rounding of zero.
+    """A ↦ A^½, A^−½, A⁻¹ for symmetric A (n, K, K) whose eigenvalues up to `rounding` of the largest stand for zero;
+    A⁻¹ is very large there.
 
     Continuous in A, unlike its eigenvectors. Backward by divided differences (Daleckiĭ and Kreĭn), which are zero
     where the null space has no derivative.
     """
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, matrix: Tensor, rounding: float) -> tuple[Tensor, Tensor, Tensor]:
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        floor = rounding * values[..., -1:]
         inside = values > floor
         roots = torch.where(inside, values, 0.0).sqrt()
         backs = torch.where(inside, values.clamp(min=torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
         ctx.save_for_backward(roots, backs, vectors)
         ctx.set_materialize_grads(True)
-        each = roots, backs, 1 / torch.maximum(values, floor)
+        each = roots, backs, torch.where(inside, 1 / values.masked_fill(~inside, 1.0), ZERO / floor)
         root, back, inverse = ((vectors * power[..., None, :]) @ vectors.mT for power in each)
         return root, back, inverse
 
@@ -214,7 +219,7 @@ class _Chunk:
             entropy[open_] = torch.lerp(entropy[open_], h, new)
             error[open_] = e * math.sqrt(new)
             done += now
-            open_ = open_[error[open_].detach() > ENOUGH]
+            open_ = open_[error[open_].detach() > (AMPLE if done < CHEAP else ENOUGH)]
             if not len(open_):
                 break
         return Softmax(self._logs(probs), entropy, error)
@@ -228,12 +233,10 @@ class _Chunk:
             some = which.nonzero()[:, 0]
             if not len(some):
                 continue
-            part = spread.take(some)
-            for k in range(sequences):
-                points = _points(size, mean.shape[-1], self.seed + 97 * level + k, mean.dtype).to(mean.device)
-                found, h = _average(mean[some], part, points, integrated)
-                probs[k, some] = found / found.sum(-1, keepdim=True)
-                entropy[some] += h / sequences
+            seeds = range(self.seed + 97 * level, self.seed + 97 * level + sequences)
+            points = torch.stack([_points(size, mean.shape[-1], seed, mean.dtype) for seed in seeds]).to(mean.device)
+            found, entropy[some] = _average(mean[some], spread.take(some), points, integrated)
+            probs[:, some] = found / found.sum(-1, keepdim=True)
         deviation = probs.detach().std(0) if sequences > 1 else torch.full_like(mean, torch.inf)
         return probs.mean(0), entropy, deviation.sum(-1) * math.sqrt(2 / math.pi / sequences) / 2
 
@@ -242,7 +245,7 @@ class _Chunk:
         small = (probs < math.sqrt(torch.finfo(probs.dtype).tiny)).any(-1).nonzero()[:, 0]
         logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
         if len(small):
-            points = _points(FIRST, probs.shape[-1], self.seed, probs.dtype).to(probs.device)
+            points = _points(CHEAP // REPLICATES, probs.shape[-1], self.seed, probs.dtype).to(probs.device)
             spread, mean = self.spread.take(small), self.mean[small]
             each = [(mean + spread.steps(z)).log_softmax(-1).logsumexp(0) for z in points.split(_rows(mean))]
             far = torch.stack(each).logsumexp(0) - math.log(len(points))
@@ -254,9 +257,9 @@ def _levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
     """Points of a sequence and number of sequences, level by level."""
     if samples is not None:
         sequences = min(REPLICATES, samples)
-        return [(-(-samples // sequences), sequences)]
+        return [(SHIFTS * -(-samples // (sequences * SHIFTS)), sequences)]
     sizes = [FIRST * 2**level for level in range(LEVELS)]
-    return [(size, REPLICATES) for size in sizes if size == FIRST or REPLICATES * size * classes <= MOST]
+    return [(size, REPLICATES) for size in sizes if REPLICATES * size <= CHEAP or REPLICATES * size * classes <= MOST]
 
 
 def _rows(mean: Tensor) -> int:
@@ -264,39 +267,44 @@ def _rows(mean: Tensor) -> int:
 
 
 def _average(mean: Tensor, spread: Spread, points: Tensor, integrated: bool) -> tuple[Tensor, Tensor]:
-    """Averages over points of the softmax, (n, K), `integrated` over its own logit or as it is, and of its entropy,
-    (n,). Every fourth point has the same nodes of the inner rule, which is then as good as one with four times as many.
-    """
-    total, entropy = torch.zeros_like(mean), mean.new_zeros(len(mean))
-    pieces = ((shift, z) for shift in range(SHIFTS) for z in points[shift::SHIFTS].split(_rows(mean)))
-    for shift, z in pieces:
+    """Averages of the softmax over each sequence of points (r, S, K), (r, n, K), `integrated` over its own logit or as
+    it is; and of its entropy over all, (n,)."""
+    sequences, size, _ = points.shape
+    total, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(len(mean))
+    for part in points.split(SHIFTS * max(1, _rows(mean) // (sequences * SHIFTS)), 1):
+        z = part.flatten(0, 1)
         f = mean + spread.steps(z)
         highest, first = f.max(-1, keepdim=True)
         f = f - highest
         e = f.exp()
         own = e.scatter(-1, first, 0.0).sum(-1, keepdim=True)  # the others of the highest, which would cancel
         p = e / (own + 1)
-        entropy += ((own + 1).log()[..., 0] - (p * f).sum(-1)).sum(0)
+        entropy = entropy + ((own + 1).log()[..., 0] - (p * f).sum(-1)).sum(0)
         if not integrated:
-            total += p.sum(0)
-        else:
-            rest = (own + 1 - e).scatter(-1, first, own)
-            tiny = torch.finfo(f.dtype).tiny
-            total += _expected_sigmoid(
-                f - rest.clamp(min=tiny).log() - spread.own(z), spread.conditional, shift / SHIFTS
-            )
-    return total / len(points), entropy / len(points)
+            total = total + p.unflatten(0, part.shape[:2]).sum(1)
+            continue
+        rest = (own + 1 - e).scatter(-1, first, own).clamp(min=torch.finfo(f.dtype).tiny)
+        odds = (f - rest.log() - spread.own(z)).unflatten(0, (sequences, -1, SHIFTS))
+        total = total + _expected_sigmoid(odds, spread.conditional)
+    return total / size, entropy / (sequences * size)
 
 
-def _expected_sigmoid(x: Tensor, variance: Tensor, shift: float) -> Tensor:
-    """Σ_s E[sigmoid(x_s + √v t)], t ~ N(0, 1), for x (S, n, K) and v (n, K)."""
+def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
+    """Σ_s E[sigmoid(x_s + √v t)], t ~ N(0, 1), for x (r, S, SHIFTS, n, K) and v (n, K), (r, n, K).
+
+    By the trapezoidal rule. Of every few points each has nodes of its own, between those of the others: together they
+    are as good as a finer rule.
+    """
     far = -math.log(torch.finfo(x.dtype).tiny) - 8
     against = (-x).clamp(-far, far).exp_()
-    nodes = torch.arange(NODES, dtype=torch.float64) - NODES / 2 + shift
-    weights = (-nodes.square() / 2).softmax(0)
-    total, scale = torch.zeros_like(variance), variance.sqrt()
-    for node, weight in zip(nodes.tolist(), weights.tolist(), strict=True):
-        total += weight * (against * (-node * scale).exp()).add_(1).reciprocal_().sum(0)
+    shifts = torch.arange(SHIFTS, dtype=torch.float64)[:, None] / SHIFTS
+    nodes = torch.arange(NODES, dtype=torch.float64) - NODES / 2 + shifts  # (SHIFTS, NODES)
+    weights = (-nodes.square() / 2).softmax(-1).to(x)
+    total, scale = x.new_zeros(len(x), *variance.shape), variance.sqrt()
+    for node, weight in zip(nodes.to(x).T, weights.T, strict=True):
+        away = (-node[:, None, None] * scale).exp()  # (SHIFTS, n, K)
+        each = (against * away).add_(1).reciprocal_().sum(1)
+        total = total + torch.einsum("h,rhnk->rnk", weight, each)
     return total
 
 
