@@ -109,7 +109,8 @@ def fit(
     family = problem.likelihood if family.known else problem.likelihood.estimate(curvature.statistics)
     if problem.resume is not None:
         problem.resume.forget()
-    kept = Options(budget, split, progress, scalar=problem.scalar)
+    again = data if batches.reiterable else None
+    kept = Options(budget, split, progress, scalar=problem.scalar, data=again)
     la = Laplace(
         network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, state=checksum(module)
     )
