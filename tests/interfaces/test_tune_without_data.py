@@ -1,4 +1,4 @@
-"""`tune()` alone: a classifier keeps its posterior only where leave-one-out of the training data shows that it helps."""
+"""`tune()` alone keeps a posterior of a classifier only where leave-one-out of the training data shows that it helps."""
 
 import math
 
@@ -40,7 +40,7 @@ def nll(prediction, y):
 
 
 def test_leave_one_out_by_refitting_agrees_with_the_decision():
-    """A small model at its mode: refits without each datum say whether the posterior helps, and tune() says the same."""
+    """At the mode of a small model, refits without each datum say whether the posterior helps, and tune() agrees."""
     data, tau = line(24, 3), 0.05
     model = trained(data, tau)
     la = lapwing.fit(model, data, "classification", structure="full", prior=tau)

@@ -148,16 +148,16 @@ def with_noise_ratios(problem: Problem) -> Problem:
     outputs = problem.outputs // math.prod(problem.event)
     if likelihood.known or outputs == 1:
         return problem
-    once = not problem.batches.reiterable and problem.first is not None
+    first = None if problem.batches.reiterable else problem.first
     total = torch.zeros(1, dtype=torch.float64, device=network.params.device)
     with network.borrow(), torch.no_grad():
-        for batch in [problem.first] if once else problem.read("noise"):
+        for batch in problem.read("noise") if first is None else [first]:
             f = network.forward(batch.inputs)
             total = total + likelihood.statistics(f, problem.prepare(batch, f), batch.weights)
     if sharded():
         add_up({"statistics": total})
     plan = problem.plan
-    if once:
+    if first is not None:
         note = "the ratios between the noise of the outputs come from the first batch: the data can be read only once"
         plan = replace(plan, notes=(*plan.notes, note))
     return replace(problem, likelihood=likelihood.estimate(total), plan=plan)
@@ -184,7 +184,7 @@ class Look:
                 "tensor torch.cat([mean, log_variance], -1) and pass HeteroscedasticGaussian(parametrization='mean'); "
                 "if not, return the first alone"
             )
-        notes = ()
+        notes: tuple[str, ...] = ()
         if f.shape[-1] > 1 and problem.likelihood.shift_invariant and bool((f.logsumexp(-1).abs() < 1e-3).all()):
             notes = (
                 "the outputs are log-probabilities: the default link gives the same predictions as with logits, but "

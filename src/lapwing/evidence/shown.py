@@ -62,8 +62,8 @@ def keep_if_shown(
             memory=memory,
             split=split,
         )
-    except (IncompatiblePrior, UnsupportedOperation, TooLarge) as error:
-        return _without(tuning, groups, center, f"leave-one-out has no answer here ({error}); {ASK}")
+    except (IncompatiblePrior, UnsupportedOperation, TooLarge) as refusal:
+        return _without(tuning, groups, center, f"leave-one-out has no answer here ({refusal}); {ASK}")
     difference = (seen[0].losses[seen[0].home] - seen[0].losses[0]).double()
     gain, error = difference.mean().item(), difference.std().item() / len(difference) ** 0.5
     told = f"by leave-one-out of {len(difference)} training data it gains {gain:.2g} ± {error:.2g} nats per item"
