@@ -79,7 +79,7 @@ def test_the_evidence_of_an_interpolating_network_comes_with_a_caution() -> None
     x, y = torch.randn(20, 4, dtype=torch.float64), torch.randint(3, (20,))
     few = lapwing.fit(la.module, (x, y), "classification", structure="diag")
     with pytest.warns(UserWarning, match="interpolates"):
-        tuned = few.tune()
+        tuned = few.tune(method="evidence")
     assert "note: with more weights than data" in tuned.summary()
     assert not any("interpolates" in message for message in la.tune(method="evidence").tuning.messages)
     start, end = tuned.tuning.settings

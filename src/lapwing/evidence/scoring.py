@@ -97,6 +97,11 @@ def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:
     return root.to(covariance.dtype)
 
 
+def has_logits(likelihood: Likelihood) -> bool:
+    """Whether the outputs are logits of labels."""
+    return isinstance(likelihood, LOGITS)
+
+
 def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
     """A positive number, for likelihoods whose outputs are logits."""
     if not isinstance(likelihood, LOGITS):

@@ -120,7 +120,9 @@ def fit(
     family = problem.likelihood if family.known else problem.likelihood.estimate(curvature.statistics)
     if problem.resume is not None:
         problem.resume.forget()
-    kept = Options(budget, split, progress, scalar=problem.scalar, convention=shared_convention(batches.convention))
+    again = data if batches.reiterable else None
+    convention = shared_convention(batches.convention)
+    kept = Options(budget, split, progress, scalar=problem.scalar, convention=convention, data=again)
     watch = Watch.on(module, problem.example)
     la = Laplace(network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, watch=watch)
     _ = la.posterior  # refuse now what has no posterior

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from lapwing.evidence import (
     check_logit_temperature,
     collect,
     effective_parameters,
+    has_logits,
+    keep_if_shown,
     linked,
     log_evidence,
     nodes_for,
@@ -71,6 +74,7 @@ INTERPOLATES = (
     "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
     "precision; check on held-out data"
 )
+LOO_DATA = 1000  # training data that tuning without held-out data compares on
 JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
 
@@ -84,6 +88,7 @@ class Options:
     progress: bool | None = None
     scalar: bool = False  # the network returns (B,)
     convention: Convention = field(default_factory=Convention)  # how the batches of the fit were read
+    data: Any = field(default=None, repr=False)  # the training data, where they can be read again
 
 
 @dataclass(frozen=True, eq=False)
@@ -523,17 +528,20 @@ class Laplace:
 
         With held-out `data`, by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
-        interpolate their data often picks too small a precision. `learn` is any of "prior", "temperature",
-        "logit_temperature", "noise". Without it held-out data choose the prior, both temperatures where that helps, and
-        a noise that the fit estimated; the evidence the prior and such a noise. `prior` is "scalar", "layerwise" or
-        "parameterwise"; `grid` maps names of `learn` to candidates, one of which is chosen. `rule` picks from what was
-        tried: "lowest" the lowest NLL, "widest" the smallest precision that is shown not to be worse
-        (`evidence.widest`): as good on data like these, and more cautious elsewhere.
+        interpolate their data often picks too small a precision. So `tune()` alone keeps a classifier's posterior only
+        where leave-one-out of the training data shows that it helps; `method="evidence"` takes it in any case.
+        `learn` is any of "prior", "temperature", "logit_temperature", "noise". Without it held-out data choose the
+        prior, the temperature where that helps, and the logit temperature or a noise that the fit estimated; the
+        evidence the prior and such a noise. `prior` is "scalar", "layerwise" or "parameterwise"; `grid` maps names of
+        `learn` to candidates, one of which is chosen. `rule` picks from what was tried: "lowest" the lowest NLL,
+        "widest" the smallest precision that is shown not to be worse (`evidence.widest`): as good on data like these,
+        and more cautious elsewhere.
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
         if data is not None:
             require_one_process("tune with data")
+        alone = method == "auto" and data is None
         if method == "auto":
             method = "validation" if data is not None else "evidence"
         learn = (learn,) if isinstance(learn, str) else learn
@@ -544,6 +552,8 @@ class Laplace:
         }
         if method == "evidence":
             tuning = self._tune_evidence(data, learn, prior, grid, common)
+            if alone and grid is None and has_logits(self.likelihood):
+                tuning = self._kept_if_shown(tuning, prior)
         elif method == "validation":
             if data is None:
                 raise BadData("method='validation' needs held-out data: tune(val_loader)")
@@ -605,6 +615,22 @@ class Laplace:
             warnings.warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)", stacklevel=3)
         return replace(tuning, messages=(INTERPOLATES, *tuning.messages))
 
+    def _kept_if_shown(self, tuning: Tuning, prior: str) -> Tuning:
+        """Labels without held-out data: the posterior must be shown to predict better than the network."""
+        known = None if sharded() else self.options.data  # a process has its own shard, and all must choose the same
+        held = None if known is None else self._held_out(known, most=LOO_DATA)
+        return keep_if_shown(
+            tuning,
+            self.curvature,
+            self.likelihood,
+            self._groups(prior),
+            held,
+            center=self.prior.mean,
+            temperature=self.temperature,
+            memory=self.options.memory,
+            split=self._split,
+        )
+
     def _groups(self, prior: str) -> Groups:
         params = self.params
         if prior == "scalar":
@@ -624,8 +650,13 @@ class Laplace:
         counts = groups.total(torch.ones_like(logs))
         return (groups.total(logs) / counts.clamp(min=1)).exp()
 
-    def _held_out(self, data: Any, link: str = "auto") -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
-        """(f, targets, rows) of held-out data, a few samples at a time; rows of what the link sees of f."""
+    def _held_out(
+        self, data: Any, link: str = "auto", most: float = math.inf
+    ) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
+        """(f, targets, rows) of held-out data, a few samples at a time; rows of what the link sees of f.
+
+        Ends with the batch that reaches `most` samples.
+        """
         self._require_unchanged()
         batches = self.batches(data)
         show = self.options.progress
@@ -639,6 +670,9 @@ class Laplace:
                 f = linearization.f.detach()
                 yield f, y[start : start + f.shape[0]], rows
                 start += f.shape[0]
+            most -= start
+            if most <= 0:
+                return
 
     def _contrast(self, link: str) -> bool:
         """Whether a link does not see what all logits of an item share."""

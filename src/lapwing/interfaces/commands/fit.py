@@ -26,11 +26,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=1.0, metavar="T", help="how often data count (%(default)s)"
     )
     parser.add_argument(
-        "--noise", type=float, metavar="SD", help="standard deviation of the targets in regression (1.0)"
+        "--noise", type=float, metavar="SD", help="standard deviation of the targets in regression (estimated)"
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tune", metavar="DATA", help="choose prior and temperatures on these held-out data")
-    how.add_argument("--tune-evidence", action="store_true", help="choose the prior by the evidence, without such data")
+    how.add_argument("--tune-evidence", action="store_true", help="choose by the evidence, without such data")
     arguments.add_tuning(parser)
     parser.add_argument("--checkpoint", metavar="DIR", help="folder in which an interrupted fit goes on")
     parser.add_argument("--seed", type=arguments.seed, default=0, help="of every draw of the fit (%(default)s)")
