@@ -29,7 +29,15 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 ATOMIC = frozenset(
     (type(None), bool, int, float, complex, str, bytes, type, range, torch.dtype, torch.device, torch.Size)
 )
-SHARED = (types.ModuleType, torch.Generator, enum.Enum)
+SHARED = (
+    types.ModuleType,
+    torch.Generator,
+    enum.Enum,
+    torch.optim.Optimizer,  # this and what follows: a trainer that a module knows leads to all its data
+    torch.utils.data.Dataset,
+    torch.utils.data.DataLoader,
+    torch.utils.data.dataloader._BaseDataLoaderIter,
+)
 TABLES = frozenset(vars(nn.Module()))  # what every module has
 DEPTH = 8  # how far into plain objects a module or a tensor is looked for
 
@@ -109,7 +117,7 @@ class _Copier:
             self._remember(p, _alias(p, name in selected))
         parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         # what belongs to the module, by a global name or a closure too: a hook may fill a list that the module reads
-        held = {id(v) for part in parts for k, v in vars(part).items() if k not in TABLES and isinstance(v, HELD)}
+        held = {id(v) for part in parts for v in _plain(part).values() if isinstance(v, HELD)}
         self.tree = {*self.memo, *map(id, module.modules()), *held}
         # all modules before what they hold: deep nesting needs no deep recursion
         shells = [(part, self._shell(part)) for part in parts if type(part).__hash__ is nn.Module.__hash__]
@@ -233,6 +241,8 @@ class _Copier:
         return own
 
     def _sequence(self, x: Any) -> Any:
+        if ATOMIC.issuperset(map(type, x)):  # of any length
+            return self._remember(x, x.copy())
         own = self._remember(x, type(x)())
         own.extend(self.of(v) for v in list(x))
         return own
@@ -255,6 +265,8 @@ class _Copier:
         return self._remember(x, type(x)([self.of(v) for v in list(x)]))
 
     def _mapping(self, x: dict) -> dict:
+        if ATOMIC.issuperset(map(type, x)) and ATOMIC.issuperset(map(type, x.values())):
+            return self._remember(x, x.copy())
         own = self._remember(x, defaultdict(x.default_factory) if isinstance(x, defaultdict) else type(x)())
         own.update(self._items(x))
         return own
@@ -395,6 +407,12 @@ class _Released:
     """What a copy becomes whose own class has a finalizer."""
 
 
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Return what a module has beside what every module has."""
+    values = vars(module)
+    return {name: values[name] for name in values.keys() - TABLES}
+
+
 class _Place:
     """A buffer or plain tensor of a copy, in one or two tables under its name."""
 
@@ -415,7 +433,7 @@ class _Place:
 
 
 def _places(source: nn.Module, own: nn.Module, before: dict[str, Any]) -> Iterator[_Place]:
-    for theirs, tables in ((source._buffers, (own._buffers,)), (vars(source), (vars(own), before))):
+    for theirs, tables in ((source._buffers, (own._buffers,)), (_plain(source), (vars(own), before))):
         for name, x in list(theirs.items()):
             mine = tables[0].get(name)
             if isinstance(mine, Tensor) and mine is not x and not isinstance(mine, nn.Parameter):
