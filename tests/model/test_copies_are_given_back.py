@@ -1,5 +1,7 @@
 """A thread's private copies are given back after errors, interruptions and generators that nobody finishes."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,3 +63,27 @@ def test_an_interruption_while_the_copy_is_registered(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt), skeleton.private(nn.Linear(4, 3)):
         pass
     assert held() == 0
+
+
+class Cycle(nn.Module):
+    """Refers to itself by a hook, so that reference counts alone do not free its copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("large", torch.zeros(2**23))  # 32 MB
+        self.layer.register_forward_hook(self.look)
+
+    def look(self, *_: object) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_copies_with_cycles_do_not_pile_up() -> None:
+    module, alive = Cycle(), []
+    for _ in range(20):
+        with skeleton.private(module) as own:
+            alive.append(weakref.ref(own))
+        del own
+    assert sum(each() is not None for each in alive) <= 6

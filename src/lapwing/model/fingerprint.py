@@ -265,6 +265,10 @@ class Watch:
     probe: Probe | None
     _looks: dict[str, Any] = field(default_factory=dict, repr=False)  # the last look that was found in order
 
+    def __reduce__(self) -> tuple:
+        """Leave the last look behind in copies and pickles: it holds places in memory and functions of the module."""
+        return Watch, (self.sums, self.probe)
+
     @classmethod
     def on(cls, module: nn.Module, inputs: Inputs | None = None, probe: Probe | None = None) -> Watch:
         """Remember a module as it is, with its outputs at a few inputs like these or at a probe that is known."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import gc
 import operator
 import threading
 import types
@@ -39,11 +40,13 @@ SHARED = (
     torch.utils.data.dataloader._BaseDataLoaderIter,
 )
 TABLES = frozenset(vars(nn.Module()))  # what every module has
+LINGERING = 2**27  # bytes of tensors in copies of modules with cycles, which only the garbage collector frees
 DEPTH = 8  # how far into plain objects a module or a tensor is looked for
 
 _WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 _SOURCES: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_DROPPED: deque[tuple[weakref.ref[nn.Module], int]] = deque(maxlen=64)  # large copies that may be alive still
 _IN_USE = threading.local()
 
 
@@ -68,6 +71,7 @@ def private(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Modu
     if key in mine:
         yield mine[key].root
         return
+    _collect()
     maker = _Copier(module, key[1])
     try:
         mine[key] = maker
@@ -77,6 +81,15 @@ def private(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Modu
         mine.pop(key, None)
         maker.put_back()
         maker.release()
+        if maker.size > LINGERING // 64:
+            _DROPPED.append((weakref.ref(maker.root), maker.size))
+
+
+def _collect() -> None:
+    """Free copies that refer to themselves before they fill the memory: Python counts objects, not their bytes."""
+    if _DROPPED and sum(size for root, size in list(_DROPPED) if root() is not None) > LINGERING:
+        gc.collect()
+        _DROPPED.clear()
 
 
 def in_use(module: nn.Module, selected: Iterable[str] = ()) -> nn.Module:
@@ -109,6 +122,8 @@ class _Copier:
             self.release()
             raise
         self.attributes = [(source, own, dict(vars(own))) for source, own in self.pairs]
+        tensors = [t for t in self.memo.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        self.size = sum(t.numel() * t.element_size() for t in tensors)
         self.tensors = [place for entry in self.attributes for place in _places(*entry)]
 
     def _walk(self, module: nn.Module, selected: frozenset[str]) -> nn.Module:
