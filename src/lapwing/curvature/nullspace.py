@@ -71,4 +71,5 @@ def _rows(problem: Problem, samples: int) -> Iterator[Tensor]:
                 outputs = at.f[0].numel()
                 eye = torch.eye(outputs, dtype=at.f.dtype, device=at.f.device)
                 directions = eye.reshape(outputs, 1, *at.f.shape[1:]).expand(outputs, *at.f.shape)
-                yield at.jacobian(directions).dense().flatten(0, 1).detach()
+                rows = at.jacobian(directions).dense().flatten(0, 1).detach()
+            yield rows

@@ -28,7 +28,7 @@ from lapwing.model.convention import (
     shift,
 )
 from lapwing.model.module import borrowed, ordinary
-from lapwing.model.skeleton import source_of
+from lapwing.model.skeleton import put_back, source_of
 
 Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
 
@@ -102,7 +102,10 @@ def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None
     writes = _WRITES.get(source)
     own = inputs if writes is False else map_tensors(Tensor.clone, inputs)
     before = [_version(t) for t in tensors_in(own)]
-    out = _called(module, own, weights)
+    try:
+        out = _called(module, own, weights)
+    finally:
+        put_back(module)
     changed = before != [_version(t) for t in tensors_in(own)]
     if changed and writes is False:
         _WRITES[source] = True

@@ -29,6 +29,8 @@ from lapwing.model.skeleton import ATOMIC, written_by_forward
 DEPTH = 6  # how far a look follows objects into each other
 PROBED = 2  # samples whose outputs are kept
 STORED = 2**22  # bytes of probe inputs up to which a file holds them
+WHOLE = 2**28  # bytes of a module up to which a checksum, made before each prediction, reads every one of them
+SPREAD = 4096  # values per tensor that it reads beyond that
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # others: 5e-2; relative to the largest output
 
 
@@ -62,8 +64,23 @@ def _contents(module: nn.Module, skip: Iterable[str]) -> tuple[str, list[tuple[s
 
 
 def _bytes(tensor: Tensor) -> Any:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if tensor.is_meta:
+        return b""
+    if tensor.layout != torch.strided:
+        return b"".join(bytes(_bytes(part)) for part in _parts(tensor.detach()))
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else b""
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the dense tensors that a sparse one consists of."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.to_dense(),)
 
 
 def fingerprint(module: nn.Module, skip: Iterable[str] = ()) -> str:
@@ -83,7 +100,16 @@ def checksum(module: nn.Module) -> tuple[str, ...]:
 
 
 def _sums(state: list[tuple[str, Tensor]]) -> tuple[str, ...]:
-    return tuple(f"{name}|{t.dtype}|{tuple(t.shape)}|{zlib.crc32(_bytes(t)):x}" for name, t in state)
+    whole = sum(t.numel() * t.element_size() for _, t in state) <= WHOLE
+    read = [(name, t, t if whole or t.numel() <= SPREAD else _spread(t)) for name, t in state]
+    return tuple(f"{name}|{t.dtype}|{tuple(t.shape)}|{zlib.crc32(_bytes(part)):x}" for name, t, part in read)
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """Return some values of a large tensor, evenly spaced."""
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        return tensor
+    return tensor.detach().view(-1)[:: tensor.numel() // SPREAD]
 
 
 class _Itself:
@@ -125,9 +151,13 @@ def _describe(x: Any, depth: int, seen: set[int]) -> Any:
         return kind
     deeper = functools.partial(_describe, depth=depth - 1, seen=seen)
     if isinstance(x, dict):
-        return (kind, [(_plain(k), deeper(v)) for k, v in list(x.items())])
+        items = list(x.items())
+        if ATOMIC.issuperset(type(v) for item in items for v in item):  # a vocabulary, say
+            return (kind, items)
+        return (kind, [(_plain(k), deeper(v)) for k, v in items])
     if isinstance(x, (list, tuple)):
-        return (kind, [deeper(v) for v in list(x)])
+        values = list(x)
+        return (kind, values if ATOMIC.issuperset(map(type, values)) else [deeper(v) for v in values])
     if isinstance(x, (set, frozenset)):
         return (kind, len(x), {v for v in list(x) if type(v) in ATOMIC})
     if isinstance(x, np.ndarray):
@@ -234,6 +264,10 @@ class Watch:
     sums: tuple[str, ...]
     probe: Probe | None
     _looks: dict[str, Any] = field(default_factory=dict, repr=False)  # the last look that was found in order
+
+    def __reduce__(self) -> tuple:
+        """Leave the last look behind in copies and pickles: it holds places in memory and functions of the module."""
+        return Watch, (self.sums, self.probe)
 
     @classmethod
     def on(cls, module: nn.Module, inputs: Inputs | None = None, probe: Probe | None = None) -> Watch:

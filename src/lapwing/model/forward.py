@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,8 @@ from lapwing.model.tangents import Tangents, Values
 
 _LEVEL: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # into KERNELS: what a module was seen to need
 _TURN = threading.RLock()  # PyTorch has one forward-mode level per process: threads take turns
+if hasattr(os, "register_at_fork"):  # a forked process has not the thread that may be holding it
+    os.register_at_fork(after_in_child=lambda: globals().update(_TURN=threading.RLock()))
 NESTED = "Nested forward mode AD"
 
 

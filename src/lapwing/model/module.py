@@ -24,8 +24,9 @@ T = TypeVar("T")
 def unwrap(module: nn.Module) -> nn.Module:
     """The module behind `torch.compile` and (distributed) data parallel wrappers."""
     while True:
-        if hasattr(module, "_orig_mod"):
-            module = module._orig_mod  # type: ignore[assignment]
+        compiled = module._modules.get("_orig_mod")  # not by getattr, which wrappers may hand on to what they wrap
+        if compiled is not None:
+            module = compiled
         elif isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             module = module.module
         else:

@@ -230,8 +230,8 @@ class Network:
         if found:
             raise UnsupportedModel(
                 f"the forward pass uses parameter {found[0]!r} of the module by a name of its own (a global variable "
-                "inside a function that it calls, say), so that Lapwing cannot run it without touching your module. "
-                "Reach it through `self`."
+                "inside a function that it calls, or a tensor computed from it before and kept, say), so that Lapwing "
+                "cannot run it without touching your module. Reach it through `self`, and compute it in each pass."
             )
 
 

@@ -10,7 +10,10 @@ user's, buffers and plain tensors are copies, and everything in which a module, 
 from __future__ import annotations
 
 import copy
+import enum
 import functools
+import gc
+import operator
 import threading
 import types
 import weakref
@@ -22,16 +25,28 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 ATOMIC = frozenset(
     (type(None), bool, int, float, complex, str, bytes, type, range, torch.dtype, torch.device, torch.Size)
 )
-SHARED = (types.BuiltinFunctionType, types.ModuleType, torch.Generator)
+SHARED = (
+    types.ModuleType,
+    torch.Generator,
+    enum.Enum,
+    torch.optim.Optimizer,  # this and what follows: a trainer that a module knows leads to all its data
+    torch.utils.data.Dataset,
+    torch.utils.data.DataLoader,
+    torch.utils.data.dataloader._BaseDataLoaderIter,
+)
+TABLES = frozenset(vars(nn.Module()))  # what every module has
+LINGERING = 2**27  # bytes of tensors in copies of modules with cycles, which only the garbage collector frees
 DEPTH = 8  # how far into plain objects a module or a tensor is looked for
 
 _WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 _SOURCES: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_DROPPED: deque[tuple[weakref.ref[nn.Module], int]] = deque(maxlen=64)  # large copies that may be alive still
 _IN_USE = threading.local()
 
 
@@ -54,21 +69,42 @@ def private(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Modu
     key = (id(module), frozenset(selected))
     mine: dict = _IN_USE.__dict__.setdefault("copies", {})
     if key in mine:
-        yield mine[key]
+        yield mine[key].root
         return
+    _collect()
     maker = _Copier(module, key[1])
-    mine[key] = maker.root
-    _SOURCES[maker.root] = module
     try:
+        mine[key] = maker
+        _SOURCES[maker.root] = module
         yield maker.root
     finally:
-        del mine[key]
-        maker.note_written()
+        mine.pop(key, None)
+        maker.put_back()
+        maker.release()
+        if maker.size > LINGERING // 64:
+            _DROPPED.append((weakref.ref(maker.root), maker.size))
+
+
+def _collect() -> None:
+    """Free copies that refer to themselves before they fill the memory: Python counts objects, not their bytes."""
+    if _DROPPED and sum(size for root, size in list(_DROPPED) if root() is not None) > LINGERING:
+        gc.collect()
+        _DROPPED.clear()
 
 
 def in_use(module: nn.Module, selected: Iterable[str] = ()) -> nn.Module:
     """Return the private copy that this thread is using."""
-    return _IN_USE.copies[id(module), frozenset(selected)]
+    return _IN_USE.copies[id(module), frozenset(selected)].root
+
+
+def put_back(module: nn.Module) -> None:
+    """Undo what a call of a private copy has written to it, so that the next call begins like the first.
+
+    A module that keeps what it made of its weights would compute with them at other weights too.
+    """
+    for maker in _IN_USE.__dict__.get("copies", {}).values():
+        if maker.root is module:
+            maker.put_back()
 
 
 class _Copier:
@@ -77,25 +113,68 @@ class _Copier:
     def __init__(self, module: nn.Module, selected: frozenset[str]) -> None:
         self.memo: dict[int, Any] = {}
         self.alive: list[Any] = []  # keeps the keys of the memo from being used again
-        self.attributes: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
-        for name, p in module.named_parameters():
-            self._remember(p, _alias(p, name in selected))
-        self.tree = {*self.memo, *map(id, module.modules())}  # what belongs to the module, by a global name too
-        self.root: nn.Module = self.of(module)
-        for part in self.root.modules():
-            part.training = False
+        self.unmoved: set[int] = set()  # values that reach nothing that is copied
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []
+        self.finalized: list[Any] = []  # copies whose class has a `__del__`
+        try:
+            self.root = self._walk(module, selected)
+        except BaseException:
+            self.release()
+            raise
+        self.attributes = [(source, own, dict(vars(own))) for source, own in self.pairs]
+        tensors = [t for t in self.memo.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        self.size = sum(t.numel() * t.element_size() for t in tensors)
+        self.tensors = [place for entry in self.attributes for place in _places(*entry)]
 
-    def note_written(self) -> None:
-        """Write down which attributes the passes over the copy have set."""
+    def _walk(self, module: nn.Module, selected: frozenset[str]) -> nn.Module:
+        parameters = list(module.named_parameters())
+        for name, p in parameters:
+            self._remember(p, _alias(p, name in selected))
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        # what belongs to the module, by a global name or a closure too: a hook may fill a list that the module reads
+        held = {id(v) for part in parts for v in _plain(part).values() if isinstance(v, HELD)}
+        self.tree = {*self.memo, *map(id, module.modules()), *held}
+        # all modules before what they hold: deep nesting needs no deep recursion
+        shells = [(part, self._shell(part)) for part in parts if type(part).__hash__ is nn.Module.__hash__]
+        for _, p in parameters:
+            self._carry(p, self.memo[id(p)])
+        for part, own in shells:
+            self._fill(part, own)
+        root: nn.Module = self.of(module)
+        for part in root.modules():
+            part.training = False
+        return root
+
+    def put_back(self) -> None:
+        """Write down which attributes the copy has set, and undo that."""
         for source, own, before in self.attributes:
             now = vars(own)
+            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+                continue
             changed = {k for k, v in now.items() if k not in before or before[k] is not v} - {"training"}
             if changed:
                 _WRITTEN.setdefault(source, set()).update(changed)
+            now.clear()
+            now.update(before)
+        for place in self.tensors:
+            place.put_back()
+
+    def release(self) -> None:
+        """Keep the finalizers of copies from closing what they share with the user's objects."""
+        for own in self.finalized:
+            object.__setattr__(own, "__class__", nn.Module if isinstance(own, nn.Module) else _Released)
+        self.finalized.clear()
 
     def _remember(self, source: Any, own: Any) -> Any:
         self.memo[id(source)] = own
         self.alive.append(source)
+        return own
+
+    def _new(self, source: Any) -> Any:
+        kind = type(source)
+        own = self._remember(source, object.__new__(kind))
+        if hasattr(kind, "__del__"):
+            self.finalized.append(own)
         return own
 
     def of(self, x: Any) -> Any:
@@ -105,51 +184,80 @@ class _Copier:
             return x
         if id(x) in self.memo:
             return self.memo[id(x)]
+        if kind in weakref.ProxyTypes:
+            return self._proxy(x)
         if isinstance(x, Tensor):
-            return self._remember(x, _tensor(x))
+            return self._tensor(x)
         if isinstance(x, nn.Module):
             return self._module(x)
         if isinstance(x, SHARED) or isinstance(x, type):
             return x
         if kind in COPIED:
             return COPIED[kind](self, x)
-        if isinstance(x, tuple):  # a named tuple
-            return self._remember(x, tuple.__new__(kind, [self.of(v) for v in x]))
-        return self._object(x) if self._holds(x, DEPTH, set()) else x
+        if isinstance(x, tuple):
+            return self._tuple(x)
+        if isinstance(x, weakref.ref):
+            return self._reference(x)
+        if isinstance(x, COLLECTIONS):
+            return self._collection(x)
+        return self._object(x) if self._reaches(x) else x
+
+    def _tensor(self, source: Tensor) -> Tensor:
+        own = self._remember(source, _tensor(source))
+        self._carry(source, own)
+        return own
+
+    def _carry(self, source: Tensor, own: Tensor) -> None:
+        """Give the copy of a tensor the attributes that the user has set on it."""
+        if own is not source and vars(source) and not hasattr(type(source), "__tensor_flatten__"):
+            vars(own).update({k: self.of(v) for k, v in vars(source).items()})
 
     def _module(self, source: nn.Module) -> nn.Module:
         if isinstance(source, torch.jit.ScriptModule):
             return self._scripted(source)
-        own = self._remember(source, object.__new__(type(source)))
+        own = self._shell(source)
+        self._fill(source, own)
+        return own
+
+    def _shell(self, source: nn.Module) -> nn.Module:
+        own: nn.Module = self._new(source)
+        self.pairs.append((source, own))
+        return own
+
+    def _fill(self, source: nn.Module, own: nn.Module) -> None:
         values = own.__dict__
         for k, v in dict(vars(source)).items():
             kind = type(v)
             if kind in ATOMIC:
                 values[k] = v
-            elif kind in EMPTY and not v:  # most of what a module has: tables of hooks
+            elif k in TABLES and not v:  # most of what a module has: tables of hooks
                 values[k] = kind()
             else:
                 values[k] = self.of(v)
         _copy_slots(source, own, self.of)
-        if isinstance(getattr(source, "_orig_mod", None), nn.Module):  # torch.compile: run what was compiled, eagerly
-            own.__dict__["forward"] = own._orig_mod.__call__
+        if values.get("_compiled_call_impl") is not None:  # module.compile(): run what was compiled, eagerly
+            values["_compiled_call_impl"] = None
+        inner = values.get("_modules", {}).get("_orig_mod")
+        if isinstance(inner, nn.Module):  # torch.compile(module)
+            values["forward"] = inner.__call__
         if getattr(source, "max_norm", None) is not None:  # an embedding that renormalizes its own weights
             frozen = {k: p for k, p in own._parameters.items() if p is not None and not p.requires_grad}
             own._parameters.update({k: nn.Parameter(p.clone(), requires_grad=False) for k, p in frozen.items()})
-        self.attributes.append((source, own, dict(vars(own))))
-        return own
 
     def _scripted(self, source: nn.Module) -> nn.Module:
-        """Copy a scripted module whole: it lives in C++, where weights cannot be shared by name."""
-        aliases = {name: self.memo.get(id(p)) for name, p in source.named_parameters()}
-        own = self._remember(source, copy.deepcopy(source))
-        for name, p in own.named_parameters():
-            p.requires_grad_(getattr(aliases[name], "requires_grad", False))
-        for part in own.modules():
+        """Copy a scripted module, which lives in C++, and give it the aliases of its parameters."""
+        with torch.no_grad():  # or its parameters would be clones with a graph that leads to the user's
+            own = self._remember(source, copy.deepcopy(source))
+        for theirs, part in zip(source.modules(), own.modules(), strict=True):
+            for name, p in theirs._parameters.items():
+                if p is not None:
+                    part._c.setattr(name, self.of(p))
             part.training = False
         return own
 
     def _sequence(self, x: Any) -> Any:
+        if ATOMIC.issuperset(map(type, x)):  # of any length
+            return self._remember(x, x.copy())
         own = self._remember(x, type(x)())
         own.extend(self.of(v) for v in list(x))
         return own
@@ -160,20 +268,64 @@ class _Copier:
         return own
 
     def _tuple(self, x: tuple) -> tuple:
-        own = tuple(self.of(v) for v in x)
-        return x if all(a is b for a, b in zip(own, x)) else self._remember(x, own)
+        own = [self.of(v) for v in x]
+        if all(map(operator.is_, own, x)):
+            return x
+        try:
+            return self._remember(x, tuple.__new__(type(x), own))
+        except TypeError:  # what torch.max, torch.linalg.eigh and others return
+            return self._remember(x, type(x)(own))
 
     def _set(self, x: Any) -> Any:
-        return self._remember(x, type(x)(self.of(v) for v in list(x)))
+        return self._remember(x, type(x)([self.of(v) for v in list(x)]))
 
     def _mapping(self, x: dict) -> dict:
+        if ATOMIC.issuperset(map(type, x)) and ATOMIC.issuperset(map(type, x.values())):
+            return self._remember(x, x.copy())
         own = self._remember(x, defaultdict(x.default_factory) if isinstance(x, defaultdict) else type(x)())
-        own.update((k, v if type(v) in ATOMIC else self.of(v)) for k, v in list(x.items()))
+        own.update(self._items(x))
         return own
+
+    def _items(self, x: dict) -> Iterator[tuple[Any, Any]]:
+        for k, v in list(x.items()):
+            yield k if type(k) in ATOMIC else self.of(k), v if type(v) in ATOMIC else self.of(v)
+
+    def _collection(self, x: Any) -> Any:
+        """Copy an object of the user's own kind of list, dict, set or deque."""
+        base: Any = next(kind for kind in COLLECTIONS if isinstance(x, kind))
+        try:
+            own = base.__new__(type(x), [self.of(v) for v in x]) if base is frozenset else base.__new__(type(x))
+        except TypeError:  # made in C
+            return x
+        self._remember(x, own)
+        if isinstance(x, dict):
+            for k, v in self._items(x):
+                base.__setitem__(own, k, v)
+        elif base is deque:
+            deque.__init__(own, [self.of(v) for v in list(x)], x.maxlen)
+        elif base is not frozenset:
+            base.__init__(own, [self.of(v) for v in list(x)])
+        if isinstance(x, defaultdict):
+            own.default_factory = x.default_factory
+        self._state(x, own)
+        return own
+
+    def _namespace(self, x: types.SimpleNamespace) -> types.SimpleNamespace:
+        own = self._remember(x, types.SimpleNamespace())
+        self._state(x, own)
+        return own
+
+    def _view(self, x: types.MappingProxyType) -> types.MappingProxyType:
+        return self._remember(x, types.MappingProxyType(self.of(dict(x))))
 
     def _method(self, x: types.MethodType) -> Any:
         owner = self.of(x.__self__)
         return x if owner is x.__self__ else types.MethodType(x.__func__, owner)
+
+    def _builtin(self, x: types.BuiltinMethodType) -> Any:
+        """Return the method of the copy where a method written in C belongs to a value that is copied."""
+        owner = self.of(x.__self__)
+        return x if owner is x.__self__ else getattr(owner, x.__name__)
 
     def _partial(self, x: functools.partial) -> Any:
         return self._remember(x, functools.partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords)))
@@ -181,12 +333,29 @@ class _Copier:
     def _reference(self, x: weakref.ref) -> Any:
         there = x()
         own = None if there is None else self.of(there)
-        return x if own is there else weakref.ref(own)
+        if own is there:
+            return x
+        if isinstance(x, weakref.WeakMethod):
+            return weakref.WeakMethod(own)
+        if isinstance(x, weakref.KeyedRef):
+            return weakref.KeyedRef(own, None, x.key)  # type: ignore[arg-type]
+        return weakref.ref(own)
+
+    def _proxy(self, x: Any) -> Any:
+        try:
+            there = x.__reduce_ex__.__self__  # of the object behind it
+        except ReferenceError:
+            return x
+        own = self.of(there)
+        return x if own is there else weakref.proxy(own)
 
     def _function(self, x: types.FunctionType) -> Any:
         """Copy a function that reaches a module or a tensor by its closure, its defaults or a global name."""
-        if not self._holds(x, DEPTH, set()):
+        if not self._reaches(x):
             return x
+        eager = vars(x).get("_torchdynamo_orig_callable")
+        if eager is not None:  # torch.compile(function): run what was compiled, eagerly
+            return self.of(eager)
         cells = x.__closure__ or ()
         fresh = tuple(types.CellType() for _ in cells)
         named = {name: x.__globals__.get(name) for name in _names(x.__code__)}
@@ -207,34 +376,93 @@ class _Copier:
 
     def _object(self, x: Any) -> Any:
         """Copy a plain object that holds modules or tensors."""
+        if hasattr(type(x), "__del__") and _slots(type(x)):  # its finalizer could not be kept from running
+            return x
         try:
-            own = object.__new__(type(x))
+            own = self._new(x)
         except TypeError:  # made in C
             return x
-        self._remember(x, own)
+        self._state(x, own)
+        return own
+
+    def _state(self, x: Any, own: Any) -> None:
         if hasattr(x, "__dict__"):
             own.__dict__.update({k: self.of(v) for k, v in dict(vars(x)).items()})
         _copy_slots(x, own, self.of)
-        return own
 
-    def _holds(self, x: Any, depth: int, seen: set[int]) -> bool:
-        """Whether a value reaches a module, a tensor or something that has a private copy."""
-        kind = type(x)
-        if kind in ATOMIC or isinstance(x, SHARED) or isinstance(x, type):
+    def _reaches(self, x: Any) -> bool:
+        """Whether a value leads to a module, a tensor or something that has a private copy."""
+        if id(x) in self.unmoved:
             return False
-        if id(x) in self.memo or isinstance(x, (nn.Module, Tensor)):
-            return True
-        if depth == 0 or id(x) in seen:
+        level, walked = [x], []
+        seen: set[int] = set()
+        for _ in range(DEPTH + 1):
+            walked.append(level)  # so that no id is used again
+            level = [inside for v in level if self._opens(v, seen) for inside in _inside(v, self.tree)]
+            if any(map(self._moves, level)):
+                return True
+            if not level:
+                break
+        self.unmoved.add(id(x))
+        self.alive.append(x)
+        return False
+
+    def _moves(self, x: Any) -> bool:
+        copied = id(x) in self.memo or id(x) in self.tree
+        return type(x) not in ATOMIC and (copied or isinstance(x, (nn.Module, Tensor)))
+
+    def _opens(self, x: Any, seen: set[int]) -> bool:
+        if type(x) in ATOMIC or isinstance(x, (*SHARED, type)) or id(x) in seen or id(x) in self.unmoved:
             return False
         seen.add(id(x))
-        return any(self._holds(v, depth - 1, seen) for v in _inside(x, self.tree))
+        return True
 
 
-EMPTY = frozenset((dict, OrderedDict, list, set))
+class _Released:
+    """What a copy becomes whose own class has a finalizer."""
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Return what a module has beside what every module has."""
+    values = vars(module)
+    return {name: values[name] for name in values.keys() - TABLES}
+
+
+class _Place:
+    """A buffer or plain tensor of a copy, in one or two tables under its name."""
+
+    def __init__(self, tables: tuple[dict, ...], name: str, source: Tensor) -> None:
+        self.tables, self.name, self.source = tables, name, source
+        self.own: Tensor = tables[0][name]
+        self.version = self.own._version
+
+    def put_back(self) -> None:
+        """Replace a tensor that was written; a graph may hold the one that was."""
+        if self.own._version != self.version:
+            self.own = _tensor(self.source)
+            self.version = self.own._version
+        elif self.tables[0].get(self.name) is self.own:
+            return
+        for table in self.tables:
+            table[self.name] = self.own
+
+
+def _places(source: nn.Module, own: nn.Module, before: dict[str, Any]) -> Iterator[_Place]:
+    for theirs, tables in ((source._buffers, (own._buffers,)), (_plain(source), (vars(own), before))):
+        for name, x in list(theirs.items()):
+            mine = tables[0].get(name)
+            if isinstance(mine, Tensor) and mine is not x and not isinstance(mine, nn.Parameter):
+                if not mine.is_inference():
+                    yield _Place(tables, name, x)
+
+
+HELD = (list, dict, set, deque)  # collections that a forward pass may fill
+COLLECTIONS = (list, OrderedDict, defaultdict, dict, set, frozenset, deque)
 COPIED: dict[type, Callable[[Any, Any], Any]] = {
     list: _Copier._sequence,
     tuple: _Copier._tuple,
     set: _Copier._set,
+    frozenset: _Copier._set,
     deque: _Copier._deque,
     dict: _Copier._mapping,
     OrderedDict: _Copier._mapping,
@@ -242,17 +470,21 @@ COPIED: dict[type, Callable[[Any, Any], Any]] = {
     types.MethodType: _Copier._method,
     functools.partial: _Copier._partial,
     weakref.ref: _Copier._reference,
+    types.SimpleNamespace: _Copier._namespace,
+    types.MappingProxyType: _Copier._view,
+    types.BuiltinMethodType: _Copier._builtin,
     types.FunctionType: _Copier._function,
 }
 
 
 def _inside(x: Any, tree: set[int]) -> Iterator[Any]:
     """Yield what a value refers to, as far as a forward pass may follow it."""
-    if isinstance(x, dict):
+    if isinstance(x, (dict, types.MappingProxyType)):
+        yield from list(x)
         yield from list(x.values())
     elif isinstance(x, (list, tuple, set, frozenset, deque)):
         yield from list(x)
-    elif isinstance(x, types.MethodType):
+    elif isinstance(x, (types.MethodType, types.BuiltinMethodType)):
         yield x.__self__
     elif isinstance(x, functools.partial):
         yield from (x.func, x.args, x.keywords)
@@ -291,8 +523,14 @@ def _find_slots(kind: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        found.extend((slots,) if isinstance(slots, str) else tuple(slots))
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        found.extend(_mangled(name, base) for name in names)
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def _mangled(name: str, owner: type) -> str:
+    private_name = name.startswith("__") and not name.endswith("__")
+    return f"_{owner.__name__.lstrip('_')}{name}" if private_name else name
 
 
 def _copy_slots(source: Any, own: Any, of: Callable[[Any], Any]) -> None:
@@ -303,17 +541,27 @@ def _copy_slots(source: Any, own: Any, of: Callable[[Any], Any]) -> None:
 
 def _alias(p: Tensor, wanted: bool) -> Tensor:
     """Return a leaf that shares storage with a parameter; hooks and gradients of the parameter stay with it."""
-    if type(p) is not nn.Parameter and not wanted:
-        return p if not p.requires_grad else p.detach()
-    floating = p.is_floating_point() or p.is_complex()
-    return nn.Parameter(p.detach(), requires_grad=wanted and floating)
+    if isinstance(p, UninitializedParameter | UninitializedBuffer):
+        return p
+    wanted = wanted and (p.is_floating_point() or p.is_complex())
+    if nn.Parameter in type(p).__mro__:  # of the user's own kind too, whose methods a forward pass may call
+        return torch.Tensor._make_subclass(type(p), p.detach(), wanted)
+    if not wanted:
+        return p.detach() if p.requires_grad else p
+    return nn.Parameter(p.detach())
 
 
 def _tensor(x: Tensor) -> Tensor:
-    """Return a copy of a buffer or a plain tensor, which a forward pass may overwrite; a parameter's is an alias."""
+    """Return a copy of a buffer or a plain tensor, which a forward pass may overwrite; a parameter's is an alias.
+
+    A tensor that was computed keeps its graph, by which a forward pass that uses it is found to reach the user's
+    parameters.
+    """
     if isinstance(x, nn.Parameter):  # of a module that is not registered
         return _alias(x, False)
-    own = x.detach().clone() if x.layout == torch.strided else x.detach()
+    with torch.enable_grad():
+        wide = x if x.grad_fn is not None else x.detach()
+        own = wide.clone() if x.layout == torch.strided else wide
     if type(own) is not type(x) and type(x).__torch_function__ is torch._C._disabled_torch_function_impl:
         own = x.detach()
     return own

@@ -95,14 +95,13 @@ class Linearized:
         """
         total = batch_size(inputs)
         start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan, directions), total)
-        with self.network.copied():
-            while start < total:
-                part = take(inputs, slice(start, start + size), total)
-                with self.network.borrow():
-                    at, rows = self._rows(part, event, contrast=contrast, basis=basis)
-                yield at, rows
-                start += size
-                size = self._samples_at_once(at.plan, rows.r)
+        while start < total:  # no copy is held while the caller has its turn, who may never come back
+            part = take(inputs, slice(start, start + size), total)
+            with self.network.borrow():
+                at, rows = self._rows(part, event, contrast=contrast, basis=basis)
+            yield at, rows
+            start += size
+            size = self._samples_at_once(at.plan, rows.r)
 
     def _samples_at_once(self, plan: Plan, directions: int) -> int:
         """As many as fit with the gradients of all directions and with their graph."""
@@ -122,7 +121,7 @@ class Linearized:
         basis = contrasts(c, mean) if contrast else None
         blocks = []
         for e in range(events):
-            with torch.no_grad():
+            with self.network.copied(), torch.no_grad():
                 rows = self.jacobians(inputs, e, c, basis=basis)
                 found = torch.cat([self.precision.quadratic(part) for _, part in rows])
                 blocks.append(found if basis is None else basis.to(found).mT @ found @ basis.to(found))
@@ -133,7 +132,7 @@ class Linearized:
         """diag(J A⁻¹ Jᵀ) under any precision A, (B, *event, C)."""
         columns = []
         for e in range(mean[0].numel() // mean.shape[-1]):
-            with torch.no_grad():
+            with self.network.copied(), torch.no_grad():
                 parts = [precision.variance(rows) for _, rows in self.jacobians(inputs, e, mean.shape[-1])]
                 columns.append(torch.cat(parts))
         return torch.stack(columns, 1).reshape(mean.shape).to(mean.dtype)
