@@ -21,6 +21,7 @@ from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
 from lapwing.model.precision import Types, tolerance
 from lapwing.model.reading import Outputs
+from lapwing.model.roles import APART, NOT_DETERMINISTIC
 from lapwing.model.samples import AMBIGUOUS, close
 from lapwing.model.tape import Pass, run
 
@@ -115,10 +116,7 @@ class SelfCheck:
     def _same(self, f: Tensor) -> None:
         """Refuse outputs under the tape that are not the network's own."""
         if f.shape != self.plain.shape or not close(f, self.plain, self.rtol):
-            raise UnsupportedModel(
-                "the network gives other outputs for the same samples when they are run again. A posterior needs a "
-                "deterministic network: switch off noise and sampling inside it."
-            )
+            raise UnsupportedModel(NOT_DETERMINISTIC)
 
     def _kept(self) -> int:
         """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside; 0
@@ -147,11 +145,8 @@ class SelfCheck:
     def _single(self) -> Pass:
         try:
             return self._tape(self.alone)
-        except (RuntimeError, ValueError) as error:
-            raise UnsupportedModel(
-                f"the network runs a batch but not one sample alone ({error}). A posterior needs independent samples: "
-                "use running statistics in normalization layers, and the first dimension for the batch."
-            ) from error
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise UnsupportedModel(f"the network runs a batch but not one sample alone ({error}). {APART}") from error
 
     def _independent(self, f: Tensor, f_alone: Tensor, steps: tuple[Step, ...]) -> None:
         """Refuse a network in which samples of a batch influence each other."""
@@ -165,8 +160,7 @@ class SelfCheck:
         raise UnsupportedModel(
             f"the outputs of a sample depend on the other samples of its batch: alone it gives outputs of shape "
             f"{tuple(f_alone.shape)}, in a batch of {self.n} outputs of shape {tuple(f.shape)} and values.{place} "
-            "A posterior needs independent samples: use running statistics in normalization layers, and the first "
-            "dimension for the batch."
+            + APART
         )
 
     def _autograd(self, f: Tensor, cotangents: Tensor) -> Tensor:
