@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import lapwing
+from lapwing.model import take
 
 from ..zoo.cases import assert_same
 
@@ -78,11 +79,39 @@ def test_chunks_as_long_as_a_shared_tensor():
     la = lapwing.fit(model, [inputs | {"labels": torch.zeros(10, 3).double()}], "regression", structure="full")
     plan = la.plan
     with la.network.borrow():
-        from lapwing.model import take
-
         part = take(inputs, slice(0, 5), 10)
         found = la.network.linearize(plan, part).jacobian(torch.eye(3)[:, None].expand(3, 5, 3).double()).dense()
     assert_same(found, rows(model, part), 1e-9, "a piece of five samples")
+
+
+class Tempered(nn.Module):
+    """A temperature of shape (1,), and a shift that is one for all samples or one per sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x, temperature, shift):
+        return self.head(torch.tanh(self.body(x + shift))) / torch.outer(torch.ones(len(x)).double(), temperature)
+
+
+def test_batches_of_one():
+    torch.manual_seed(0)
+    model, temperature = Tempered().double().eval(), torch.tensor([2.0]).double()
+    inputs = [
+        (torch.randn(n, 5).double(), temperature, torch.randn(m, 5).double()) for n, m in ((1, 1), (4, 1), (3, 3))
+    ]
+    weights, found = list(model.parameters()), []
+    for x, _, shift in inputs:
+        for k in range(len(x)):
+            f = model(x[k : k + 1], temperature, shift[k : k + 1] if len(shift) > 1 else shift)[0]
+            each = [torch.autograd.grad(v, weights, retain_graph=True) for v in f]
+            found += [torch.cat([g.flatten() for g in row]) for row in each]
+    j = torch.stack(found)
+    for order in (inputs, inputs[::-1], inputs[:1] + inputs[2:] + inputs[1:2]):
+        data = [(x, torch.zeros(len(x[0]), 3).double()) for x in order]
+        la = lapwing.fit(model, data, "regression", structure="full")
+        assert_same(la.curvature.dense(), j.T @ j, 1e-9, "full")
 
 
 def test_neither_fits():

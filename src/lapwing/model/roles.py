@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -39,21 +39,23 @@ class Roles:
     dimension equals it may be either: a few samples are run without the others, and their outputs tell.
     """
 
-    shared: set[Path] = field(default_factory=set)
+    shared: set[tuple[Path, int]] = field(default_factory=set)  # with their lengths
     own: set[Path] = field(default_factory=set)
     largest: int = FEW  # samples of the largest batch whose outputs were compared
 
     def settle(self, inputs: Inputs, run: Run) -> None:
         """Mark the tensors that all samples share, so that they are not cut like samples."""
-        n, found = batch_size(inputs), dict(named_tensors(inputs))
-        self.shared |= {path for path, t in found.items() if not t.ndim or len(t) != n}
-        self.own -= self.shared
-        equal = [path for path in found if path not in self.shared]
+        n = batch_size(inputs)
+        found = {path: t for path, t in named_tensors(inputs) if t.ndim}
+        whole = {path for path, t in found.items() if len(t) != n}
+        self.shared |= {(path, len(found[path])) for path in whole}
+        self.own -= whole
+        equal = [path for path, t in found.items() if (path, len(t)) not in self.shared]
         doubtful = [path for path in equal[1:] if path not in self.own]
-        if doubtful and n > 1:
+        if doubtful:
             self._find_out(inputs, run, doubtful)
         for path, t in found.items():
-            if path in self.shared:
+            if (path, len(t)) in self.shared:
                 share(t)
 
     def _find_out(self, inputs: Inputs, run: Run, doubtful: list[Path]) -> None:
@@ -65,12 +67,12 @@ class Roles:
             return  # whoever runs the batch says what is wrong
         if len(whole) != n or not bool(whole.isfinite().all()):
             return
-        rows, came = _spread(n, min(FEW, n - 1)), "other values"
+        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # one sample: the same twice
         for kept in chain([()], ((path,) for path in doubtful), [tuple(doubtful)]):
-            few = _cut(inputs, rows, self.shared | {*kept})
+            few = self._cut(inputs, rows, {*kept})
             try:
                 if _same(whole[rows.to(whole.device)], few, run):
-                    self.shared |= {*kept}
+                    self.shared |= {(path, n) for path in kept}
                     self.own |= {*doubtful} - {*kept}
                     self.largest = max(self.largest, n)
                     return
@@ -82,6 +84,16 @@ class Roles:
             f"batch of {n} give {came}, whether the inputs {names}, which have {n} entries too, are cut into samples "
             f"or shared by all. {APART}"
         )
+
+    def _cut(self, inputs: Inputs, rows: Tensor, kept: set[Path]) -> Inputs:
+        """Some samples, with the tensors that are shared, or are taken to be, as they are."""
+        n = batch_size(inputs)
+
+        def cut(path: Path, t: Tensor) -> Tensor:
+            whole = not t.ndim or len(t) != n or (path, n) in self.shared or path in kept
+            return t if whole else t[rows.to(t.device)]
+
+        return map_named(cut, inputs)
 
     def require_apart(self, inputs: Inputs, f: Tensor, run: Run) -> None:
         """Refuse outputs f of a batch, larger than those seen before, that are not those of a few samples alone."""
@@ -120,8 +132,3 @@ def _same(f: Tensor, few: Inputs, run: Run) -> bool:
 def _spread(n: int, count: int) -> Tensor:
     """Rows over the whole batch, the last among them: those that come last lose where places are few."""
     return torch.linspace(n - 1, 0, count).round().long().flip(0)
-
-
-def _cut(inputs: Inputs, rows: Tensor, shared: Iterable[Path]) -> Inputs:
-    shared = {*shared}
-    return map_named(lambda path, t: t if path in shared else t[rows.to(t.device)], inputs)
