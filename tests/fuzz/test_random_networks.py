@@ -26,6 +26,7 @@ def splits(draw):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of a first layer, to those who watch it
 @pytest.mark.parametrize("half", range(HALVES))
 def test_random_network(half):
     @settings(
