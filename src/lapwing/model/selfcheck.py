@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -97,6 +98,7 @@ class SelfCheck:
         steps = read_steps(whole, single, self.n, self.which, self.ids, self.rtol)
         self._independent(f, f_alone, steps)
         self._same(f)
+        self._require_no_changing_hooks()
         looped = unseen_names(whole, self.ids)
         notes = _notes(whole, steps, looped)
         plan = make_plan(whole, steps, self.params, looped, notes, batched=False)
@@ -117,6 +119,27 @@ class SelfCheck:
         """Refuse outputs under the tape that are not the network's own."""
         if f.shape != self.plain.shape or not close(f, self.plain, self.rtol):
             raise UnsupportedModel(NOT_DETERMINISTIC)
+
+    def _require_no_changing_hooks(self) -> None:
+        """Refuse backward hooks of submodules that change gradients; those that only watch are fine."""
+        parts = [(name, m) for name, m in self.module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+        if not parts or not self.plain.requires_grad:
+            return
+        found = self._autograd(self.plain, torch.ones_like(self.plain)[None])
+        tables = [(m, m._backward_hooks, m._backward_pre_hooks) for _, m in parts]
+        try:
+            for m, _, _ in tables:
+                m._backward_hooks, m._backward_pre_hooks = OrderedDict(), OrderedDict()
+            plain = self.outputs(output_tensor(call(self.module, self.few)))
+        finally:
+            for m, hooks, before in tables:
+                m._backward_hooks, m._backward_pre_hooks = hooks, before
+        if not self._agree([self._autograd(plain, torch.ones_like(plain)[None])], [found]):
+            raise UnsupportedModel(
+                f"a backward hook of {', '.join(repr(name or type(m).__name__) for name, m in parts[:5])} changes "
+                "gradients, and curvature needs derivatives as they are. Remove the hook before the fit "
+                "(handle.remove())."
+            )
 
     def _kept(self) -> int:
         """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside; 0
