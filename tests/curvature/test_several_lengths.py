@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import lapwing
+from lapwing import Gaussian
 from lapwing.curvature import Kron
 
 from ..zoo.cases import assert_same
@@ -29,7 +30,7 @@ def test_factors_add_up(lengths, sharing):
     torch.manual_seed(0)
     model = Recurrent().double().eval()
     batches = [(torch.randn(3, t, 2).double(), torch.zeros(3, 2).double()) for t in lengths]
-    fitted = [lapwing.fit(model, data, "regression", structure=Kron(sharing)) for data in (batches, *zip(batches))]
+    fitted = [lapwing.fit(model, data, Gaussian(1.0), structure=Kron(sharing)) for data in (batches, *zip(batches))]
     for both, one, two in zip(*(la.curvature.matrix.blocks for la in fitted), strict=True):
         if not hasattr(both, "left"):
             assert_same(both.dense(), one.dense() + two.dense(), 1e-9, "a dense block")
@@ -50,5 +51,5 @@ def test_ekfac_keeps_the_trace(lengths):
         for one in x:
             for v in model(one[None])[0]:
                 total += sum(float(g.square().sum()) for g in torch.autograd.grad(v, weights, retain_graph=True))
-    la = lapwing.fit(model, batches, "regression", structure="ekfac")
+    la = lapwing.fit(model, batches, Gaussian(1.0), structure="ekfac")
     assert_same(la.curvature.dense().trace(), torch.tensor(total, dtype=torch.float64), 1e-9, "trace")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import lapwing
+from lapwing import Gaussian
 from lapwing.model import take
 
 from ..zoo.cases import assert_same
@@ -59,7 +60,7 @@ def test_fits_and_predictions(hidden, own, sizes, tmp_path):
     model, scale = Scaled(hidden).double().eval(), torch.rand(5).double() + 0.5
     inputs = [batch(n, scale, own) for n in sizes]
     data = [x | {"labels": torch.zeros(len(x["x"]), 3).double()} for x in inputs]
-    la = lapwing.fit(model, data, "regression", structure="full")
+    la = lapwing.fit(model, data, Gaussian(1.0), structure="full")
     exact = sum(torch.einsum("nop,noq->pq", j, j) for j in (rows(model, x) for x in inputs))
     assert_same(la.curvature.dense(), exact, 1e-9, "full")
     sigma = torch.linalg.inv(exact + torch.eye(len(exact)).double())
@@ -76,7 +77,7 @@ def test_chunks_as_long_as_a_shared_tensor():
     torch.manual_seed(0)
     model, scale = Scaled(True).double().eval(), torch.rand(5).double() + 0.5
     inputs = batch(10, scale, False)
-    la = lapwing.fit(model, [inputs | {"labels": torch.zeros(10, 3).double()}], "regression", structure="full")
+    la = lapwing.fit(model, [inputs | {"labels": torch.zeros(10, 3).double()}], Gaussian(1.0), structure="full")
     plan = la.plan
     with la.network.borrow():
         part = take(inputs, slice(0, 5), 10)
@@ -110,7 +111,7 @@ def test_batches_of_one():
     j = torch.stack(found)
     for order in (inputs, inputs[::-1], inputs[:1] + inputs[2:] + inputs[1:2]):
         data = [(x, torch.zeros(len(x[0]), 3).double()) for x in order]
-        la = lapwing.fit(model, data, "regression", structure="full")
+        la = lapwing.fit(model, data, Gaussian(1.0), structure="full")
         assert_same(la.curvature.dense(), j.T @ j, 1e-9, "full")
 
 
@@ -127,4 +128,4 @@ def test_neither_fits():
 
     x, other = torch.randn(6, 5).double(), torch.randn(6, 5).double()
     with pytest.raises(lapwing.UnsupportedModel, match=r"'1'.*cut into samples or shared"):
-        lapwing.fit(Mixing().double(), [((x, other), torch.zeros(6, 3).double())], "regression", structure="diag")
+        lapwing.fit(Mixing().double(), [((x, other), torch.zeros(6, 3).double())], Gaussian(1.0), structure="diag")

@@ -22,7 +22,7 @@ from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unseen_names
 from lapwing.model.precision import Types, tolerance
 from lapwing.model.reading import Outputs
-from lapwing.model.roles import Roles
+from lapwing.model.roles import Roles, refusal
 from lapwing.model.samples import close
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
 from lapwing.model.skeleton import in_use, private
@@ -248,8 +248,14 @@ class Network:
     def _require_private(self, inputs: Inputs) -> None:
         """Refuse a forward pass that reaches the user's module itself past the private copy that is run."""
         names = {id(p): name for name, p in self.module.named_parameters()}
-        with torch.enable_grad():
-            f = self.functional(None, take(inputs, slice(0, 2), batch_size(inputs)))
+        n = batch_size(inputs)
+        try:
+            with torch.enable_grad():
+                f = self.functional(None, take(inputs, slice(0, 2), n))
+        except (RuntimeError, ValueError, IndexError) as error:
+            if n > 2:
+                raise refusal(n, 2, error) from error
+            raise
         found = [names[id(leaf)] for leaf in parameters_behind(f.grad_fn) if id(leaf) in names]
         if found:
             raise UnsupportedModel(

@@ -104,16 +104,21 @@ class Roles:
         try:
             same = _same(f.detach()[rows], take(inputs, rows, n), run)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise UnsupportedModel(
-                f"the network runs a batch of {n} samples but not {FEW} of them without the others "
-                f"({type(error).__name__}: {error}). {APART}"
-            ) from error
+            raise refusal(n, FEW, error) from error
         if not same:
             raise UnsupportedModel(
                 f"the outputs of a sample depend on the other samples of its batch: in a batch of {n} they are not "
                 f"those that the same sample has in a batch of {FEW}. {APART}"
             )
         self.largest = n
+
+
+def refusal(n: int, few: int, error: Exception) -> UnsupportedModel:
+    """What to raise where a batch runs, and a few of its samples do not."""
+    return UnsupportedModel(
+        f"the network runs a batch of {n} samples but not {few} of them without the others "
+        f"({type(error).__name__}: {error}). {APART}"
+    )
 
 
 def _same(f: Tensor, few: Inputs, run: Run) -> bool:
