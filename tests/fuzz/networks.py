@@ -15,7 +15,9 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "silu_": lambda x: F.silu(x, inplace=True),
     "softplus": F.softplus,
+    "narrow": lambda x: torch.tanh(x.float()).to(x.dtype),  # in another precision than the rest
 }
+HOOKS = ("none", "none", "forward", "after accumulation", "watching backward")
 FINISHES = {
     "plain": lambda f: f,
     "5·": lambda f: 5 * f,
@@ -43,7 +45,22 @@ class Network:
     layers: tuple[Layer, ...]
     finish: str
     scaled: bool  # a learned scale on the outputs
+    hook: str
     seed: int
+
+    @property
+    def rtol(self) -> float:
+        """By the precision of its operations."""
+        return 1e-5 if any(layer.options == ("narrow",) for layer in self.layers) else 1e-9
+
+    @property
+    def any_length(self) -> bool:
+        """Whether it takes sequences of any length."""
+        return len(self.start) == 2 and not self.image and all(layer.kind != "mix_tokens" for layer in self.layers)
+
+    @property
+    def image(self) -> bool:
+        return any(layer.kind in ("pool", "to_tokens") for layer in self.layers)
 
     def build(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -55,11 +72,26 @@ class Network:
                 for name, b in module.named_buffers():
                     if name.endswith("running_var"):
                         b.copy_(0.5 + torch.rand_like(b))
+        self._hook(module)
         return module
 
-    def inputs(self, n: int) -> torch.Tensor:
+    def _hook(self, module: nn.Module) -> None:
+        last = module.steps[-1]
+        if self.hook == "forward":
+            last.register_forward_hook(lambda module, args, out: 1.5 * out)
+        elif self.hook == "after accumulation":
+            last.weight.register_post_accumulate_grad_hook(lambda p: None)
+        elif self.hook == "watching backward":
+            last.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+
+    def batches(self, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> list[torch.Tensor]:
+        """Inputs of batches of these sizes; sequences of these lengths where the network takes any."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        return torch.randn(n, *self.start, dtype=torch.float64, generator=generator)
+        starts = [(t, self.start[1]) if self.any_length else self.start for t in lengths]
+        return [
+            torch.randn(n, *start, dtype=torch.float64, generator=generator)
+            for n, start in zip(sizes, starts, strict=True)
+        ]
 
 
 class Drawn(nn.Module):
@@ -141,6 +173,7 @@ MAKERS = {
     "activation": no_module,
     "prelu": lambda shape, out, many: nn.PReLU(shape[0] if many else 1),
     "scale": lambda shape, out: nn.ParameterList([torch.ones(shape[-1]), torch.zeros(1)]),
+    "gate": lambda shape, out: nn.ParameterList([torch.tensor(0.3)]),
     "layer_norm": lambda shape, out, bias: nn.LayerNorm(shape[-1], bias=bias),
     "rms_norm": lambda shape, out: nn.RMSNorm(shape[-1], eps=1e-5),
     "channels_norm": channels_norm,
@@ -162,6 +195,7 @@ APPLY = {
     "activation": lambda net, step, x, name: ACTIVATIONS[name](x * 1.0 if name.endswith("_") else x),
     "prelu": lambda net, step, x, many: step(x),
     "scale": lambda net, step, x: x * step[0] + step[1],
+    "gate": lambda net, step, x: x * step[0].exp(),
     "layer_norm": lambda net, step, x, bias: step(x),
     "rms_norm": lambda net, step, x: step(x),
     "channels_norm": lambda net, step, x, name: step(x),
@@ -190,7 +224,18 @@ widths = st.sampled_from([3, 2, 4, 1])
 def vector_layer(draw, start, shape, layers):
     """A layer for vectors (d,) or token sequences (t, d) that acts on the last axis."""
     d = shape[-1]
-    choices = ["linear", "linear", "matmul", "residual", "activation", "scale", "layer_norm", "rms_norm", "prelu"]
+    choices = [
+        "linear",
+        "linear",
+        "matmul",
+        "residual",
+        "activation",
+        "scale",
+        "layer_norm",
+        "rms_norm",
+        "prelu",
+        "gate",
+    ]
     reusable = []
     for k, layer in enumerate(layers):
         inner, outer = (layers[k - 1].shape if k else start)[-1], layer.shape[-1]
@@ -225,7 +270,7 @@ def vector_layer(draw, start, shape, layers):
 def image_layer(draw, shape):
     """A layer for (c, *space)."""
     c, space = shape[0], shape[1:]
-    choices = ["conv", "conv", "conv", "conv_transpose", "activation", "channels_norm", "prelu"]
+    choices = ["conv", "conv", "conv", "conv_transpose", "activation", "channels_norm", "prelu", "gate"]
     if min(space) >= 2:
         choices.append("max_pool")
     kind = draw(st.sampled_from(choices))
@@ -233,6 +278,8 @@ def image_layer(draw, shape):
         return Layer(kind, (draw(st.sampled_from(sorted(ACTIVATIONS))),), shape)
     if kind == "prelu":
         return Layer(kind, (draw(st.booleans()),), shape)
+    if kind == "gate":
+        return Layer(kind, (), shape)
     if kind == "channels_norm":
         names = ["batch", "batch"]
         if torch.Size(shape).numel() > 1:
@@ -319,9 +366,8 @@ def networks(draw):
             layers.append(draw(vector_layer(start, shape, layers)))
             shape = layers[-1].shape
     layers.append(Layer("linear", (draw(st.booleans()),), (*shape[:-1], draw(st.integers(2, 3)))))
-    return Network(
-        start, tuple(layers), draw(st.sampled_from(sorted(FINISHES))), draw(st.booleans()), draw(st.integers(0, 10**6))
-    )
+    finish, scaled, hook = draw(st.sampled_from(sorted(FINISHES))), draw(st.booleans()), draw(st.sampled_from(HOOKS))
+    return Network(start, tuple(layers), finish, scaled, hook, draw(st.integers(0, 10**6)))
 
 
 MAKERS["pool_tokens"] = no_module

@@ -49,3 +49,15 @@ def test_after_accumulation(problem):
     assert not calls
     f, j = oracle.outputs(model, x), oracle.jacobian(model, x)
     assert_same(la.curvature.dense(), oracle.ggn(j, oracle.hessian_categorical(f)), 1e-9, "full")
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_submodules(problem, register):
+    model, x, y = problem
+    getattr(model[1], register)(lambda module, *grads: None)
+    la = lapwing.fit(model, (x, y), "classification", structure="full")
+    f, j = oracle.outputs(model, x), oracle.jacobian(model, x)
+    assert_same(la.curvature.dense(), oracle.ggn(j, oracle.hessian_categorical(f)), 1e-9, "full")
+    getattr(model[1], register)(lambda module, *grads: (0.5 * grads[0][0],))
+    with pytest.raises(lapwing.UnsupportedModel, match="backward hook of '1' changes gradients"):
+        lapwing.fit(model, (x, y), "classification", structure="diag")

@@ -132,6 +132,7 @@ class Problem:
             source, desc=label, total=self.batches.length, disable=hide, delay=0 if self.progress else 1, leave=False
         )
         for batch in bar:
+            self.network.settle(batch.inputs)
             self._remember(batch)
             yield batch
 
@@ -153,6 +154,7 @@ def pose(
         options |= {"first": first, "rest": iterator}
     unplanned = Problem(network, Plan((), (), ()), batches, likelihood, factor or GGN(), (), 0)
     with network.borrow():
+        network.settle(first.inputs)
         seen = _look(unplanned, first)
     f, size = seen.f, batch_size(first.inputs)
     options |= {"scalar": seen.scalar, "batch": size, "example": take(first.inputs, slice(0, 2), size)}

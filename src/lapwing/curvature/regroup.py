@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Directions, Factor
 from lapwing.model import batch_size, take, tensors_in
-from lapwing.model.batches import Inputs, concatenate, described
+from lapwing.model.batches import Inputs, concatenate, described, per_sample
 
 WORTH = 0.6  # share of the directions of a batch that must be needed for running them all at once
 WAITING = 2**27  # bytes of samples that wait
@@ -118,7 +118,7 @@ def _build(inputs: Inputs, n: int) -> tuple | None:
     They cannot where a tensor belongs to the batch as a whole, where a list holds one plain value per sample, or where
     an argument is an object that cannot be compared.
     """
-    if any(t.ndim == 0 or t.shape[0] != n for t in tensors_in(inputs)) or _lists_values(inputs, n):
+    if not all(per_sample(t, n) for t in tensors_in(inputs)) or _lists_values(inputs, n):
         return None
     try:
         return described(inputs, lambda t: (t.shape[1:], t.dtype))

@@ -50,7 +50,7 @@ from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.linalg.generators import require_generator
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
-from lapwing.model.batches import Batch, Inputs, as_tensors, map_tensors
+from lapwing.model.batches import Batch, Inputs, as_tensors, detached
 from lapwing.model.convention import Convention
 from lapwing.model.fingerprint import Watch
 from lapwing.model.module import outside_inference
@@ -475,6 +475,7 @@ class Laplace:
             if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
                 where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
                 raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+        self.network.settle(x)
         return x
 
     def _draws(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -496,7 +497,7 @@ class Laplace:
             return self.plan
         if "plan" not in self._plans:
             with self.network.borrow():
-                self._plans["plan"] = self.network.plan(map_tensors(Tensor.detach, inputs))
+                self._plans["plan"] = self.network.plan(detached(inputs))
         return self._plans["plan"]
 
     def _novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:

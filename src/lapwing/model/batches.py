@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lapwing.errors import BadData, LapwingError, NotReiterable, UnsupportedModel
 from lapwing.model.convention import (
@@ -61,6 +62,28 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (tuple, list)):
         for value in tree:
             yield from tensors_in(value)
+
+
+Path = tuple[str | int, ...]
+"""Where a tensor is in nested inputs: the keys and numbers that lead to it."""
+
+
+def named_tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor of `tensors_in` with its path."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_tensors(value, (*path, key))
+    elif isinstance(tree, (tuple, list)):
+        for number, value in enumerate(tree):
+            yield from named_tensors(value, (*path, number))
+
+
+def map_named(function: Callable[[Path, Tensor], Tensor], tree: Any) -> Any:
+    """Apply a function of path and tensor to every tensor."""
+    paths = (path for path, _ in named_tensors(tree))
+    return map_tensors(lambda tensor: function(next(paths), tensor), tree)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -181,6 +204,19 @@ def explained(inputs: Inputs) -> Iterator[None]:
         ) from error
 
 
+_SHARED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that do not hold one entry per sample
+
+
+def share(tensor: Tensor) -> None:
+    """Note that all samples share a tensor, whatever its first dimension."""
+    _SHARED[tensor] = True
+
+
+def per_sample(tensor: Tensor, size: int) -> bool:
+    """Whether a tensor of a batch of `size` samples holds one entry per sample."""
+    return tensor.ndim > 0 and tensor.shape[0] == size and tensor not in _SHARED
+
+
 def batch_size(inputs: Inputs) -> int:
     """The number of samples: the first dimension of the first tensor that has one."""
     for tensor in tensors_in(inputs):
@@ -190,10 +226,18 @@ def batch_size(inputs: Inputs) -> int:
 
 
 def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
-    """The chosen samples of inputs; tensors whose first dimension is not the batch's are shared by all samples."""
+    """The chosen samples of inputs; tensors that are not `per_sample` are shared by all samples."""
+    return map_tensors(lambda tensor: tensor[rows] if per_sample(tensor, size) else tensor, inputs)
+
+
+def detached(inputs: Inputs) -> Inputs:
+    """Inputs without their graphs; what is shared stays so."""
 
     def cut(tensor: Tensor) -> Tensor:
-        return tensor[rows] if tensor.ndim and tensor.shape[0] == size else tensor
+        own = tensor.detach()
+        if tensor in _SHARED:
+            share(own)
+        return own
 
     return map_tensors(cut, inputs)
 

@@ -108,6 +108,7 @@ def _opened(function: Any) -> Callable:
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
+
 WRITTEN_OUT: dict[Callable, Callable] = {
     **DECOMPOSED,
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),

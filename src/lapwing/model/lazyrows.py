@@ -173,8 +173,9 @@ class LazyRows(Sequence):
             return gram_by_group(mean), min(count, 1)
 
     def _uses(self, block: Block, swapped: bool) -> Iterator[Use]:
-        """Records in which a matrix block has this orientation."""
-        for k in (k for k, s in block.uses if s == swapped):
+        """Records in which a matrix block has this orientation; the block may be that of another length's plan, which
+        has other records."""
+        for k in (k for k, s in self.at.plan.named[block.names].uses if s == swapped):
             (rule, call_), out = self.at.matrix(k), self.at.plan.steps[k].out
             assert out is not None
             yield k, rule, call_, out

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lapwing.errors import LapwingError, UnsupportedModel
 from lapwing.model.agreement import agrees
 from lapwing.model.backward import pull
-from lapwing.model.batches import Inputs, batch_size, call, explained, map_tensors, take
+from lapwing.model.batches import Inputs, batch_size, call, detached, explained, take
 from lapwing.model.fixednorm import FixedNorms
 from lapwing.model.forward import push_forward
 from lapwing.model.jacobian import Linearization
@@ -22,6 +22,7 @@ from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unseen_names
 from lapwing.model.precision import Types, tolerance
 from lapwing.model.reading import Outputs
+from lapwing.model.roles import Roles, refusal
 from lapwing.model.samples import close
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
 from lapwing.model.skeleton import in_use, private
@@ -43,6 +44,7 @@ class Network:
     outputs: Outputs
     _trusted: dict[str, bool] = field(default_factory=dict, init=False, repr=False)  # ways to products, by name
     _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # made for later inputs
+    _roles: Roles = field(default_factory=Roles, init=False, repr=False)
 
     @contextmanager
     def borrow(self, differentiable: bool = False) -> Iterator[nn.Module]:
@@ -69,8 +71,11 @@ class Network:
 
     def forward_raw(self, inputs: Inputs) -> tuple[Tensor, bool]:
         """f (n, *event, c), and whether the module itself returned (n,)."""
+        self.settle(inputs)
         raw = output_tensor(self.returned(inputs))
-        return self.outputs(raw).detach(), raw.ndim == 1
+        f = self.outputs(raw).detach()
+        self._roles.require_apart(inputs, f, self._plain)
+        return f, raw.ndim == 1
 
     def returned(self, inputs: Inputs) -> object:
         """Return what the module itself returns, without gradients."""
@@ -88,6 +93,19 @@ class Network:
             self.forward(inputs)
             raise
 
+    def settle(self, inputs: Inputs) -> None:
+        """Find out which inputs all samples share; before a batch is cut into samples."""
+        self._roles.settle(inputs, self._plain)
+
+    def require_apart(self, inputs: Inputs) -> None:
+        """Refuse a batch, larger than those seen before, whose samples depend on each other."""
+        if batch_size(inputs) > self._roles.largest:
+            self.forward(inputs)
+
+    def _plain(self, inputs: Inputs) -> Tensor:
+        with self.borrow(), torch.no_grad():
+            return self.functional(None, inputs).detach()
+
     def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """f at other weights theta (P,); gradients flow into theta and the inputs where the caller has them on."""
         wanted = torch.is_grad_enabled()
@@ -100,8 +118,11 @@ class Network:
 
     def recorded(self, inputs: Inputs, values: Values | None = None) -> Tensor:
         """f with its graph, by a pass without the tape, inside `borrow()`; heavy operations leave their values."""
+        self.settle(inputs)
         with FixedNorms(), nullcontext() if values is None else Recording(values):
-            return self.functional(None, inputs)
+            f = self.functional(None, inputs)
+        self._roles.require_apart(inputs, f, self._plain)
+        return f
 
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c).
@@ -121,7 +142,7 @@ class Network:
         """Whether products computed this way agree with reverse mode: asked once, of a few samples."""
         if name not in self._trusted:
             n = batch_size(inputs)
-            few = map_tensors(Tensor.detach, take(inputs, slice(0, CHECK_SAMPLES), n))
+            few = detached(take(inputs, slice(0, CHECK_SAMPLES), n))
             with self.borrow():
                 with Types() as types:
                     f = self.recorded(few)
@@ -141,7 +162,7 @@ class Network:
     def _jvp_by_rows(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """One backward pass per output: slow, and right where other ways are not."""
         if "rows" not in self._plans:
-            self._plans["rows"] = self.plan(map_tensors(Tensor.detach, inputs))
+            self._plans["rows"] = self.plan(detached(inputs))
         try:
             return _by_rows(self.linearize(self._plans["rows"], inputs), tangents)
         except PlanChanged:
@@ -183,6 +204,7 @@ class Network:
         `PlanChanged` where parameters would then fall into other blocks.
         """
         # a graph that outlives this call must not end in the user's parameters, whose .grad it would fill
+        self.settle(inputs)
         module, leaves = self.lent, self._aliases() if create_graph else self.leaves()
         if plan.dynamic:
             with FixedNorms():
@@ -195,6 +217,7 @@ class Network:
             if not unseen_names(finished, ids) <= set(plan.looped):
                 raise PlanChanged
         f = self.outputs(finished.outputs)
+        self._roles.require_apart(inputs, f, self._plain)
         return Linearization(module, self.params, plan, inputs, finished, self.outputs, f, leaves, create_graph)
 
     def _fitting(self, plan: Plan, matches: Callable[[Plan], bool], inputs: Inputs) -> Plan:
@@ -203,7 +226,7 @@ class Network:
         for made in (plan, self._plans.get("later")):
             if made is not None and made.distinct >= enough and plan.compatible(made) and matches(made):
                 return made
-        anew = self._plans["later"] = self.plan(map_tensors(Tensor.detach, inputs))
+        anew = self._plans["later"] = self.plan(detached(inputs))
         if not (plan.compatible(anew) and matches(anew)):
             raise PlanChanged
         return anew
@@ -218,14 +241,21 @@ class Network:
 
     def plan(self, inputs: Inputs) -> Plan:
         """Read the network from a few samples, and check the rows against autograd (call inside `borrow()`)."""
+        self.settle(inputs)
         self._require_private(inputs)
         return SelfCheck(self.lent, self.params, self.outputs, inputs).plan()
 
     def _require_private(self, inputs: Inputs) -> None:
         """Refuse a forward pass that reaches the user's module itself past the private copy that is run."""
         names = {id(p): name for name, p in self.module.named_parameters()}
-        with torch.enable_grad():
-            f = self.functional(None, take(inputs, slice(0, 2), batch_size(inputs)))
+        n = batch_size(inputs)
+        try:
+            with torch.enable_grad():
+                f = self.functional(None, take(inputs, slice(0, 2), n))
+        except (RuntimeError, ValueError, IndexError) as error:
+            if n > 2:
+                raise refusal(n, 2, error) from error
+            raise
         found = [names[id(leaf)] for leaf in parameters_behind(f.grad_fn) if id(leaf) in names]
         if found:
             raise UnsupportedModel(
@@ -255,8 +285,12 @@ def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     free = [name for name, p in module.named_parameters() if p.requires_grad]
     with borrowed(module, free) as own:
         live = dict(own.named_parameters())
+        selected: dict[str, Tensor] = {name: live[name] for name in free}
         with explained(inputs):
-            finished = run(own, take(inputs, slice(0, 1), batch_size(inputs)), {name: live[name] for name in free})
+            try:
+                finished = run(own, take(inputs, slice(0, 1), batch_size(inputs)), selected)
+            except (RuntimeError, ValueError, IndexError):  # inputs that are not cut into samples so
+                finished = run(own, inputs, selected)
         ids = {id(live[name]): name for name in free}
         small: Callable = lambda record: all(record.tensors[j].ndim < 2 for j in record.live)  # noqa: E731
         found = first_reached(finished, small)

@@ -95,6 +95,11 @@ class Plan:
     def layout(self) -> Layout:
         return Layout(sum(b.size for b in self.blocks), [b.places for b in self.blocks])
 
+    @cached_property
+    def named(self) -> dict[tuple[str, ...], Block]:
+        """Blocks by the names of their parameters."""
+        return {block.names: block for block in self.blocks}
+
     def under_way(self, directions: int) -> int:
         """Numbers a sample where so many directions are kept, with what the last of them brings and does not keep."""
         return max(directions, 1) * self.kept + self.width - self.kept

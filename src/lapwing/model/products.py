@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
 from lapwing.model.backward import pull, pull_all
-from lapwing.model.batches import Batch, Batches, Inputs, batch_size, take, tensors_in
+from lapwing.model.batches import Batch, Batches, Inputs, batch_size, per_sample, take, tensors_in
 from lapwing.model.forward import forward_mode, lacks_derivative, push_forward
 from lapwing.model.kernels import differentiable_kernels, elementary_attention
 from lapwing.model.network import Network
@@ -110,7 +110,7 @@ class Products:
         """Batches, without the samples that stay out: a forward pass tells."""
         for batch in self._read(label):
             n = batch_size(batch.inputs)
-            mixed = any(t.ndim == 0 or t.shape[0] != n for t in tensors_in(batch.inputs))
+            mixed = not all(per_sample(t, n) for t in tensors_in(batch.inputs))
             rows = None if keep is None or mixed else keep(batch, self.network.forward(batch.inputs))
             if rows is None or len(rows) == n:
                 yield batch
@@ -216,4 +216,5 @@ class Products:
         for batch in seen:
             if batch.weights is not None and bool((batch.weights < 0).any()):
                 raise BadData(f"batch {batch.number}: weights must be ≥ 0")
+            self.network.settle(batch.inputs)
             yield batch

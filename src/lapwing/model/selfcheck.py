@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
 from lapwing.model.precision import Types, tolerance
 from lapwing.model.reading import Outputs
+from lapwing.model.roles import APART, NOT_DETERMINISTIC
 from lapwing.model.samples import AMBIGUOUS, close
 from lapwing.model.tape import Pass, run
 
@@ -96,6 +98,7 @@ class SelfCheck:
         steps = read_steps(whole, single, self.n, self.which, self.ids, self.rtol)
         self._independent(f, f_alone, steps)
         self._same(f)
+        self._require_no_changing_hooks()
         looped = unseen_names(whole, self.ids)
         notes = _notes(whole, steps, looped)
         plan = make_plan(whole, steps, self.params, looped, notes, batched=False)
@@ -115,9 +118,27 @@ class SelfCheck:
     def _same(self, f: Tensor) -> None:
         """Refuse outputs under the tape that are not the network's own."""
         if f.shape != self.plain.shape or not close(f, self.plain, self.rtol):
+            raise UnsupportedModel(NOT_DETERMINISTIC)
+
+    def _require_no_changing_hooks(self) -> None:
+        """Refuse backward hooks of submodules that change gradients; those that only watch are fine."""
+        parts = [(name, m) for name, m in self.module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+        if not parts or not self.plain.requires_grad:
+            return
+        found = self._autograd(self.plain, torch.ones_like(self.plain)[None])
+        tables = [(m, m._backward_hooks, m._backward_pre_hooks) for _, m in parts]
+        try:
+            for m, _, _ in tables:
+                m._backward_hooks, m._backward_pre_hooks = OrderedDict(), OrderedDict()
+            plain = self.outputs(output_tensor(call(self.module, self.few)))
+        finally:
+            for m, hooks, before in tables:
+                m._backward_hooks, m._backward_pre_hooks = hooks, before
+        if not self._agree([self._autograd(plain, torch.ones_like(plain)[None])], [found]):
             raise UnsupportedModel(
-                "the network gives other outputs for the same samples when they are run again. A posterior needs a "
-                "deterministic network: switch off noise and sampling inside it."
+                f"a backward hook of {', '.join(repr(name or type(m).__name__) for name, m in parts[:5])} changes "
+                "gradients, and curvature needs derivatives as they are. Remove the hook before the fit "
+                "(handle.remove())."
             )
 
     def _kept(self) -> int:
@@ -147,11 +168,8 @@ class SelfCheck:
     def _single(self) -> Pass:
         try:
             return self._tape(self.alone)
-        except (RuntimeError, ValueError) as error:
-            raise UnsupportedModel(
-                f"the network runs a batch but not one sample alone ({error}). A posterior needs independent samples: "
-                "use running statistics in normalization layers, and the first dimension for the batch."
-            ) from error
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise UnsupportedModel(f"the network runs a batch but not one sample alone ({error}). {APART}") from error
 
     def _independent(self, f: Tensor, f_alone: Tensor, steps: tuple[Step, ...]) -> None:
         """Refuse a network in which samples of a batch influence each other."""
@@ -165,8 +183,7 @@ class SelfCheck:
         raise UnsupportedModel(
             f"the outputs of a sample depend on the other samples of its batch: alone it gives outputs of shape "
             f"{tuple(f_alone.shape)}, in a batch of {self.n} outputs of shape {tuple(f.shape)} and values.{place} "
-            "A posterior needs independent samples: use running statistics in normalization layers, and the first "
-            "dimension for the batch."
+            + APART
         )
 
     def _autograd(self, f: Tensor, cotangents: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
             at = network.linearize(plan, inputs)
     except PlanChanged:
         return None
-    if not _last(at, block.uses[0][0]):
+    uses = at.plan.blocks[0].uses if at.plan.blocks else ()  # of a plan made for these inputs, where it is another
+    if len(uses) != 1 or not _last(at, uses[0][0]):
         return None
-    a = at.right(block.uses[0][0], block.bias)[:, 0].detach()
+    a = at.right(uses[0][0], block.bias)[:, 0].detach()
     if a.shape[1:3] != (1, 1):
         return None
     if isinstance(precision, Diagonal):

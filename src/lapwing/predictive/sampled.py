@@ -24,6 +24,7 @@ def sampled_function(
     network: Network, weights: Tensor, inputs: Inputs, differentiable: bool = False
 ) -> SampledFunction:
     """The outputs at each row of weights (s, P), as a mixture. `differentiable` keeps the graph to the inputs."""
+    network.require_apart(inputs)
     with network.copied(), torch.set_grad_enabled(differentiable):
         return SampledFunction(None, torch.stack([network.at_weights(theta, inputs) for theta in weights]))
 
