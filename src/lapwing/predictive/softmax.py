@@ -21,7 +21,8 @@ from lapwing.predictive.fixed import SEED, base_points
 ENOUGH = 6e-3
 """Estimated total variation from the exact probabilities at which no more points are taken."""
 
-CHEAP, AMPLE = 1024, 5e-4  # up to so many points, more are taken until the error is below this
+CHEAP, AMPLE = 1024, 5e-4  # up to so many points of few classes, more are taken until the error is below this
+FEW = 64  # classes up to which points are that cheap; of more classes fewer are
 
 REPLICATES = 4  # independent sequences of points, whose spread tells the error
 FIRST, LEVELS = 64, 9  # points of the first sequences, and how many times there are new ones, of twice as many
@@ -219,7 +220,7 @@ class _Chunk:
             entropy[open_] = torch.lerp(entropy[open_], h, new)
             error[open_] = e * math.sqrt(new)
             done += now
-            open_ = open_[error[open_].detach() > (AMPLE if done < CHEAP else ENOUGH)]
+            open_ = open_[error[open_].detach() > (AMPLE if done * max(k, FEW) < CHEAP * FEW else ENOUGH)]
             if not len(open_):
                 break
         return Softmax(self._logs(probs), entropy, error)
