@@ -112,7 +112,7 @@ def fit(
         require_same(_identity(network, family, belief) | {name: repr(value) for name, value in asked.items()})
     problem = with_noise_ratios(pose(network, batches, family, directions, **options))
     for doubt in problem.doubts:
-        warnings.warn(doubt, stacklevel=3)  # this function is wrapped
+        warnings.warn(doubt, stacklevel=5)  # of the caller, behind the wrappers of this function
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
     if checkpoint is not None:
         problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
