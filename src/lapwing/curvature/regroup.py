@@ -6,17 +6,16 @@ for a few samples and none for most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Directions, Factor
 from lapwing.model import batch_size, take, tensors_in
-from lapwing.model.batches import Inputs, concatenate, described, per_sample
+from lapwing.model.batches import Inputs, concatenate, described, lists_values, per_sample
 
 WORTH = 0.6  # share of the directions of a batch that must be needed for running them all at once
 WAITING = 2**27  # bytes of samples that wait
@@ -118,22 +117,12 @@ def _build(inputs: Inputs, n: int) -> tuple | None:
     They cannot where a tensor belongs to the batch as a whole, where a list holds one plain value per sample, or where
     an argument is an object that cannot be compared.
     """
-    if not all(per_sample(t, n) for t in tensors_in(inputs)) or _lists_values(inputs, n):
+    if not all(per_sample(t, n) for t in tensors_in(inputs)) or lists_values(inputs, n):
         return None
     try:
         return described(inputs, lambda t: (t.shape[1:], t.dtype))
     except TypeError:
         return None
-
-
-def _lists_values(tree: Any, n: int) -> bool:
-    """Whether a list or tuple with as many entries as there are samples holds no tensor."""
-    if isinstance(tree, Mapping):
-        return any(_lists_values(value, n) for value in tree.values())
-    if not isinstance(tree, (tuple, list)):
-        return False
-    own = len(tree) == n and not any(True for _ in tensors_in(tree))
-    return own or any(_lists_values(value, n) for value in tree)
 
 
 def _samples(parts: list[Group]) -> int:

@@ -225,6 +225,16 @@ def batch_size(inputs: Inputs) -> int:
     raise BadData(f"no tensor with a batch dimension in inputs of type {type(inputs).__name__}")
 
 
+def lists_values(tree: Any, n: int) -> bool:
+    """Whether a list or tuple with as many entries as there are samples holds no tensor."""
+    if isinstance(tree, Mapping):
+        return any(lists_values(value, n) for value in tree.values())
+    if not isinstance(tree, (tuple, list)):
+        return False
+    own = len(tree) == n and not any(True for _ in tensors_in(tree))
+    return own or any(lists_values(value, n) for value in tree)
+
+
 def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
     """The chosen samples of inputs; tensors that are not `per_sample` are shared by all samples."""
     return map_tensors(lambda tensor: tensor[rows] if per_sample(tensor, size) else tensor, inputs)

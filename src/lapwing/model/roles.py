@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedModel
-from lapwing.model.batches import Inputs, Path, batch_size, map_named, named_tensors, share, take
+from lapwing.model.batches import Inputs, Path, batch_size, lists_values, map_named, named_tensors, share, take
 from lapwing.model.precision import Types, tolerance
 from lapwing.model.samples import close
 
@@ -65,7 +65,7 @@ class Roles:
             whole = run(inputs)
         except (RuntimeError, ValueError, IndexError):
             return  # whoever runs the batch says what is wrong
-        if len(whole) != n or not bool(whole.isfinite().all()):
+        if len(whole) != n or lists_values(inputs, n) or not bool(whole.isfinite().all()):
             return
         rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # one sample: the same twice
         for kept in chain([()], ((path,) for path in doubtful), [tuple(doubtful)]):
@@ -98,8 +98,8 @@ class Roles:
     def require_apart(self, inputs: Inputs, f: Tensor, run: Run) -> None:
         """Refuse outputs f of a batch, larger than those seen before, that are not those of a few samples alone."""
         n = batch_size(inputs)
-        if n <= self.largest or len(f) != n or not bool(f.isfinite().all()):
-            return
+        if n <= self.largest or len(f) != n or lists_values(inputs, n) or not bool(f.isfinite().all()):
+            return  # lists of plain values are not cut: a few samples cannot be run without the others
         rows = _spread(n, FEW).to(f.device)
         try:
             same = _same(f.detach()[rows], take(inputs, rows, n), run)
