@@ -26,7 +26,8 @@ def run(file: str, marks: str) -> None:
         pytest.skip(str(reason))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marks]
     done = subprocess.run([*command, str(INSIDE / file)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    nothing = pytest.ExitCode.NO_TESTS_COLLECTED  # a file whose checks are all long
+    assert done.returncode in (0, nothing), done.stdout[-6000:] + done.stderr[-2000:]
 
 
 FILES = sorted(path.name for path in INSIDE.glob("check_*.py"))
