@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -112,7 +114,7 @@ def fit(
         require_same(_identity(network, family, belief) | {name: repr(value) for name, value in asked.items()})
     problem = with_noise_ratios(pose(network, batches, family, directions, **options))
     for doubt in problem.doubts:
-        warnings.warn(doubt, stacklevel=5)  # of the caller, behind the wrappers of this function
+        warnings.warn(doubt, stacklevel=_caller())
     belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
     if checkpoint is not None:
         problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
@@ -223,6 +225,15 @@ def load(
         if found := family.flaw(curvature.statistics):
             raise CorruptFile(f"{path.name!r} is impossible: {found}; fit again, or restore a copy")
     return la
+
+
+def _caller() -> int:
+    """How far up the stack the line of the user is that called `fit`, past wrappers and context managers."""
+    ours = (str(Path(__file__).parents[1]), contextlib.__file__, str(Path(torch.__file__).parent))
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _module(model: Any) -> nn.Module:
