@@ -129,14 +129,15 @@ def repeated(compute: Callable[[], Tensor], expected: Tensor, rounds: int = ROUN
     return job
 
 
-def stress(module: nn.Module, x: Tensor, ways: list[Callable[[], Tensor]]) -> None:
+def stress(module: nn.Module, x: Tensor, ways: list[Callable[[], Tensor]], rounds: int = ROUNDS) -> None:
     """All ways at once, in several threads each, beside plain calls of the module."""
     with torch.no_grad():
         plain = module(x)
     expected = [way() for way in ways]
     torch.testing.assert_close(plain, plain)  # its first call imports sympy, which adds a filter of warnings
     before, flags = snapshot(module), switches()
-    jobs = [repeated(way, value) for way, value in zip(ways, expected) for _ in range(max(1, THREADS // len(ways)))]
+    times = max(1, THREADS // len(ways))
+    jobs = [repeated(way, value, rounds) for way, value in zip(ways, expected) for _ in range(times)]
 
     def call() -> Tensor:
         with torch.no_grad():
@@ -180,12 +181,13 @@ def test_all_ways_at_once() -> None:
     stress(module, x, [lambda way=way: way(la, x) for way in WAYS.values()])  # type: ignore[misc]
 
 
+@pytest.mark.filterwarnings("ignore:the probabilities of")
 @pytest.mark.parametrize("structure", ["nystrom", "matrixfree", "functional", "diag", "ekfac"])
 def test_products_with_many_outputs_in_threads(structure: str) -> None:
     module, x, y = make("many")
     chosen = lapwing.Nystrom(5) if structure == "nystrom" else structure
     la = lapwing.fit(module, (x, y), "classification", structure=chosen, progress=False)
-    stress(module, x[:4], [lambda: la.predict(x[:4]).probs])
+    stress(module, x[:4], [lambda: la.predict(x[:4]).probs], rounds=2)
 
 
 @pytest.mark.parametrize("kind", ["image", "tokens"])
@@ -212,7 +214,7 @@ def test_evaluation_and_temperature_scaling_beside_plain_calls() -> None:
         report = lapwing.evaluate({"a": module, "b": scaled, "c": la}, (x, y)).to_dict()
         return torch.tensor(report["models"]["c"]["nll"])
 
-    stress(module, x, [nll])
+    stress(module, x, [nll], rounds=1)
 
 
 def test_training_mode_of_the_user_is_kept_while_others_predict() -> None:
