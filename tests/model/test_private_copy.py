@@ -262,3 +262,23 @@ class PastTheCopy(nn.Module):
 def test_a_forward_past_the_copy_is_refused() -> None:
     with pytest.raises(lapwing.UnsupportedModel, match="through `self`"):
         lapwing.fit(PastTheCopy(), (X, torch.arange(6) % 3), "classification")
+
+
+SCALES: dict = {}
+
+
+class ByIdentity(nn.Module):
+    """Finds its scale in a table by its own identity, with a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        SCALES[id(self)] = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * SCALES.get(id(self), 1.0)
+
+
+def test_a_copy_that_computes_something_else_is_refused() -> None:
+    with pytest.raises(lapwing.UnsupportedModel, match="belongs to this very object"):
+        lapwing.fit(ByIdentity().eval(), (X, torch.arange(6) % 3), "classification")

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from lapwing.errors import LapwingError, UnsupportedModel
 from lapwing.model.agreement import agrees
 from lapwing.model.backward import pull
-from lapwing.model.batches import Inputs, batch_size, call, detached, explained, take
+from lapwing.model.batches import Inputs, arguments, batch_size, call, detached, explained, map_tensors, take
 from lapwing.model.fixednorm import FixedNorms
 from lapwing.model.forward import push_forward
 from lapwing.model.jacobian import Linearization
-from lapwing.model.kernels import differentiable_kernels
+from lapwing.model.kernels import differentiable_kernels, without_fast_path
 from lapwing.model.module import borrowed, output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unseen_names
@@ -25,7 +25,7 @@ from lapwing.model.reading import Outputs
 from lapwing.model.roles import Roles, refusal
 from lapwing.model.samples import close
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
-from lapwing.model.skeleton import in_use, private
+from lapwing.model.skeleton import in_use, private, written_by_forward
 from lapwing.model.tangents import Recording, Values
 from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
 
@@ -262,6 +262,33 @@ class Network:
                 f"the forward pass uses parameter {found[0]!r} of the module by a name of its own (a global variable "
                 "inside a function that it calls, or a tensor computed from it before and kept, say), so that Lapwing "
                 "cannot run it without touching your module. Reach it through `self`, and compute it in each pass."
+            )
+
+
+    def require_faithful(self, inputs: Inputs) -> None:
+        """Refuse a network whose private copy gives other outputs than a plain call of the module.
+
+        A network that looks itself up in a table by its identity, for one, finds no entry for the copy. The module is
+        called only where that leaves nothing behind: in eval mode, without hooks, if its forward pass writes nothing.
+        """
+        parts = list(self.module.modules())
+        if any(m.training or m._forward_hooks or m._forward_pre_hooks or written_by_forward(m) for m in parts):
+            return
+        few = take(inputs, slice(0, 2), batch_size(inputs))
+        args, kwargs = arguments(map_tensors(Tensor.clone, few))
+        with self.borrow() as own, torch.no_grad():
+            versions = [b._version for b in own.buffers() if not b.is_inference()]
+            found = output_tensor(own(*args, **kwargs))
+            if versions != [b._version for b in own.buffers() if not b.is_inference()]:
+                return
+        args, kwargs = arguments(map_tensors(Tensor.clone, few))
+        with without_fast_path(self.module), torch.no_grad():
+            expected = output_tensor(self.module(*args, **kwargs))
+        if expected.shape != found.shape or not close(found, expected, tolerance([found.dtype])):
+            raise UnsupportedModel(
+                "a private copy of the network gives other outputs than the network itself, which Lapwing does not "
+                "touch: its forward pass reads something that belongs to this very object (a table with an entry for "
+                "id(self) or for the module, say). Keep it as an attribute of the module."
             )
 
 
