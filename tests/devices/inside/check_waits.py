@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
+from lapwing.predictive.softmax import LEVELS
 from tests.devices.elsewhere import counting, device
 
 HERE = device()
@@ -82,6 +83,7 @@ def test_waits_of_directions_over_positions() -> None:
     assert found[0] == found[1]
 
 
+PER_LEVEL = 8  # waits for one level of points: which items are open, which are wide, and their error
 WAYS: dict[str, dict[str, Any]] = {
     "linearized": {},
     "mc": {"link": "mc"},
@@ -101,7 +103,9 @@ def test_waits_of_a_prediction(way: str, make: Any) -> None:
         _ = la.predict(x, **WAYS[way]).probs  # what is made once
         for samples in (6, 30) if way in ("jvp", "sampled", "mc") else (None,):
             found[name, samples] = waits(lambda x=x, la=la, n=samples: la.predict(x, samples=n, **WAYS[way]).probs)
-    assert max(found.values()) == min(found.values()), found
+    # without `samples`, points double until the error is small enough: one decision per level, of which there are few
+    levels = LEVELS * PER_LEVEL if way in ("linearized", "joint") else 0
+    assert max(found.values()) <= min(found.values()) + levels, found
 
 
 def test_waits_with_many_classes() -> None:
