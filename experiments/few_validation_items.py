@@ -1,6 +1,6 @@
 """Is tuning on few held-out items as good as temperature scaling on the same items?
 
-    python experiments/few_validation_items.py [--networks kmnist resnet20 ...] [--items 100 300 1000] [--splits 20]
+    python -m experiments.few_validation_items [--networks kmnist resnet20 ...] [--items 100 300 1000] [--splits 20]
 
 For each network: train it (or read the pretrained one), fit a posterior, and keep one pass over a pool of images that
 took no part. Then, for each number of items and each split, draw that many items from the pool, tune on them as
@@ -13,13 +13,13 @@ in --cache.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from experiments._arguments import Experiment
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -163,7 +163,7 @@ def one_split(everything: Sweep, items: int, seed: int, rule: str = "widest") ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Experiment(__doc__, smoke={"networks": ["vehicle"], "items": [30], "splits": 3})
     judges = [name for name in CASES if name not in MADE_WITH]
     parser.add_argument("--networks", nargs="+", choices=CASES, default=judges, metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--items", nargs="+", type=int, default=[100, 300, 1_000])
