@@ -269,7 +269,8 @@ bool allowed(const c10::OperatorHandle& op, const c10::Argument& argument, const
     return true;
   }
   const bool filling = name == "aten::fill_" || name == "aten::fill" || name == "aten::masked_fill_" ||
-      name == "aten::masked_fill" || name == "aten::where" || name == "aten::clamp";
+      name == "aten::masked_fill" || name == "aten::where" || name == "aten::clamp" ||
+      name == "aten::floor_divide" || name == "aten::floor_divide_";  // pointwise, though it has no such tag
   return t.dim() == 0 && (filling || op.hasTag(at::Tag::pointwise));
 }
 
