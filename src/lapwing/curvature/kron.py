@@ -222,7 +222,7 @@ class KronAccumulator(KroneckerSums):
         return self.finish()
 
     def _shared(self, problem: Problem) -> list[tuple[int, bool]]:
-        """Kronecker blocks, by orientation, that are used at several positions of a sample."""
+        """Return the Kronecker blocks that a sample uses at several positions, by orientation."""
         assert problem.first is not None
         with problem.network.borrow():
             at = problem.network.linearize(problem.plan, problem.first.inputs)

@@ -112,7 +112,7 @@ class Problem:
         return f"batch {batch.number}: the outputs of the network are not finite, after its last layer with weights"
 
     def remembering(self, samples: int) -> Problem:
-        """The same problem, which remembers the first so many samples that it reads."""
+        """Return a problem that remembers the first samples it reads, up to this number."""
         return replace(self, remembered=([], samples))
 
     @property
