@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.factor import Hessian
 from lapwing.curvature.matrixfree import moved as sent
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
@@ -175,7 +174,7 @@ class Laplace:
         """Whether any structure has this posterior: a sum of squares and one precision for all weights."""
         matrix = self._resolved_prior[1]
         scalar = isinstance(matrix, Diagonal) and matrix.expanded and bool(matrix.values[0] > 0)
-        return scalar and not self.repair and not isinstance(self.curvature.factor, Hessian)
+        return scalar and not self.repair and self.curvature.factor.definite
 
     # --- evidence --------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,11 @@ from lapwing.evidence import variational_bound
 from lapwing.linalg import Diagonal
 from lapwing.linalg.operator import Operator
 
-BOUNDS = {  # how a structure's evidence stands to that of the full GGN
-    "kron": "; KFAC's is no bound of the GGN's",
-    **dict.fromkeys(("diag", "blockdiag", "ekfac"), "; a lower bound of the full GGN's"),
-    **dict.fromkeys(("lowrank", "nystrom", "valla"), "; an upper bound of the full GGN's"),
+BOUNDS = {  # how a structure's evidence compares with that of the full GGN
+    None: "; no bound of the full GGN's",
+    "exact": "",
+    "lower": "; a lower bound of the full GGN's",
+    "upper": "; an upper bound of the full GGN's",
 }
 
 
@@ -56,9 +57,9 @@ def _distance_line(la: Any) -> list[str]:
 
 def _evidence_line(la: Any) -> str:
     """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
-    precision, name = la.posterior.precision, la.curvature.structure.name
+    precision, bound = la.posterior.precision, la.curvature.structure.bound
     if not isinstance(precision, Operator):
-        return f"{float(la.log_evidence()):.6g}{BOUNDS.get(name, '')}{_variational_line(la)}"
+        return f"{float(la.log_evidence()):.6g}{BOUNDS[bound]}{_variational_line(la)}"
     if not precision.estimated:
         return f"not estimated yet: log_evidence() takes {precision.solver.probes * precision.solver.steps} products"
     error = 0.5 * float(precision.ratio_estimate().error)

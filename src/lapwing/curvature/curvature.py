@@ -1,4 +1,4 @@
-"""Estimate the curvature of the log-likelihood: a factor (which directions) times a structure (what is kept of them)."""
+"""Estimate the curvature of the log-likelihood of a network on its data, choosing a structure for "auto"."""
 
 from __future__ import annotations
 

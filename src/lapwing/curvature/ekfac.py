@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.kron import SHOWN, KroneckerFactor, KroneckerSums, Sharing, kept_alike, kept_as, sums_of
+from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
-from lapwing.curvature.sweep import sweep
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, MatrixRows
 from lapwing.model import Plan
@@ -68,6 +68,7 @@ def eigenbasis(sums: KroneckerSums, problem: Problem) -> BlockDiagonal:
     return BlockDiagonal(layout, tuple(blocks), names)
 
 
+@register_structure("ekfac")
 @dataclass(frozen=True, eq=False)
 class EKFAC(Structure):
     """Kronecker eigenbasis, exact diagonal in it: the trace is exact, the evidence a lower bound of the block one.
@@ -82,7 +83,8 @@ class EKFAC(Structure):
     basis: Factor | None = None
     sharing: Sharing = "auto"
     subnetworks = False
-    resumes = True
+    mergeable = True
+    bound = "lower"
 
     def passes(self) -> int:
         return 2
@@ -102,9 +104,9 @@ class EKFAC(Structure):
     def estimate(self, problem: Problem) -> Estimate:
         basis, notes = self._basis(problem)
         first, remembering = sums_of(problem, self.sharing, basis), problem.remembering(SHOWN)
-        first.sweep(remembering, "fit (basis)", gradient=False)
+        first.fill(remembering, "fit (basis)", gradient=False)
         moments = MomentAccumulator(problem, eigenbasis(first, remembering))
-        totals = sweep(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
+        totals = pass_over(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 
     def require(self, problem: Problem) -> None:
@@ -137,7 +139,7 @@ class EKFAC(Structure):
         """Add second moments in the basis of the first fit: a valid EKFAC of the union, not the one a new fit finds."""
         assert isinstance(matrix, BlockDiagonal)
         moments = MomentAccumulator(problem, matrix)
-        totals = sweep(problem, moments.update, label="update (moments)", together=True, state=moments.tensors)
+        totals = pass_over(problem, moments.update, label="update (moments)", together=True, state=moments.tensors)
         total: list[PSD] = []
         for old, new in zip(matrix.blocks, moments.finish().blocks, strict=True):
             if isinstance(old, EigenKronecker) and isinstance(new, EigenKronecker):

@@ -78,6 +78,7 @@ class Factor(ABC):
     exact = False  # whether the directions of a sample sum to φ·Λ exactly, so that products with Λ replace them
     sampled = False  # whether every pass draws new directions
     mergeable = True  # whether sums over parts of the data add up: shards, and fits that were interrupted
+    limit: int | None = None  # directions per sample beyond which a fit is refused; None: no limit
     tolerance: float | None = None  # share of Σ tr Λ that may be left out; None: what is below rounding
     structures: tuple[str, ...] = ()  # the only ones that have an estimator for it, the usual one first; () is all
 
@@ -111,7 +112,13 @@ class Factor(ABC):
         """How many directions a sample with so many outputs has (an upper bound, for memory)."""
 
     def require(self, f: Tensor) -> None:
-        """Raise `TooLarge` where outputs f have too many directions per sample."""
+        """Raise `TooLarge` where a sample with outputs like f has more directions than the factor's limit."""
+        if self.limit is not None and f[0].numel() > self.limit:
+            raise TooLarge(
+                f"the exact {type(self).__name__} needs up to {f[0].numel():,} output directions per sample, outputs "
+                f"{tuple(f.shape[1:])}, more than {self.limit:,}. Use factor='mc' (Monte Carlo Fisher), or "
+                "GGN(limit=...) to insist."
+            )
 
     def count(self, f: Tensor) -> int:
         """How many directions there will be at outputs f."""
@@ -227,14 +234,6 @@ class GGN(Factor):
 
     def width(self, outputs: int) -> int:
         return outputs
-
-    def require(self, f: Tensor) -> None:
-        """Raise `TooLarge` where a sample has too many output directions."""
-        if f[0].numel() > self.limit:
-            raise TooLarge(
-                f"the exact GGN needs up to {f[0].numel():,} output directions a sample, outputs {tuple(f.shape[1:])}, "
-                f"more than {self.limit:,}. Use factor='mc' (Monte Carlo Fisher), or GGN(limit=...) to insist."
-            )
 
 
 def _matter_to_some_weight(sizes: Tensor, kept: Tensor, reach: Tensor) -> Tensor:

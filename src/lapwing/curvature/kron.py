@@ -6,7 +6,6 @@ A `KroneckerFactor` brings sums of its own in place of those.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -16,12 +15,17 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import Factor
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import OTHER_OPERATIONS, Accumulator, Estimate, Structure, layout_of
-from lapwing.curvature.sweep import sweep
-from lapwing.curvature.totals import Totals
+from lapwing.curvature.structure import (
+    OTHER_OPERATIONS,
+    Accumulator,
+    Estimate,
+    Structure,
+    layout_of,
+    register_structure,
+)
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.model import Block, Digest, LazyRows, Plan
@@ -81,7 +85,7 @@ class KroneckerSums(Accumulator):
     note: str  # what to say of them
 
     @abstractmethod
-    def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
+    def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         """Pass over the data once."""
 
     @abstractmethod
@@ -105,11 +109,6 @@ class KroneckerFactor(Factor):
     @abstractmethod
     def sums(self, problem: Problem) -> KroneckerSums:
         """Empty sums for a problem; refuses networks that they cannot be made for."""
-
-    def directions(
-        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
-    ) -> Iterator[Tensor]:
-        raise UnsupportedOperation(f"factor {type(self).__name__} has no directions: use factor='ggn' here")
 
     def width(self, outputs: int) -> int:
         return 0
@@ -147,8 +146,8 @@ class KronAccumulator(KroneckerSums):
                     for count in COUNTS:
                         self.tensors[f"{key}.{count}"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
-    def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
-        return sweep(
+    def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
+        return pass_over(
             problem,
             self.update,
             self.factor,
@@ -216,7 +215,7 @@ class KronAccumulator(KroneckerSums):
             shared = self._shared(few)
             if shared:
                 other = KronAccumulator(few, "expand", self.factor)
-                other.sweep(few, "fit (positions)", gradient=False)
+                other.fill(few, "fit (positions)", gradient=False)
                 for k, swapped in shared:
                     self._add_share(other, k, swapped)
         return self.finish()
@@ -303,6 +302,7 @@ def _trace(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
 
 
+@register_structure("kron")
 @dataclass(frozen=True, eq=False)
 class Kron(Structure):
     """KFAC. `sharing`: "expand" treats positions as samples (right for per-token losses), "reduce" sums gradients and
@@ -313,7 +313,7 @@ class Kron(Structure):
 
     sharing: Sharing = "auto"
     subnetworks = False
-    resumes = True
+    mergeable = True
 
     def __post_init__(self) -> None:
         if self.sharing not in ("auto", "expand", "reduce"):
@@ -333,7 +333,7 @@ class Kron(Structure):
 
     def estimate(self, problem: Problem) -> Estimate:
         accumulator = sums_of(problem, self.sharing)
-        return _estimate(accumulator, accumulator.sweep(problem))
+        return _estimate(accumulator, accumulator.fill(problem))
 
     def continues(self, matrix: PSD, problem: Problem) -> bool:
         return kept_alike(problem, matrix)
@@ -346,7 +346,7 @@ class Kron(Structure):
         new = accumulator.tensors.keys() - before.keys()
         if before.keys() - accumulator.tensors.keys() or any(name.rsplit(".")[-1] not in COUNTS for name in new):
             raise UnsupportedOperation(OTHER_OPERATIONS)
-        totals = accumulator.sweep(problem)
+        totals = accumulator.fill(problem)
         for name in new:  # of a file that did not count them
             accumulator.tensors[name] = torch.full_like(accumulator.tensors[name], torch.inf)
         for name, value in before.items():

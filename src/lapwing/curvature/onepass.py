@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN, Directions, Factor
+from lapwing.curvature.factor import Directions, Factor
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.resume import Journal, OtherBatches
 from lapwing.curvature.shards import add_up, add_up_numbers, sharded
@@ -34,7 +34,7 @@ WAITING = 2**27  # bytes of samples that wait
 OVERHEAD = 8  # samples that a backward pass of its own costs
 
 
-def sweep(
+def pass_over(
     problem: Problem,
     update: Update,
     factor: Factor | None = None,
@@ -59,7 +59,7 @@ def sweep(
     `digest`: of its blocks the structure wants no rows, only what `LazyRows.gradient_gram` gives.
     """
     factor = factor or problem.factor
-    scored, pieces = gradient and isinstance(factor, GGN), Pieces(problem, row_bytes, together, digest)
+    scored, pieces = gradient and factor.exact, Pieces(problem, row_bytes, together, digest)
     resume = None if state is None else problem.resume
 
     def run() -> Sums:
@@ -223,8 +223,8 @@ class Regrouped:
         """Take a batch, or decline it where running it as it is costs no more."""
         n, self.taking = batch_size(inputs), False
         self.size = max(self.size, n)
-        build = _build(inputs, n) if isinstance(factor, GGN) else None
-        if not isinstance(factor, GGN) or build is None:
+        build = None if directions.order is None else _build(inputs, n)
+        if build is None:
             return False
         needed = self._with_scores(directions, score, factor)
         if float(needed.double().mean()) > WORTH * int(needed.max()):
@@ -238,7 +238,7 @@ class Regrouped:
                 self.waiting.setdefault((_rounded(count), alike), []).append(batch.take(rows))
         return True
 
-    def _with_scores(self, directions: Directions, score: Tensor | None, factor: GGN) -> Tensor:
+    def _with_scores(self, directions: Directions, score: Tensor | None, factor: Factor) -> Tensor:
         """Directions needed, at least one where the sample matters to the gradient of the log-likelihood."""
         if score is None:
             return directions.needed
@@ -401,7 +401,7 @@ class _Pass:
         y, f = problem.prepare(batch, f), f.detach()
         with torch.no_grad():
             asked: dict[str, Any] = {"scored": True} if self.scored else {}
-            if isinstance(self.factor, GGN):
+            if self.factor.exact:
                 asked["reach"] = _reach(batch.inputs, len(f))
             directions = self.factor.choose(likelihood, f, y, batch.weights, problem.generator, **asked)
             score = None
