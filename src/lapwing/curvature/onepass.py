@@ -17,7 +17,7 @@ from lapwing.curvature.resume import Journal, OtherBatches
 from lapwing.curvature.shards import add_up, add_up_numbers, sharded
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
-from lapwing.model import Batch, Digest, LazyRows, Linearization, Plan, batch_size, take, tensors_in
+from lapwing.model import Batch, BlockRows, Digest, Linearization, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Inputs, concatenate, described, lists_values, parts_of, per_sample
 
 Update = Callable[[Jacobian, Tensor | None], None]
@@ -56,7 +56,7 @@ def pass_over(
     `together` hands over all directions of fewer samples, rather than fewer directions of all samples. With
     `state`, the tensors that `update` adds to, an interrupted pass goes on where the problem keeps a journal.
     `rows` makes them in place of `Linearization.jacobian`, of every batch as it comes: no samples are regrouped.
-    `digest`: of its blocks the structure wants no rows, only what `LazyRows.gradient_gram` gives.
+    `digest`: of its blocks the structure wants no rows, only what `BlockRows.gradient_gram` gives.
     """
     factor = factor or problem.factor
     scored, pieces = gradient and factor.exact, Pieces(problem, row_bytes, together, digest)
@@ -442,8 +442,8 @@ class _Pass:
         refuses gets the batch too."""
         rows = jacobian.rows
         # what is not finite spreads to the earliest layers
-        if isinstance(rows, LazyRows) and rows.gradients and not rows.finite(0):
-            last = max(k for k in range(len(rows.gradients)) if not rows.finite(k))
+        if isinstance(rows, BlockRows) and rows.gradients and not rows.gradients.finite(0):
+            last = max(k for k in range(len(rows.gradients)) if not rows.gradients.finite(k))
             raise BadData(where + _no_derivative(rows, last))
         try:
             self.update(jacobian, fresh)
@@ -466,8 +466,8 @@ class _Pass:
                 part += g.to_dense().reshape(-1)
 
 
-def _no_derivative(rows: LazyRows, k: int) -> str:
-    layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
+def _no_derivative(rows: BlockRows, k: int) -> str:
+    layer = f"{rows.at.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
     return (
         f"the gradient of the outputs at layer {layer} is not finite, or too large for its square to be, although the "
         "outputs are finite: an operation after it has no derivative there (a square root or a norm at zero), or a "
