@@ -77,7 +77,7 @@ def test_blocks() -> None:
     assert whole.diagonal_blocks() == whole.blocks
     assert whole.blocks[0].diagonal_blocks() == (whole.blocks[0],)
     shift = torch.tensor([0.3], dtype=torch.float64)
-    parts = whole.blockwise_rows(torch.arange(24), rows)
+    parts = [*whole.blockwise_rows(torch.arange(24), rows)]
     assert torch.equal(parts[1][1], torch.arange(1, 24, 2))
     total = sum(block.shifted_products(part, shift, PAIRS)[0] for block, _, part in parts)
     exact = (whole + Diagonal(torch.full((24,), 0.3).double())).quadratic(rows)

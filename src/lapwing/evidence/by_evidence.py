@@ -12,8 +12,8 @@ from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.newton import Concave, Optimum, maximize
 from lapwing.evidence.objective import CovarianceEvidence, Fit, SpectralEvidence
-from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.evidence.tuning import Setting, Tuning
+from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Tempered, resolve_temperature
 
 BOUNDS = (1e-10, 1e10)
@@ -88,7 +88,7 @@ def _flat(center: float | Tensor, mean: Tensor) -> Tensor:
 
 
 def _fit(curvature: FittedCurvature, likelihood: Likelihood, tempered: Tempered, learned: bool) -> Fit:
-    if learned and not isinstance(likelihood, Gaussian):
+    if learned and not likelihood.dispersion_name:
         raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
     statistics = curvature.statistics
     T = torch.as_tensor(tempered.T, dtype=torch.float64, device=statistics.device).detach()
@@ -97,7 +97,7 @@ def _fit(curvature: FittedCurvature, likelihood: Likelihood, tempered: Tempered,
     def log_likelihood(log_dispersion: Tensor) -> Tensor:
         if not learned:
             return T * likelihood.log_likelihood(statistics).detach()
-        return T * with_dispersion(likelihood, log_dispersion.exp()).log_likelihood(statistics)
+        return T * likelihood.with_dispersion(log_dispersion.exp()).log_likelihood(statistics)
 
     return Fit(log_likelihood, start, curvature.dispersion_power, learned)
 
@@ -165,7 +165,7 @@ def _tuning(
         log_tau, u = fit.split(point)
         settings.append(Setting(log_tau.exp(), T, u.exp().item() if fit.learned else None))
     chosen = settings[1]
-    likelihood = likelihood if chosen.dispersion is None else with_dispersion(likelihood, chosen.dispersion)
+    likelihood = likelihood if chosen.dispersion is None else likelihood.with_dispersion(chosen.dispersion)
     scores = torch.tensor([-begin, -found.value], dtype=torch.float64)
     return Tuning(
         "evidence",

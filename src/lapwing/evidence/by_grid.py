@@ -12,7 +12,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.evidence.candidates import check_candidates, edge
 from lapwing.evidence.evidence import FittedCurvature, log_evidence
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
+from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Tempered, resolve_temperature
 
@@ -76,7 +76,7 @@ def tune_grid(
 
 def _families(likelihood: Likelihood, noises: Sequence[float]) -> list[Likelihood]:
     """The likelihood with each noise, or as it is."""
-    return [with_dispersion(likelihood, float(sigma) ** 2) for sigma in noises] or [likelihood]
+    return [likelihood.with_dispersion(float(sigma) ** 2) for sigma in noises] or [likelihood]
 
 
 def _at(

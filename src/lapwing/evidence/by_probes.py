@@ -9,8 +9,8 @@ from torch import Tensor
 from lapwing.errors import UnsupportedOperation
 from lapwing.evidence.evidence import FittedCurvature, log_evidence
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.evidence.tuning import Setting, Tuning
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD
 from lapwing.posterior import Tempered, resolve_temperature
 
@@ -44,7 +44,7 @@ def tune_probes(
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
         raise ValueError(f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}")
-    if "noise" in learn and not isinstance(likelihood, Gaussian):
+    if "noise" in learn and not likelihood.dispersion_name:
         raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
     tempered = resolve_temperature(temperature)
     offset = mean.detach().double() - torch.as_tensor(center, dtype=torch.float64, device=mean.device).detach()
@@ -62,7 +62,8 @@ def tune_probes(
             moved, tau = float((fresh / tau).log().abs().max()), fresh
         if "noise" in learn:
             before = float(family.dispersion)
-            family = _noise(curvature, family, float(gamma.sum()), tempered)
+            step_ahead = family.dispersion_step(curvature.statistics, gamma.sum() / float(tempered.T))
+            family = family.with_dispersion(before * math.exp(float(step_ahead)))
             moved = max(moved, abs(math.log(float(family.dispersion) / before)))
     chosen = Setting(tau, float(tempered.T), _dispersion(family, learn))
     scores = [
@@ -103,16 +104,6 @@ def _effective(
     """γ_g of every group, (G,)."""
     scaled, prior = _sum(curvature, groups, tau, likelihood, tempered)
     return groups.total(scaled.determined_shares(prior, samples))
-
-
-def _noise(curvature: FittedCurvature, likelihood: Likelihood, gamma: float, tempered: Tempered) -> Likelihood:
-    """φ ← T Σ r² / (T N K − γ), from the statistics (count, Σ r² of every output) at the noise ratios in use."""
-    count, squares = curvature.statistics[0], curvature.statistics[1:]
-    assert isinstance(likelihood, Gaussian)
-    relative = squares * likelihood._ratios().to(squares).square()
-    free = float(tempered.T) * float(count) * len(squares) - gamma
-    phi = float(tempered.T) * float(relative.sum()) / max(free, 1e-9)
-    return with_dispersion(likelihood, phi)
 
 
 def _value(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Prior, Tempered
 
 
@@ -190,10 +190,3 @@ def resolve_rule(rule: str | Rule) -> Rule:
     if rule not in RULES:
         raise UnsupportedOperation(f"rule is {', '.join(map(repr, RULES))} or a function of `Trials`, got {rule!r}")
     return RULES[rule]
-
-
-def with_dispersion(likelihood: Likelihood, dispersion: float | Tensor) -> Likelihood:
-    """The same likelihood with another φ: a Gaussian whose noise is multiplied by a common factor."""
-    if not isinstance(likelihood, Gaussian):
-        raise TypeError(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
-    return likelihood.with_dispersion(dispersion)

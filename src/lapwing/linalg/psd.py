@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -77,8 +77,8 @@ class PSD(ABC):
         """Each diagonal block with its part of a flat vector (P,)."""
         return ((self, values),)
 
-    def blockwise_rows(self, values: Tensor, rows: Rows) -> tuple[tuple[PSD, Tensor, Rows], ...]:
-        """Each diagonal block with its part of a flat vector (P,) and with its own rows, factored where they are."""
+    def blockwise_rows(self, values: Tensor, rows: Rows) -> Iterable[tuple[PSD, Tensor, Rows]]:
+        """Each diagonal block with its part of a flat vector (P,) and with its own rows, one block at a time."""
         return ((self, values, rows),)
 
     def eigenvalues(self) -> Tensor | None:
@@ -425,12 +425,11 @@ class Diagonal(PSD):
         spread = (inputs.to(self.dtype).square() @ variances.mT).sqrt()
         return torch.eye(len(variances), dtype=self.dtype, device=self.device), spread
 
-    def blockwise_rows(self, values: Tensor, rows: Rows) -> tuple[tuple[PSD, Tensor, Rows], ...]:
+    def blockwise_rows(self, values: Tensor, rows: Rows) -> Iterable[tuple[PSD, Tensor, Rows]]:
         if not isinstance(rows, Jacobian):
             return super().blockwise_rows(values, rows)
         layout = rows.layout
-        blocks = map(Diagonal, layout.gather(self.values))
-        return tuple(zip(blocks, layout.gather(values), rows.rows, strict=True))
+        return zip(map(Diagonal, layout.gather(self.values)), layout.gather(values), rows.rows, strict=True)
 
     def eigenvalues(self) -> Tensor | None:
         return self.values.double()

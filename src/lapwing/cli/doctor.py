@@ -1,0 +1,258 @@
+"""`lapwing doctor`: what the tape sees of a network, which structures fit and what they cost. Nothing is fitted."""
+
+import argparse
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from lapwing.cli import arguments
+from lapwing.cli.command import Command
+from lapwing.cli.files.data import Rows, suited
+from lapwing.cli.files.inputs import SAMPLES, Repeated, made_up
+from lapwing.curvature import (
+    GGN,
+    STRUCTURES,
+    Functional,
+    MatrixFree,
+    Problem,
+    Structure,
+    available_memory,
+    choose_structure,
+    pose,
+)
+from lapwing.curvature.kron import kept_as
+from lapwing.errors import LapwingError, TooLarge
+from lapwing.likelihoods import Likelihood, resolve_likelihood
+from lapwing.model import Batches, Network, Params, last_layer, select_names
+from lapwing.model.batches import call
+from lapwing.model.module import borrowed, output_tensor
+from lapwing.model.products import Products
+
+ASSUMED = 10_000  # samples, where there are no data
+NAMES_SHOWN = 3
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    arguments.add_model(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--data", metavar="DATA", help=f"data to look with: {arguments.DATA}")
+    which.add_argument("--input", type=shape, metavar="SHAPE", help="of one input, such as 1,28,28 (default: a guess)")
+    arguments.add_fit(parser, required=False)
+    parser.add_argument("--verbose", action="store_true", help="every operation on a line of its own")
+    arguments.add_reading(parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    model = arguments.model_of(options)
+    _print("model", _model_lines(model))
+    data, likelihood, words = _examined(options, model)
+    _print("data", [words])
+    problem = _posed(options, model, data, resolve_likelihood(likelihood))
+    _print("outputs", _output_lines(problem, f"{likelihood}{'' if options.likelihood else ' (a guess: --likelihood)'}"))
+    _print("tape", _tape_lines(problem, options.verbose))
+    _print("memory", _structure_lines(problem))
+    _print("time", _time_lines(problem))
+    _print("auto", [choose_structure(problem)[1]])
+    _print("next", [_next(options, problem)])
+
+
+def _print(title: str, lines: list[str]) -> None:
+    for k, line in enumerate(lines):
+        print(f"{title if not k else '':8} {line}".rstrip())
+
+
+def _model_lines(model: nn.Module) -> list[str]:
+    """Size, and what often surprises: training mode, norms that never saw data, frozen weights."""
+    params = list(model.parameters())
+    total, frozen = sum(p.numel() for p in params), sum(p.numel() for p in params if not p.requires_grad)
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
+    lines = [f"{type(model).__name__}, {total:,} weights in {len(params)} tensors, {dtypes} on {params[0].device}"]
+    if frozen:
+        lines.append(f"{frozen:,} of them are frozen (requires_grad=False) and take no part")
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    if any(m.running_mean is None for m in norms):
+        lines.append("warning: a batch norm without running statistics mixes the samples of a batch")
+    if any(m.running_mean is not None and not m.running_mean.any() for m in norms):
+        lines.append("warning: a batch norm has seen no data yet. Are these the trained weights? (--weights FILE)")
+    active = [m for m in model.modules() if m.training and isinstance(m, _BatchNorm | _DropoutNd)]
+    if active:
+        lines.append("it is in training mode; Lapwing uses it in eval mode: dropout off, batch norm by what it stored")
+    return lines
+
+
+def _examined(options: argparse.Namespace, model: nn.Module) -> tuple[Any, str, str]:
+    """Data to look with, the name of their likelihood, and where they come from."""
+    if options.data is not None:
+        data = arguments.reading_of(options).read(options.data, model)
+        batch = next(iter(Batches(data, model, _device(model))))
+        likelihood = options.likelihood or _guessed(_outputs(model, batch.inputs), batch.targets)
+        data = suited(data, model, resolve_likelihood(likelihood)) if isinstance(data, Rows) else data
+        return data, likelihood, options.data
+    x = made_up(model, options.input)
+    f = _outputs(model, x)
+    likelihood = options.likelihood or _guessed(f)
+    family = resolve_likelihood(likelihood)
+    y = family.sample_target(family.outputs(f), torch.Generator(f.device).manual_seed(0))
+    n = int(options.n_data or ASSUMED)
+    words = f"made up: {n:,} inputs of shape {tuple(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}"
+    guess = ", a guess from the first layer" if options.input is None else ""
+    return Repeated((x, y), -(-n // SAMPLES)), likelihood, f"{words}{guess} (--data, --input and --n-data say better)"
+
+
+def _guessed(f: Tensor, y: Any = None) -> str:
+    """Classification for several outputs and one target, where targets are known."""
+    several = f.ndim > 1 and f.shape[-1] > 1
+    return "classification" if several and (not isinstance(y, Tensor) or y.ndim < f.ndim) else "regression"
+
+
+def _outputs(model: nn.Module, inputs: Any) -> Tensor:
+    with borrowed(model) as own, torch.no_grad():
+        return output_tensor(call(own, inputs))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _posed(options: argparse.Namespace, model: nn.Module, data: Any, family: Likelihood) -> Problem:
+    """The problem that a fit would solve, read and checked as a fit would."""
+    batches = Batches(data, model, _device(model))
+    select = arguments.selection_of(options)
+    names = last_layer(model, next(iter(batches)).inputs) if select == "last_layer" else select_names(model, select)
+    network = Network(model, Params.of(model, names), family.outputs)
+    return pose(network, batches, family, None, memory=options.memory or available_memory())
+
+
+def _output_lines(problem: Problem, likelihood: str) -> list[str]:
+    lines = [f"{problem.outputs:,} a sample, taken as {likelihood}"]
+    if not isinstance(problem.factor, GGN):
+        lines.append(f"too many for the exact GGN (up to {GGN().limit:,}): fit with --factor auto")
+    return lines
+
+
+def _tape_lines(problem: Problem, verbose: bool) -> list[str]:
+    """Operations that weights were seen in, how their Jacobians are read, and what that makes of the weights."""
+    plan = problem.plan
+    seen: dict[tuple[str, str], list[str]] = {}
+    for k, step in enumerate(plan.steps):
+        name = getattr(step.func, "__name__", str(step.func))
+        key = (name, f"{step.method}{' ' + str(k) if verbose else ''}")
+        seen.setdefault(key, []).append(" + ".join(n for n in problem.network.params.names if n in step.names))
+    how = {"rule": "by its rule", "generic": "no rule: replayed sample by sample", "loop": "a loop over samples (slow)"}
+    lines = [
+        f"{name:12} {f'{len(uses)} ×':>5}  {how[key.partition(' ')[0]]}: {_some(uses)}"
+        for (name, key), uses in seen.items()
+    ]
+    kinds = Counter(kept_as(block) for block in plan.blocks if block.kind != "unused")
+    kept = ", ".join(f"{count} {'Kronecker' if kind == 'kron' else kind}" for kind, count in kinds.items())
+    lines.append(
+        f"blocks in kron and ekfac: {kept}; checked against autograd on {min(problem.batch, plan.distinct)} samples"
+    )
+    unused = [name for block in plan.blocks if block.kind == "unused" for name in block.names]
+    if unused:
+        lines.append(f"warning: {_some(unused)} do not reach the outputs; only the prior is known of them")
+    return [*lines, *(f"note: {note}" for note in plan.notes)]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _structure_lines(problem: Problem) -> list[str]:
+    """What each structure would keep, by the estimate that fit itself refuses by."""
+    picked = type(choose_structure(problem)[0])
+    lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
+    for name, kind in STRUCTURES.items():
+        structure = kind()
+        needed = _needed(problem, structure)
+        reads = f"reads the data {structure.passes()} ×" if name != "matrixfree" else "reads the data for every product"
+        size = "?" if needed is None else _bytes(needed)
+        mark = " ← auto" if kind is picked else ""
+        lines.append(f"{name:12} {size:>9}  {reads}{_obstacle(problem, structure, needed)}{mark}")
+    return lines
+
+
+def _needed(problem: Problem, structure: Structure) -> int | None:
+    """Bytes; None where the number of data decides and is not known."""
+    params, length = problem.network.params, problem.batches.length
+    itemsize = params.dtype.itemsize
+    if not isinstance(structure, Functional):
+        return structure.bytes(problem.plan, itemsize)
+    if length is None:
+        return None
+    return Functional.needed(length * problem.batch * problem.factor.width(problem.outputs), params.size, itemsize)
+
+
+def _obstacle(problem: Problem, structure: Structure, needed: int | None) -> str:
+    if needed is not None and needed > problem.memory:
+        return ", too large"
+    try:
+        if not isinstance(structure, Functional):  # whose own check counts all data, which may take long
+            structure.require(problem)
+    except TooLarge:
+        return ", too large"
+    except LapwingError as error:
+        return f", refused: {error}"
+    return ""
+
+
+def _bytes(count: int) -> str:
+    """As refusals write it, but for what no machine has."""
+    if count >= 1e12:
+        return f"{count / 1e9:,.0f} GB"
+    return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
+
+
+def _time_lines(problem: Problem) -> list[str]:
+    """A gradient of all data, from one batch; and how many gradients things take."""
+    batch = next(iter(problem.batches))
+    products = Products(problem.network, problem.batches, False)
+    seconds = min(_gradient_seconds(products, batch.inputs) for _ in range(2))
+    length = problem.batches.length
+    whole = f", about {_seconds(seconds * length)} for all data in such batches" if length else ""
+    width = problem.factor.width(problem.outputs)
+    return [
+        f"a gradient of {problem.batch} samples takes {_seconds(seconds)}{whole}; an estimate from one batch",
+        f"backward passes for each reading of the data: up to {width:,}, one an output direction of the "
+        f"{type(problem.factor).__name__}; fewer where the network is confident or small",
+        MatrixFree().cost(problem),
+    ]
+
+
+def _seconds(count: float) -> str:
+    return f"{count:,.0f} s" if count >= 10 else f"{count:.2g} s"
+
+
+def _gradient_seconds(products: Products, inputs: Any) -> float:
+    begin = time.perf_counter()
+    products.vjp(inputs, lambda f: torch.ones_like(f)[None])
+    return time.perf_counter() - begin
+
+
+def _next(options: argparse.Namespace, problem: Problem) -> str:
+    weights = f" --weights {options.weights}" if options.weights else ""
+    factor = "" if isinstance(problem.factor, GGN) else " --factor auto"
+    settings = f"--likelihood {options.likelihood or 'LIKELIHOOD'}{factor} --tune HELD_OUT --out model.lapwing"
+    return f"lapwing fit {options.model} {options.data or 'DATA'}{weights} {settings}"
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Positive whole numbers with commas."""
+    return tuple(arguments.positive(part) for part in text.split(","))
+
+
+COMMAND = Command(
+    "doctor",
+    "look at a network: what is seen of it, which structures fit, what they cost",
+    "Look at a network without fitting anything: the operations that the tape sees and how they are read, which "
+    "structures fit into memory, what they cost, and what structure auto would pick.",
+    "lapwing doctor net.py:model --weights net.pt --input 1,28,28",
+    _options,
+    _run,
+)

@@ -1,0 +1,89 @@
+"""`lapwing fit`: a posterior over the weights of a trained network, in a file."""
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from lapwing.cli import arguments
+from lapwing.cli.command import Command
+from lapwing.errors import LapwingError
+from lapwing.fitting import fit
+from lapwing.laplace import Laplace
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    arguments.add_model(parser)
+    parser.add_argument("data", metavar="DATA", help=f"the training data: {arguments.DATA}")
+    arguments.add_output(parser)
+    arguments.add_fit(parser, required=True)
+    arguments.add_factor(parser)
+    parser.add_argument(
+        "--prior", type=float, default=1.0, metavar="TAU", help="precision of the weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="how often data count (%(default)s)"
+    )
+    parser.add_argument(
+        "--noise", type=float, metavar="SD", help="standard deviation of the targets in regression (estimated)"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--tune", metavar="DATA", help="choose prior and temperatures on these held-out data")
+    how.add_argument("--tune-evidence", action="store_true", help="choose by the evidence, without such data")
+    arguments.add_tuning(parser)
+    parser.add_argument("--checkpoint", metavar="DIR", help="folder in which an interrupted fit goes on")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of every draw of the fit (%(default)s)")
+    arguments.add_reading(parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    arguments.require_other(options)
+    arguments.require_free(options.out, options.force)
+    family = arguments.likelihood_of(options)
+    model = arguments.model_of(options)
+    reading = arguments.reading_of(options)
+    data = reading.read(options.data, model, family)
+    held_out = None if options.tune is None else reading.read(options.tune, model, family)
+    begin = time.perf_counter()
+    la = fit(
+        model,
+        data,
+        family,
+        structure=options.structure,
+        factor=arguments.factor_of(options),
+        select=arguments.selection_of(options),
+        prior=options.prior,
+        temperature=options.temperature,
+        n_data=options.n_data,
+        generator=torch.Generator(next(model.parameters()).device).manual_seed(options.seed),
+        memory=options.memory,
+        checkpoint=options.checkpoint,
+    )
+    spent = f"fitted in {time.perf_counter() - begin:.1f} s"
+    la.save(options.out)
+    if held_out is not None or options.tune_evidence:
+        begin = time.perf_counter()
+        la = _tuned(la, held_out, options)
+        spent += f", tuned in {time.perf_counter() - begin:.1f} s"
+        la.save(options.out)
+    print(f"{la.summary()}\n{spent}; written to {options.out}")
+
+
+def _tuned(la: Laplace, held_out: Any, options: argparse.Namespace) -> Laplace:
+    try:
+        return arguments.tuned(la, held_out, options)
+    except LapwingError as error:
+        words = str(error).rstrip(".")
+        raise LapwingError(f"{words}. The fit itself is done: {options.out} holds it, untuned") from error
+
+
+COMMAND = Command(
+    "fit",
+    "give a trained network a posterior and write it to a file",
+    "Give a trained network a posterior over its weights, and write it to a file that predict, report and "
+    "lapwing.load read beside the network. Tune it on held-out data: the untuned prior is often far too wide.",
+    "lapwing fit net.py:model train.npz --weights net.pt --likelihood classification --tune val.npz --out net.lapwing",
+    _options,
+    _run,
+)

@@ -1,0 +1,82 @@
+"""The command line: `lapwing …` or `python -m lapwing …`.
+
+Exit codes: 0 fine, 1 the input is wrong (one clear line, no traceback), 2 usage.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lapwing import __version__
+from lapwing.cli import bench, demo, doctor, fit, predict, report, reproduce, tune
+from lapwing.errors import LapwingError
+
+COMMANDS = (
+    doctor.COMMAND,
+    fit.COMMAND,
+    tune.COMMAND,
+    predict.COMMAND,
+    report.COMMAND,
+    demo.COMMAND,
+    reproduce.COMMAND,
+    bench.COMMAND,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. A usage error leaves through SystemExit(2), as argparse does."""
+    options = parser().parse_args(arguments)
+    try:
+        with warnings_in_a_line():
+            options.run(options)
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (LapwingError, ImportError, OSError) as error:
+        print(f"lapwing: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except Exception as error:  # the user's own code, or a defect of ours
+        if os.environ.get("LAPWING_DEBUG"):
+            raise
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"lapwing: {words} (LAPWING_DEBUG=1 shows where)", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("lapwing: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run() -> None:
+    """The entry point of the `lapwing` script."""
+    sys.exit(main())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="lapwing",
+        description="A posterior over the weights of any trained PyTorch network, by the Laplace approximation.",
+        epilog="A network of your own: doctor, fit, tune, predict, report, in this order.",
+    )
+    top.add_argument("--version", action="version", version=f"lapwing {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    return top
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Warnings as the user of a command reads them: without the place in the code."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"lapwing: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

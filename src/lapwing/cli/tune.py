@@ -1,0 +1,42 @@
+"""`lapwing tune`: choose prior, temperatures and noise of a fitted posterior; the training data are not read."""
+
+import argparse
+import time
+
+from lapwing.cli import arguments
+from lapwing.cli.command import Command
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    arguments.add_model(parser)
+    arguments.add_posterior(parser)
+    parser.add_argument(
+        "data", metavar="DATA", nargs="?", help=f"held-out data: {arguments.DATA}; left out: by the evidence"
+    )
+    arguments.add_output(parser)
+    arguments.add_tuning(parser)
+    arguments.add_reading(parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    arguments.require_other(options, but="posterior")  # the same curvature: --force may put it in its place
+    arguments.require_free(options.out, options.force)
+    model = arguments.model_of(options)
+    la = arguments.posterior_of(options, model)
+    reading = arguments.reading_of(options)
+    data = None if options.data is None else reading.read(options.data, model, la.likelihood)
+    begin = time.perf_counter()
+    la = arguments.tuned(la, data, options)
+    spent = time.perf_counter() - begin
+    la.save(options.out)
+    print(f"{la.summary()}\ntuned in {spent:.1f} s; written to {options.out}")
+
+
+COMMAND = Command(
+    "tune",
+    "choose prior, temperatures and noise of a fitted posterior",
+    "Choose the prior and the temperatures of a fitted posterior on held-out data, without another fit.",
+    "lapwing tune net.py:model net.lapwing val.npz --weights net.pt --out tuned.lapwing",
+    _options,
+    _run,
+)

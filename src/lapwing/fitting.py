@@ -1,0 +1,302 @@
+"""The front door: fit a posterior, or load one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from lapwing.curvature import (
+    Diag,
+    Factor,
+    Problem,
+    Structure,
+    available_memory,
+    estimate_curvature,
+    pose,
+    resolve_factor,
+    resolve_structure,
+    with_noise_ratios,
+)
+from lapwing.curvature.factor import Hessian
+from lapwing.curvature.resume import Resume, require_folder
+from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive
+from lapwing.interfaces.storage import (
+    intact,
+    read,
+    require_same_module,
+    restore_convention,
+    restore_curvature,
+    restore_params,
+    restore_prior,
+    restore_probe,
+    restore_temperature,
+)
+from lapwing.laplace import Laplace, Options
+from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
+from lapwing.linalg.generators import require_generator
+from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
+from lapwing.model.fingerprint import Watch, checksum
+from lapwing.model.module import outside_inference
+from lapwing.posterior import Prior, Tempered, resolve_prior, resolve_temperature
+
+
+@outside_inference
+@together()
+def fit(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    structure: str | Structure = "auto",
+    factor: str | Factor = "ggn",
+    select: Any = "all",
+    prior: Any = 1.0,
+    temperature: float | Tempered = 1.0,
+    n_data: float | None = None,
+    split: Callable[[Any], tuple] | None = None,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    memory: int | None = None,
+    checkpoint: str | Path | None = None,
+    progress: bool | None = None,
+    repair: bool = False,
+) -> Laplace:
+    """Give a trained network a posterior over its weights.
+
+    `data` is any re-iterable of batches (a DataLoader, a list) or a pair (X, y); a batch is (x, y), ((x1, x2), y) or a
+    dict with labels, or what `split(batch) -> (inputs, targets[, weights])` makes of it. Arrays and data frames are
+    taken as tensors. Labels of tokens are read as the network's own loss reads them, if it returns one. `likelihood`
+    says what the outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic", "preference", or
+    an object.
+    `structure` is what is kept of the curvature, `factor` how it is computed, `select` which weights take part,
+    `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
+    `data` stands for. The module is evaluated in eval mode and given back bit-identical. `checkpoint` is a folder in
+    which an interrupted fit (diag, blockdiag, kron, ekfac, full) goes on; other batches or another order start over.
+    Under `torchrun`, after `torch.distributed.init_process_group`, all processes call `fit` with the same model and
+    options, each with its own shard of the data (it may be empty), and get the same posterior of all of them (the same
+    five structures). Where one process fails, all do.
+
+        la = lapwing.fit(model, train_loader, "classification")
+        la.predict(x).probs
+    """
+    module = _module(model)
+    family = resolve_likelihood(likelihood)
+    chosen = resolve_structure(structure)
+    directions = resolve_factor(factor)
+    if chosen is not None:
+        directions = chosen.factor(directions)
+    belief, tempered = resolve_prior(prior), resolve_temperature(temperature)
+    n_data = None if n_data is None else positive("n_data", n_data)
+    budget = available_memory() if memory is None else int(positive("memory, a number of bytes,", memory))
+    _require_kinds(split=split, generator=generator, checkpoint=checkpoint)
+    where = _device(module, device)
+    require_generator(generator, where)
+    batches = filled(Batches(data, module, where, split))
+    names = _names(module, select, batches)
+    network = Network(module, Params.of(module, names), family.outputs)
+    options = {"generator": generator, "memory": budget, "progress": progress}
+    if isinstance(select, Subnetwork):
+        network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
+    if sharded():
+        asked: dict[str, Any] = {"temperature": (float(tempered.T), tempered.prior), "n_data": n_data, "repair": repair}
+        asked |= {"structure": chosen, "factor": directions}
+        require_same(_identity(network, family, belief) | {name: repr(value) for name, value in asked.items()})
+    problem = with_noise_ratios(pose(network, batches, family, directions, **options))
+    for doubt in problem.doubts:
+        warnings.warn(doubt, stacklevel=_caller())
+    belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
+    if checkpoint is not None:
+        problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
+    curvature = estimate_curvature(problem, chosen, n_data)
+    family = problem.likelihood if family.known else problem.likelihood.estimate(curvature.statistics)
+    if problem.resume is not None:
+        problem.resume.forget()
+    again = data if batches.reiterable else None
+    convention = shared_convention(batches.convention)
+    kept = Options(budget, split, progress, scalar=problem.scalar, convention=convention, data=again)
+    watch = Watch.on(module, problem.example)
+    la = Laplace(network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, watch=watch)
+    _ = la.posterior  # refuse now what has no posterior
+    return la
+
+
+def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, str]:
+    """What all processes of a fit must share, as texts by name."""
+    params = network.params
+    mean, matrix = prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
+    values = (t.detach().cpu().contiguous().numpy().tobytes() for t in (mean, matrix.diagonal()))
+    return {
+        "model": repr(checksum(network.module)),
+        "likelihood": repr(family.spec()),
+        "select": f"{params.names} {None if params.index is None else params.index.tolist()}",
+        "prior": " ".join(hashlib.sha256(value).hexdigest() for value in values),
+    }
+
+
+def _require_kinds(
+    split: Callable[[Any], tuple] | None, generator: torch.Generator | None, checkpoint: str | Path | None
+) -> None:
+    """Refuse options of another kind before they are used, or silently not used."""
+    if split is not None and not callable(split):
+        raise BadData(f"split is a function of a batch, got {split!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise BadData(f"generator is a torch.Generator, got {generator!r}: torch.Generator().manual_seed(0) makes one")
+    if checkpoint is not None and not isinstance(checkpoint, str | Path):
+        raise BadData(f"checkpoint is the path of a folder, got {checkpoint!r}")
+
+
+def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure | None) -> Resume:
+    """Where the fit goes on, for the same network, weights, likelihood, factor and structure."""
+    network, family, factor = problem.network, problem.likelihood, problem.factor
+    if (chosen is not None and not chosen.resumes) or isinstance(factor, Hessian):
+        raise UnsupportedOperation(
+            "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
+        )
+    require_folder(folder)
+    index = network.params.index
+    picked = "" if index is None else str(index.tolist())
+    what = (repr(checksum(module)), repr(chosen), repr(factor), repr(family.spec()), repr(network.params.names), picked)
+    return Resume(folder, hashlib.sha256("\n".join(what).encode()).hexdigest())
+
+
+@outside_inference
+def load(
+    path: str | Path,
+    model: nn.Module,
+    *,
+    data: Any = None,
+    likelihood: str | Likelihood | None = None,
+    split: Callable[[Any], tuple] | None = None,
+) -> Laplace:
+    """Read a posterior that `la.save(path)` wrote, for the same model with the same weights.
+
+    `likelihood` is needed for a likelihood of your own. `data` (and `split`) is for structure="matrixfree", which keeps
+    no matrix but products with the data of the fit: pass the same.
+
+        la = lapwing.load("model.lapwing", model)
+    """
+    path, module = Path(path), _module(model)
+    tensors, header = read(path)
+    with intact(path):
+        require_same_module(header, module, path)
+        probe = restore_probe(tensors, header, module, path)
+        params = restore_params(tensors, header, module)
+        convention = restore_convention(header)
+    given = None if likelihood is None else resolve_likelihood(likelihood)
+    family = likelihood_from_spec(header["likelihood"], given)
+    network = Network(module, params, family.outputs)
+
+    def posed(factor: Factor) -> Problem:
+        if data is None:
+            raise BadData(
+                f"{path.name!r} holds a matrix-free posterior, whose matrix is in its products with the data: "
+                "load(path, model, data=train_loader) with the data of the fit"
+            )
+        batches = Batches(data, module, params.device, split, convention)
+        batches.require_reiterable("structure='matrixfree'")
+        return pose(network, batches, family, factor, memory=header["memory"])
+
+    curvature = restore_curvature(tensors, header, params, posed, path)
+    with intact(path):
+        la = Laplace(
+            network,
+            curvature,
+            family,
+            restore_prior(tensors, header, params),
+            restore_temperature(header),
+            Options(header["memory"], split, scalar=header["scalar"], convention=convention),
+            damped=header["damped"],
+            repair=header["repair"],
+            logit_temperature=header.get("logit_temperature", 1.0),
+            tuned=header["tuned"],
+            watch=Watch.on(module, probe=probe),
+        )
+        if found := family.flaw(curvature.statistics):
+            raise CorruptFile(f"{path.name!r} is impossible: {found}; fit again, or restore a copy")
+    return la
+
+
+def _caller() -> int:
+    """How far up the stack the line of the user is that called `fit`, past wrappers and context managers."""
+    ours = (str(Path(__file__).parent), contextlib.__file__, str(Path(torch.__file__).parent))
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _module(model: Any) -> nn.Module:
+    module = unwrap(model) if isinstance(model, nn.Module) else model
+    if not isinstance(module, nn.Module):
+        raise BadData(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return module
+
+
+def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    devices = {p.device for p in module.parameters()}
+    if not devices:
+        raise BadData("the model has no parameters: there is nothing to put a posterior on")
+    if len(devices) > 1:
+        raise BadData(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); move it to one")
+    (found,) = devices
+    for name, p in module.named_parameters():
+        if isinstance(p, UninitializedParameter) or p.is_meta:
+            raise BadData(f"parameter {name!r} has no values yet: run the model once, or load its weights")
+        if p.is_inference():
+            raise BadData(
+                f"parameter {name!r} was made in torch.inference_mode() and cannot be differentiated: copy it"
+            )
+        if not bool(p.isfinite().all()):
+            raise BadData(f"parameter {name!r} of the network is not finite")
+    try:
+        wanted = found if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BadData(f"device={device!r} is no device; the model is on {str(found)!r}") from error
+    if wanted.type != found.type:
+        raise BadData(f"device={str(device)!r}, but the model is on {str(found)!r}: move the model first")
+    return found
+
+
+def _names(module: nn.Module, select: Any, batches: Batches) -> tuple[str, ...]:
+    if isinstance(select, Subnetwork):
+        select = select.within
+    if isinstance(select, str) and select == "last_layer":
+        batches.require_reiterable("select='last_layer'")
+        return last_layer(module, next(iter(batches)).inputs)
+    return select_names(module, select)
+
+
+def _narrowed(
+    network: Network,
+    select: Subnetwork,
+    batches: Batches,
+    family: Likelihood,
+    factor: Factor | None,
+    prior: Any,
+    tempered: Tempered,
+    options: dict[str, Any],
+) -> Network:
+    """The network with a posterior over k single weights."""
+    params = network.params
+    scores: Tensor = params.flat
+    if select.by == "variance":
+        batches.require_reiterable("choosing a subnetwork by variance")
+        problem = with_noise_ratios(pose(network, batches, family, factor, **options))
+        curvature = estimate_curvature(problem, Diag())
+        family = family if family.known else problem.likelihood.estimate(curvature.statistics)
+        scale = tempered.likelihood_scale(family.dispersion, curvature.dispersion_power)
+        precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
+        scores = precision.inverse_diagonal()
+    index = choose_weights(scores.detach(), select.size, select.by, options["generator"])
+    return replace(network, params=replace(params, index=index))
