@@ -162,5 +162,5 @@ def test_tuning_an_indefinite_hessian_on_data_says_what_to_do():
         lambda: la.tune((x, y), method="loo"),
         lambda: la.temperature_curve((x, y)),
     ):
-        with pytest.raises(lapwing.NotPositiveDefinite, match="indefinite.*factor='ggn'"):
+        with pytest.raises(lapwing.NotPositiveDefinite, match=r"indefinite.*factor='ggn'"):
             refused()

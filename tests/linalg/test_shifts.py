@@ -87,5 +87,5 @@ def test_blocks() -> None:
 
 def test_refuses_a_shift_that_leaves_it_indefinite() -> None:
     indefinite = Dense(torch.diag(torch.tensor([1.0, -2.0], dtype=torch.float64)))
-    with pytest.raises(NotPositiveDefinite, match="eigenvalue is -2.*factor='ggn'"):
+    with pytest.raises(NotPositiveDefinite, match=r"eigenvalue is -2.*factor='ggn'"):
         indefinite.shifted_products(DenseRows(torch.ones(1, 3, 2).double()), torch.tensor([1.0]), PAIRS)
