@@ -173,8 +173,8 @@ class Laplace:
     def _certain(self) -> bool:
         """Whether any structure has this posterior: a sum of squares and one precision for all weights."""
         matrix = self._resolved_prior[1]
-        scalar = isinstance(matrix, Diagonal) and matrix.expanded and bool(matrix.values[0] > 0)
-        return scalar and not self.repair and self.curvature.factor.definite
+        tau = matrix.constant() if matrix.expanded else None
+        return tau is not None and bool(tau > 0) and not self.repair and self.curvature.factor.definite
 
     # --- evidence --------------------------------------------------------------------------------------------------
 
@@ -643,9 +643,9 @@ class Laplace:
     def _start(self, prior: str) -> Tensor:
         """The current precision, averaged (geometrically) over each group."""
         groups, matrix = self._groups(prior), self._resolved_prior[1]
-        if not isinstance(matrix, Diagonal):
+        if not matrix.is_diagonal:
             raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
-        logs = matrix.values.detach().double().log().cpu()
+        logs = matrix.diagonal().detach().double().log().cpu()
         counts = groups.total(torch.ones_like(logs))
         return (groups.total(logs) / counts.clamp(min=1)).exp()
 

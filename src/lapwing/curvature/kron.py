@@ -9,7 +9,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from lapwing.curvature.structure import (
     register_structure,
 )
 from lapwing.errors import UnsupportedOperation
-from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.model import Block, BlockRows, Digest, Plan
 
@@ -48,16 +48,14 @@ def kept_as(block: Block) -> Literal["kron", "dense", "diag"]:
     return "dense" if block.kind == "rows" and block.size <= DENSE_ROWS else "diag"
 
 
+KINDS = {"kron": (True, False), "dense": (False, False), "diag": (False, True)}
+"""Whether a block is factored, and whether it is diagonal."""
+
+
 def kept_alike(problem: Problem, matrix: PSD) -> bool:
     """Whether the blocks of a matrix are as a Kronecker structure would keep the problem's."""
-    assert isinstance(matrix, BlockDiagonal)
-    kinds: dict[str, tuple[type[PSD], ...]] = {
-        "kron": (Kronecker, EigenKronecker),
-        "dense": (Dense,),
-        "diag": (Diagonal,),
-    }
-    pairs = zip(problem.plan.blocks, matrix.blocks, strict=True)
-    return all(isinstance(own, kinds[kept_as(block)]) for block, own in pairs)
+    pairs = zip(problem.plan.blocks, matrix.diagonal_blocks(), strict=True)
+    return all((own.factored, own.is_diagonal) == KINDS[kept_as(block)] for block, own in pairs)
 
 
 def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "reduce"]:
@@ -272,8 +270,9 @@ class KronAccumulator(KroneckerSums):
     def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
         found = dict(state)
         for k, (block, own) in enumerate(zip(self.blocks, matrix.blocks, strict=True)):
-            if not isinstance(own, Kronecker) or len(orientations(block)) > 1:
+            if kept_as(block) != "kron" or len(orientations(block)) > 1:
                 continue
+            own = cast(Kronecker, own)
             (swapped,) = orientations(block)
             mean, name = own.left if swapped else own.right, _of_inputs(k, swapped)
             if name not in found:  # a file of before kept the sums
@@ -340,9 +339,8 @@ class Kron(Structure):
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Merge the sums of both data sets: Kronecker products themselves do not add."""
-        assert isinstance(matrix, BlockDiagonal)
         accumulator = sums_of(problem, self.sharing)
-        before = accumulator.sums_behind(matrix, state)
+        before = accumulator.sums_behind(cast(BlockDiagonal, matrix), state)
         new = accumulator.tensors.keys() - before.keys()
         if before.keys() - accumulator.tensors.keys() or any(name.rsplit(".")[-1] not in COUNTS for name in new):
             raise UnsupportedOperation(OTHER_OPERATIONS)

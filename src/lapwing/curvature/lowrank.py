@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -113,9 +113,9 @@ class LowRank(Structure):
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Start from the rows that were kept: what the first fit dropped stays dropped."""
-        assert isinstance(matrix, LowRankMatrix)
         if self.method != "rows":
             return self._by_products(problem, matrix)
+        matrix = cast(LowRankMatrix, matrix)
         accumulator = LowRankAccumulator(problem, self.rank)
         accumulator._absorb(matrix.basis * matrix.values.sqrt().to(matrix.basis)[:, None])
         accumulator.tensors["dropped"] = accumulator.tensors["dropped"] + state["dropped"].to(
@@ -131,7 +131,7 @@ class LowRank(Structure):
         share = float(dropped) / total if total > 0 else 0.0
         return Estimate(matrix, totals, {"dropped": dropped}, (f"rank {self.rank} drops {share:.2%} of the trace",))
 
-    def _by_products(self, problem: Problem, before: LowRankMatrix | None) -> Estimate:
+    def _by_products(self, problem: Problem, before: PSD | None) -> Estimate:
         product = CurvatureProduct(
             problem, Products(problem.network, problem.batches, problem.progress), None, self.seed
         )

@@ -132,7 +132,7 @@ def _candidate(model: Fitted, data: Any) -> Candidate:
     effective = effective_parameters(model.curvature, prior, model.likelihood, temperature=model.temperature)
     nll, cost = (None, None) if data is None else _held_out(model, data)
     curvature, precision = model.curvature, model.posterior.precision
-    error = 0.5 * float(precision.ratio_estimate().error) if isinstance(precision, Operator) else 0.0
+    error = 0.5 * precision.logdet_error()
     size = _megabytes(curvature.matrix)
     name = curvature.structure.name
     return Candidate(name, params.size, effective, value, shift, curvature.n_data, size, nll, cost, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class VaLLA(Structure):
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add data under the inducing inputs of the first fit."""
-        assert isinstance(matrix, LowRankMatrix)
+        matrix = cast(LowRankMatrix, matrix)
         accumulator = ProjectionAccumulator(matrix.basis)
         accumulator.tensors["core"] += torch.diag(matrix.values.double())
         accumulator.tensors["trace"] += matrix.values.double().sum() + state["excess"]
