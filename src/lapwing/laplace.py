@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.matrixfree import moved as sent
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
@@ -40,11 +39,9 @@ from lapwing.evidence import (
     variational_bound,
 )
 from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
-from lapwing.interfaces.storage import write
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.linalg import PSD, Diagonal, Jacobian, move
+from lapwing.linalg import PSD, Diagonal, Jacobian
 from lapwing.linalg.generators import require_generator
-from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
 from lapwing.model.batches import Batch, Inputs, as_tensors, detached
 from lapwing.model.convention import Convention
@@ -65,6 +62,7 @@ from lapwing.predictive.ensemble import Ensemble
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
 from lapwing.predictive.sampled import sampled_function, warn_of_collapse
+from lapwing.saving import write
 from lapwing.summary import summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
@@ -345,7 +343,7 @@ class Laplace:
         network, matrix = replace(self.network, params=moved), self.curvature.matrix
         curvature = replace(
             self.curvature,
-            matrix=sent(matrix, network, device) if isinstance(matrix, Operator) else move(matrix, device),
+            matrix=self.curvature.structure.moved(matrix, network, device),
             statistics=self.curvature.statistics.to(device),
             gradient=None if self.curvature.gradient is None else self.curvature.gradient.to(device),
             state={k: v.to(device) for k, v in self.curvature.state.items()},

@@ -16,7 +16,6 @@ from lapwing.cli.files.data import Rows, suited
 from lapwing.cli.files.inputs import SAMPLES, Repeated, made_up
 from lapwing.curvature import (
     GGN,
-    STRUCTURES,
     Functional,
     MatrixFree,
     Problem,
@@ -32,6 +31,7 @@ from lapwing.model import Batches, Network, Params, last_layer, select_names
 from lapwing.model.batches import call
 from lapwing.model.module import borrowed, output_tensor
 from lapwing.model.products import Products
+from lapwing.storage import named
 
 ASSUMED = 10_000  # samples, where there are no data
 NAMES_SHOWN = 3
@@ -168,7 +168,7 @@ def _structure_lines(problem: Problem) -> list[str]:
     """What each structure would keep, by the estimate that fit itself refuses by."""
     picked = type(choose_structure(problem)[0])
     lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
-    for name, kind in STRUCTURES.items():
+    for name, kind in named(Structure).items():
         structure = kind()
         needed = _needed(problem, structure)
         reads = f"reads the data {structure.passes()} ×" if name != "matrixfree" else "reads the data for every product"

@@ -14,7 +14,7 @@ from lapwing.errors import BadData
 from lapwing.evaluation import html, metrics, plots
 from lapwing.evaluation.meter import Cost
 from lapwing.evaluation.scoring import LEVELS, Classes, Column, Items, Task
-from lapwing.model.writing import replacing
+from lapwing.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lapwing.errors import BadData
-from lapwing.model.writing import replacing
 from lapwing.predictive import Prediction
 from lapwing.predictive.prediction import ClassPrediction, LabelPrediction, ValuePrediction
+from lapwing.writing import replacing
 
 Fields = Mapping[str, Tensor]
 
