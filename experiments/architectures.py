@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.interfaces import datasets, networks
+from lapwing.cli import datasets, networks
 
 
 def mlp(*hidden: int) -> nn.Sequential:

@@ -11,7 +11,7 @@ import torch
 from experiments._arguments import Experiment
 
 import lapwing
-from lapwing.interfaces import datasets, networks
+from lapwing.cli import datasets, networks
 
 
 def accuracy(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing
+from lapwing.cli import datasets, networks
 from lapwing.evidence import Candidates, Groups, collect, default_learn, linked, nodes_for, tune_sweep
 from lapwing.evidence.by_validation import OPTIONAL
 from lapwing.evidence.candidates import GRID
@@ -32,7 +33,6 @@ from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import best_logit_temperature
 from lapwing.evidence.sweep import Sweep
 from lapwing.evidence.tuning import resolve_rule
-from lapwing.interfaces import datasets, networks
 
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
 MADE_WITH = ("fashion", "fashion-short", "mnist")

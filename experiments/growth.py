@@ -19,7 +19,7 @@ import torch
 from experiments._arguments import Experiment
 
 import lapwing
-from lapwing.interfaces import datasets, networks
+from lapwing.cli import datasets, networks
 
 warnings.filterwarnings("ignore")
 AXES = {

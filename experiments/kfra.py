@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.interfaces import datasets
+from lapwing.cli import datasets
 
 FACTORS = {"KFAC": "ggn", "KFRA": "kfra"}
 

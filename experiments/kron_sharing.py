@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.interfaces import datasets, networks
+from lapwing.cli import datasets, networks
 
 
 def compare(name: str, model: nn.Module, data: list, parameters: list[str]) -> None:

@@ -13,8 +13,8 @@ from experiments._arguments import Experiment
 from experiments.preconditioners import train
 
 import lapwing
+from lapwing.cli import datasets, networks
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.interfaces import datasets, networks
 from lapwing.linalg.krylov import largest_eigenpairs, nystrom
 
 warnings.filterwarnings("ignore")

@@ -24,9 +24,9 @@ from experiments._arguments import Experiment
 from torch import nn
 
 import lapwing
+from lapwing.cli import datasets, networks
 from lapwing.curvature import GGN
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.interfaces import datasets, networks
 from lapwing.linalg.krylov import Solution
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import lapwing
 from lapwing import metrics
-from lapwing.interfaces import datasets, networks
+from lapwing.cli import datasets, networks
 
 NAMES = ("mnist", "fashion", "kmnist", "notmnist")
 TRAIN, BATCH, PRIOR = 55_000, 128, 1.0

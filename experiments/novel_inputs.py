@@ -20,8 +20,8 @@ from experiments._arguments import Experiment
 from torch import Tensor, nn
 
 import lapwing
+from lapwing.cli import datasets, networks
 from lapwing.evaluation.metrics import auroc
-from lapwing.interfaces import datasets, networks
 from lapwing.predictive.sketched import sketched_score
 
 warnings.filterwarnings("ignore")

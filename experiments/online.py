@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.interfaces import datasets, networks
+from lapwing.cli import datasets, networks
 
 DECAYS = (0.0, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 

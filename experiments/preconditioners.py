@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import lapwing
 from experiments import matrixfree
+from lapwing.cli import datasets, networks
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.interfaces import datasets, networks
 from lapwing.linalg import Diagonal
 from lapwing.linalg.krylov import Preconditioner, conjugate_gradients, nystrom
 from lapwing.linalg.operator import Operator

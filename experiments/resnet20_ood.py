@@ -23,11 +23,11 @@ from torch import Tensor
 
 import lapwing
 from lapwing import metrics
+from lapwing.cli import datasets, networks
 from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linked, nodes_for, tune_sweep, widest
 from lapwing.evidence.descent import fit_logits
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.sweep import Sweep
-from lapwing.interfaces import datasets, networks
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.novelty import FLOOR, information_gain
 

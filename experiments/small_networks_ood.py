@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 import lapwing
 from lapwing import metrics
+from lapwing.cli import datasets, networks
 from lapwing.evidence import Candidates, Groups, tune_sweep, widest
 from lapwing.evidence.sweep import Sweep
-from lapwing.interfaces import datasets, networks
 
 SIZES = {"train": 20_000, "fit": 4_000, "held-out": 2_000, "test": 1_000, "outside": 300}
 EPOCHS = {"lenet": 8, "batchnorm": 5}

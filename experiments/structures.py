@@ -17,9 +17,9 @@ from experiments._arguments import Experiment
 from torch import Tensor
 
 import lapwing
+from lapwing.cli import datasets, networks
 from lapwing.curvature import GGN, pose
 from lapwing.curvature.sweep import sweep
-from lapwing.interfaces import datasets, networks
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Params

@@ -15,7 +15,7 @@ from experiments._arguments import Experiment
 
 import lapwing
 from lapwing import GGN
-from lapwing.interfaces import datasets, networks
+from lapwing.cli import datasets, networks
 
 PRIOR = 1_000.0
 

@@ -49,10 +49,8 @@ from lapwing.evidence.affine import Affine
 from lapwing.evidence.invariances import learn_invariances
 from lapwing.evidence.online import Online
 from lapwing.evidence.pruning import Pruned, prune, relevance
-from lapwing.interfaces import __version__ as __version__
-from lapwing.interfaces.api import fit, load
-from lapwing.interfaces.laplace import Laplace
-from lapwing.interfaces.training import Trained, train
+from lapwing.fitting import fit, load
+from lapwing.laplace import Laplace
 from lapwing.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -66,9 +64,12 @@ from lapwing.model import subnetwork
 from lapwing.posterior import Posterior, Prior, Tempered
 from lapwing.predictive import Prediction
 from lapwing.predictive.mixture import Mixture
+from lapwing.training import Trained, train
 
 if _collecting:
     gc.enable()
+
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "Affine",

@@ -1,5 +1,5 @@
 """`python -m lapwing` is the command line."""
 
-from lapwing.interfaces.cli import run
+from lapwing.cli.main import run
 
 run()

@@ -12,7 +12,9 @@ from benchmarks.cell import ROOT
 
 from benchmarks import __main__ as suite
 from benchmarks import checkpoints
-from lapwing.interfaces import bench, cli, networks
+from lapwing.cli import main as cli
+from lapwing.cli import networks
+from lapwing.cli import repository as bench
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.interfaces.laplace import Laplace
+from lapwing.laplace import Laplace
 
 
 @pytest.fixture

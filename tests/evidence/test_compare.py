@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData
 from lapwing.evidence.compare import Comparison, compare
-from lapwing.interfaces.api import fit
+from lapwing.fitting import fit
 
 
 def data(seed: int = 0, n: int = 80) -> tuple[Tensor, Tensor]:

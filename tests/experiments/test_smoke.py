@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lapwing.interfaces import cli
-from lapwing.interfaces.commands.reproduce import experiments
+from lapwing.cli import main as cli
+from lapwing.cli.reproduce import experiments
 
 SCRIPTS = experiments()
 NEEDS_DATA = {name for name, path in SCRIPTS.items() if "Needs LAPWING_DATA" in path.read_text(encoding="utf-8")}

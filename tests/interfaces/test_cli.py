@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lapwing
-from lapwing.interfaces import cli
+from lapwing.cli import main as cli
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lapwing.interfaces import cli
+from lapwing.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "commandline.md").read_text(encoding="utf-8")

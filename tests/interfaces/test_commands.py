@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.interfaces import cli
+from lapwing.cli import main as cli
 
 NET = """
 import torch

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from lapwing.cli import datasets, networks
 from lapwing.errors import BadData, CorruptFile
-from lapwing.interfaces import datasets, networks
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import lapwing
-from lapwing.interfaces import bench, cli
-from lapwing.interfaces.commands import reproduce
+from lapwing.cli import main as cli
+from lapwing.cli import repository as bench
+from lapwing.cli import reproduce
 
 ROOT = Path(__file__).parents[2]
 NET = """

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lapwing import BadData, Categorical, Gaussian, NotReiterable
+from lapwing.cli.files.data import Reading, Rows
+from lapwing.cli.files.models import read_model
+from lapwing.cli.files.objects import read_object
+from lapwing.cli.files.predictions import write_predictions
 from lapwing.errors import LapwingError
-from lapwing.interfaces.files.data import Reading, Rows
-from lapwing.interfaces.files.models import read_model
-from lapwing.interfaces.files.objects import read_object
-from lapwing.interfaces.files.predictions import write_predictions
 
 NET = """
 import functools

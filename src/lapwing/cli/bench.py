@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from lapwing.interfaces import bench
-from lapwing.interfaces.commands.command import Command
+from lapwing.cli import repository
+from lapwing.cli.command import Command
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     names = ("quick", "threads", "workload", "operation", "ours_only", "resume")
-    bench.run(options.out, **{name: getattr(options, name) for name in names})
+    repository.run(options.out, **{name: getattr(options, name) for name in names})
 
 
 COMMAND = Command(

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from lapwing.cli.files.objects import guarded, made, read_object
 from lapwing.errors import BadData, LapwingError, NotReiterable
-from lapwing.interfaces.files.objects import guarded, made, read_object
 from lapwing.likelihoods import BradleyTerry, Categorical, Likelihood
 from lapwing.model import Batches, batch_size, take, tensors_in
 from lapwing.model.batches import call, map_tensors

@@ -18,8 +18,8 @@ from lapwing.errors import BadData
 from lapwing.evidence.checkpoints import Moment
 from lapwing.evidence.online import BATCH, Online, Subset
 from lapwing.evidence.training import Schedule, Shuffled, Training, count_data
-from lapwing.interfaces.api import fit
-from lapwing.interfaces.laplace import Laplace
+from lapwing.fitting import fit
+from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.generators import require_generator
 from lapwing.model import unwrap

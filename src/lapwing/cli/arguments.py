@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from lapwing.cli.files.data import Reading
+from lapwing.cli.files.models import read_model
 from lapwing.curvature import FACTORS, GGN, STRUCTURES, Factor
 from lapwing.errors import BadData, UnsupportedModel
-from lapwing.interfaces.api import load
-from lapwing.interfaces.files.data import Reading
-from lapwing.interfaces.files.models import read_model
-from lapwing.interfaces.laplace import Laplace
+from lapwing.fitting import load
 from lapwing.interfaces.storage import read
+from lapwing.laplace import Laplace
 from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.likelihoods.registry import NAMES
 from lapwing.model.writing import require_writable

@@ -42,9 +42,7 @@ from lapwing.evidence import (
     variational_bound,
 )
 from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
-from lapwing.interfaces.ensemble import Ensemble
 from lapwing.interfaces.storage import write
-from lapwing.interfaces.summary import summary
 from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.linalg.generators import require_generator
@@ -65,9 +63,11 @@ from lapwing.posterior import (
     resolve_temperature,
 )
 from lapwing.predictive import Prediction, predict_targets
+from lapwing.predictive.ensemble import Ensemble
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
 from lapwing.predictive.sampled import sampled_function, warn_of_collapse
+from lapwing.summary import summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
 INTERPOLATES = (

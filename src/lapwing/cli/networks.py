@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lapwing.cli import datasets
 from lapwing.errors import BadData
-from lapwing.interfaces import datasets
 
 
 def mlp(sizes: Sequence[int], activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:

@@ -11,13 +11,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+from lapwing.cli import datasets, networks
+from lapwing.cli.datasets import Dataset
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
-from lapwing.interfaces import datasets, networks
-from lapwing.interfaces.api import fit
-from lapwing.interfaces.datasets import Dataset
-from lapwing.interfaces.laplace import Laplace
+from lapwing.fitting import fit
+from lapwing.laplace import Laplace
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lapwing.cli.command import Command
+from lapwing.cli.repository import repository
 from lapwing.errors import BadData
-from lapwing.interfaces.bench import repository
-from lapwing.interfaces.commands.command import Command
 
 
 def experiments() -> dict[str, Path]:

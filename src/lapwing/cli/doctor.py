@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from lapwing.cli import arguments
+from lapwing.cli.command import Command
+from lapwing.cli.files.data import Rows, suited
+from lapwing.cli.files.inputs import SAMPLES, Repeated, made_up
 from lapwing.curvature import (
     GGN,
     STRUCTURES,
@@ -23,10 +27,6 @@ from lapwing.curvature import (
 )
 from lapwing.curvature.kron import kept_as
 from lapwing.errors import LapwingError, TooLarge
-from lapwing.interfaces.commands import arguments
-from lapwing.interfaces.commands.command import Command
-from lapwing.interfaces.files.data import Rows, suited
-from lapwing.interfaces.files.inputs import SAMPLES, Repeated, made_up
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, last_layer, select_names
 from lapwing.model.batches import call

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing.cli.files.data import require_readable
 from lapwing.errors import BadData, LapwingError
-from lapwing.interfaces.files.data import require_readable
 
 SAMPLES = 8
 SIDES = (32, 28, 64, 224, 96, 8)  # of images, the most usual first

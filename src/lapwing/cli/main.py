@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lapwing import __version__
+from lapwing.cli import bench, demo, doctor, fit, predict, report, reproduce, tune
 from lapwing.errors import LapwingError
-from lapwing.interfaces import __version__
-from lapwing.interfaces.commands import bench, demo, doctor, fit, predict, report, reproduce, tune
 
 COMMANDS = (
     doctor.COMMAND,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lapwing.cli.files.objects import guarded, made, read_object
 from lapwing.errors import BadData
-from lapwing.interfaces.files.objects import guarded, made, read_object
 
 WRAPPED = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints keep the weights
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of data parallel, torch.compile and Lightning

@@ -3,8 +3,8 @@
 import argparse
 import time
 
-from lapwing.interfaces.commands import arguments
-from lapwing.interfaces.commands.command import Command
+from lapwing.cli import arguments
+from lapwing.cli.command import Command
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,6 @@ from lapwing.curvature.factor import Hessian
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive
-from lapwing.interfaces.laplace import Laplace, Options
 from lapwing.interfaces.storage import (
     intact,
     read,
@@ -43,6 +42,7 @@ from lapwing.interfaces.storage import (
     restore_probe,
     restore_temperature,
 )
+from lapwing.laplace import Laplace, Options
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.linalg.generators import require_generator
 from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
@@ -229,7 +229,7 @@ def load(
 
 def _caller() -> int:
     """How far up the stack the line of the user is that called `fit`, past wrappers and context managers."""
-    ours = (str(Path(__file__).parents[1]), contextlib.__file__, str(Path(torch.__file__).parent))
+    ours = (str(Path(__file__).parent), contextlib.__file__, str(Path(torch.__file__).parent))
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         frame, level = frame.f_back, level + 1

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
+from lapwing.cli import arguments
+from lapwing.cli.command import Command
 from lapwing.errors import BadData
 from lapwing.evaluation.evaluate import evaluate
-from lapwing.interfaces.commands import arguments
-from lapwing.interfaces.commands.command import Command
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -3,14 +3,14 @@
 import argparse
 from pathlib import Path
 
-from lapwing.interfaces import demo
-from lapwing.interfaces.commands.command import Command
+from lapwing.cli import scenarios
+from lapwing.cli.command import Command
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
-        choices=sorted(demo.SCENARIOS),
+        choices=sorted(scenarios.SCENARIOS),
         default="digits",
         help="digits: scikit-learn's 8×8 digits, 8 and 9 kept out (default); mnist, fashion: from LAPWING_DATA",
     )
@@ -19,7 +19,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    demo.run(options.data, options.out, seed=options.seed)
+    scenarios.run(options.data, options.out, seed=options.seed)
 
 
 COMMAND = Command(

@@ -8,11 +8,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lapwing.interfaces.commands import arguments
-from lapwing.interfaces.commands.command import Command
-from lapwing.interfaces.files.data import require_order
-from lapwing.interfaces.files.predictions import Fields, fields_of, write_predictions, writer_for
-from lapwing.interfaces.laplace import Laplace
+from lapwing.cli import arguments
+from lapwing.cli.command import Command
+from lapwing.cli.files.data import require_order
+from lapwing.cli.files.predictions import Fields, fields_of, write_predictions, writer_for
+from lapwing.laplace import Laplace
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from lapwing.cli import arguments
+from lapwing.cli.command import Command
 from lapwing.errors import LapwingError
-from lapwing.interfaces.api import fit
-from lapwing.interfaces.commands import arguments
-from lapwing.interfaces.commands.command import Command
-from lapwing.interfaces.laplace import Laplace
+from lapwing.fitting import fit
+from lapwing.laplace import Laplace
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

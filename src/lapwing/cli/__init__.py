@@ -1,0 +1,1 @@
+"""The commands of `lapwing`, one per file; `lapwing.cli.main` lists them."""

@@ -1,1 +1,0 @@
-"""The commands of `lapwing`, one a file; `lapwing.interfaces.cli` lists them."""
