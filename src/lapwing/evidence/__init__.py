@@ -6,7 +6,7 @@ from lapwing.evidence.by_loo import tune_loo
 from lapwing.evidence.by_validation import nodes_for, tune_sweep, tune_validation
 from lapwing.evidence.candidates import Candidates, default_learn
 from lapwing.evidence.compare import Comparison, compare
-from lapwing.evidence.evidence import effective_parameters, log_evidence, stationarity
+from lapwing.evidence.evidence import effective_parameters, evidence_of, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.scoring import Score, check_logit_temperature, has_logits, linked
 from lapwing.evidence.shown import keep_if_shown
@@ -28,6 +28,7 @@ __all__ = [
     "compare",
     "default_learn",
     "effective_parameters",
+    "evidence_of",
     "has_logits",
     "keep_if_shown",
     "linked",

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lapwing.evidence.candidates import GRID, Candidates, box_of, check_learned, default_learn, log_spreads, noise_grid
 from lapwing.evidence.descent import descend, fit_logits, wider
-from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import (
@@ -22,12 +21,11 @@ from lapwing.evidence.scoring import (
 )
 from lapwing.evidence.sweep import Batch, Sweep, collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, with_dispersion
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.likelihoods import Gaussian
 from lapwing.linalg import PSD, Kronecker
 from lapwing.linalg.shifts import blocks_of, eigenvalues
-from lapwing.posterior import Tempered, resolve_temperature
+from lapwing.posterior import Belief
 
-DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 BISECTIONS = 3  # of the decade between two priors of the grid
 OPTIONAL = ("temperature",)  # what is learned by default only where it is of use
 HELD_NOISE = 2.0  # items that the noise in force counts as where the network without a posterior has its noise fitted
@@ -35,116 +33,54 @@ MEMORY = 2 * 1024**3
 
 
 def tune_validation(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
+    belief: Belief,
     groups: Groups,
     batches: Iterable[Batch],
     *,
-    start: float | Tensor = 1.0,
-    center: float | Tensor = 0.0,
-    temperature: float | Tensor | Tempered = 1.0,
-    logit_temperature: float = 1.0,
     learn: Sequence[str] | None = None,
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
     rule: Rule = lowest,
     steps: int = 20,
     memory: int = MEMORY,
-    split: float | None = None,
+    method: str = "validation",
+    prepare: Callable[[Sweep, Setting], Sweep] | None = None,
 ) -> Tuning:
     """Minimize the NLL of held-out data over precisions (one per group), temperature and noise.
 
     `batches` yields (f (B, *event, C), canonical targets, rows of ∂f/∂θ) and is read once. Every candidate of the grid
-    (a common precision × temperatures × noise levels, as standard deviations) is scored afresh under the link that
-    prediction will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network
-    without a posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps
-    the value given by `start` (() or (G,)), `temperature` and `likelihood`. Without `learn`: the prior; the temperature
-    where the data tell inputs apart (`tells_apart`); the logit temperature, or a noise that the fit estimated.
+    (a common precision × temperatures × noise levels, as standard deviations) is scored under the link that prediction
+    will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network without a
+    posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps the value
+    that the belief has. Without `learn`: the prior; the temperature where the data tell inputs apart (`tells_apart`);
+    the logit temperature, or a noise that the fit estimated. `prepare` may change what the pass has kept, given the
+    setting in force (leave-one-out does).
 
-    `split` = √n tunes Ritter's factored damping of Kronecker blocks instead of the exact sum (`factored_precision`).
-    The covariances come from a rational approximation in τ/T whose relative error is bounded and reported.
+    A damped belief is tuned as it is (`factored_precision`). The covariances come from a rational approximation in τ/T
+    whose relative error is bounded and reported.
     """
-    return search(
-        curvature,
-        likelihood,
-        groups,
-        batches,
-        start=start,
-        center=center,
-        temperature=temperature,
-        logit_temperature=logit_temperature,
-        learn=learn,
-        grid=grid,
-        score=score,
-        rule=rule,
-        steps=steps,
-        memory=memory,
-        split=split,
-        method="validation",
-    )
-
-
-def search(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
-    groups: Groups,
-    batches: Iterable[Batch],
-    *,
-    start: float | Tensor,
-    center: float | Tensor,
-    temperature: float | Tensor | Tempered,
-    logit_temperature: float,
-    learn: Sequence[str] | None,
-    grid: Mapping[str, Sequence[float]] | None,
-    score: Score | None,
-    rule: Rule,
-    steps: int,
-    memory: int,
-    split: float | None,
-    method: str,
-    prepare: Callable[[Sweep, Setting], Sweep] | None = None,
-) -> Tuning:
-    """The pass, the grid, the descent and the choice. `prepare` sees the pass and the setting that is now in force."""
     optional = tuple({*OPTIONAL} - {*(grid or {})}) if learn is None else ()
     if learn is None:
-        learn = tuple(dict.fromkeys((*default_learn(likelihood), *(grid or {}))))
-    learned = check_learned(learn, grid, likelihood)
-    tempered = resolve_temperature(temperature)
-    first = torch.as_tensor(start, dtype=torch.float64).detach().cpu().expand(groups.count)
-    T = torch.as_tensor(tempered.T, dtype=torch.float64).item()
+        learn = tuple(dict.fromkeys((*default_learn(belief.likelihood), *(grid or {}))))
+    learned = check_learned(learn, grid, belief.likelihood)
+    now = Setting(groups.precisions(belief), float(belief.temperature.T))
     usual = GRID
     if "noise" in learned and "noise" not in (grid or {}):
-        noises, batches = noise_grid(batches, likelihood)
+        noises, batches = noise_grid(batches, belief.likelihood)
         usual = {**GRID, "noise": noises}
-    candidates = Candidates.of(learned, grid or {}, first, T, likelihood, logit_temperature, optional, usual)
-    spanned = candidates.box if prepare is None else candidates.including(first, T, likelihood).box
-    span = _span(spanned, curvature.dispersion_power, tempered.prior)
-    nodes = Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
-    sweep = collect(
-        curvature.matrix,
-        groups,
-        batches,
-        nodes,
-        likelihood,
-        power=curvature.dispersion_power,
-        tempers_prior=tempered.prior,
-        score=score or linked(),
-        memory=memory,
-        split=split,
-    )
-    sweep = sweep if prepare is None else prepare(sweep, Setting(first, T))
-    return tune_sweep(
-        sweep, groups, candidates, center=center, temperature=tempered, rule=rule, steps=steps, method=method
-    )
+    candidates = Candidates.of(learned, grid or {}, belief, now, optional, usual)
+    box = candidates.box if prepare is None else candidates.including(now).box
+    sweep = collect(belief, groups, batches, nodes_spanning(belief, box), score=score or linked(), memory=memory)
+    sweep = sweep if prepare is None else prepare(sweep, now)
+    return tune_sweep(sweep, belief, groups, candidates, rule=rule, steps=steps, method=method)
 
 
 def tune_sweep(
     sweep: Sweep,
+    belief: Belief,
     groups: Groups,
     candidates: Candidates,
     *,
-    center: float | Tensor = 0.0,
-    temperature: float | Tensor | Tempered = 1.0,
     rule: Rule = lowest,
     steps: int = 20,
     method: str = "validation",
@@ -176,8 +112,7 @@ def tune_sweep(
     trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred), reference)
     if steps and "prior" in free and rule is not lowest:
         trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
-    tempered = resolve_temperature(temperature)
-    tuning = _choose(sweep, groups, trials, candidates, rule, tempered, center, iterations, method)
+    tuning = _choose(sweep, belief, groups, trials, candidates, rule, iterations, method)
     return replace(tuning, messages=(*_settled(sweep, given, learned), *tuning.messages))
 
 
@@ -230,18 +165,16 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
     return low * quiet**power / most, high * loud**power / least
 
 
-def nodes_for(
-    curvature: FittedCurvature,
-    precision: Tensor,
-    temperatures: Sequence[float],
-    likelihood: Likelihood,
-    tempers_prior: bool,
-    split: float | None = None,
-) -> Nodes:
+def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
+    """Nodes that serve every setting in the box."""
+    curvature = belief.curvature
+    span = _span(box, curvature.dispersion_power, belief.temperature.prior)
+    return Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, belief.split))
+
+
+def nodes_for(belief: Belief, precision: Tensor, temperatures: Sequence[float]) -> Nodes:
     """Nodes that serve these precisions at these temperatures."""
-    box = box_of([precision], temperatures, [likelihood.dispersion.item()], ())
-    span = _span(box, curvature.dispersion_power, tempers_prior)
-    return Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
+    return nodes_spanning(belief, box_of([precision], temperatures, [belief.likelihood.dispersion.item()], ()))
 
 
 def _largest_factor(matrix: PSD, split: float | None) -> float | None:
@@ -267,36 +200,29 @@ def _largest(matrix: PSD) -> float:
 
 def _choose(
     sweep: Sweep,
+    belief: Belief,
     groups: Groups,
     trials: Trials,
     candidates: Candidates,
     rule: Rule,
-    tempered: Tempered,
-    center: float | Tensor,
     iterations: int,
     method: str,
 ) -> Tuning:
     best = trials.choose(rule)
-    setting = trials.settings[best]
-    if "logit_temperature" in candidates.free and not setting.deterministic:
+    if "logit_temperature" in candidates.free and not trials.settings[best].deterministic:
         trials = _polished(sweep, trials, best, candidates.near(sweep))
         best = len(trials.settings) - 1
-        setting = trials.settings[best]
-    precision = torch.full((groups.count,), DETERMINISTIC).double() if setting.deterministic else setting.precision
-    T = tempered.T if setting.deterministic else setting.temperature
-    likelihood = sweep.likelihood
-    return Tuning(
+    return Tuning.of(
         method,
+        belief,
+        groups,
         trials.settings,
         trials.scores,
         best,
-        groups.prior(precision, center),
-        Tempered(T, tempered.prior),
-        likelihood if setting.dispersion is None else with_dispersion(likelihood, setting.dispersion),
-        iterations,
+        iterations=iterations,
         baselines={name: losses.mean().item() for name, losses in trials.baselines.items()},
         messages=_messages(sweep, trials, best, candidates),
-        logit_temperature=setting.logit_temperature,
+        logit_temperature=trials.settings[best].logit_temperature,
     )
 
 

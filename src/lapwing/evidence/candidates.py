@@ -20,6 +20,7 @@ from lapwing.evidence.scoring import (
 from lapwing.evidence.sweep import Batch, Sweep
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.posterior import Belief
 
 LEARNABLE = ("prior", "temperature", "logit_temperature", "noise")
 GRID: Mapping[str, Sequence[float]] = {
@@ -90,25 +91,24 @@ class Candidates:
         cls,
         learned: tuple[str, ...],
         grid: Mapping[str, Sequence[float]],
-        precision: Tensor,
-        temperature: float,
-        likelihood: Likelihood,
-        logit_temperature: float = 1.0,
+        belief: Belief,
+        now: Setting,
         optional: tuple[str, ...] = (),
         usual: Mapping[str, Sequence[float]] = GRID,
     ) -> "Candidates":
         """Those of `grid`, the usual ones where it has none, and the values in force for what is not learned."""
         chosen = {**usual, **grid}
         fitted = "logit_temperature" in learned
+        precision, logit_temperature = now.precision, belief.logit_temperature
         return cls(
             learned,
             tuple(torch.full_like(precision, v) for v in chosen["prior"]) if "prior" in learned else (precision,),
-            tuple(map(float, chosen["temperature"])) if "temperature" in learned else (temperature,),
+            tuple(map(float, chosen["temperature"])) if "temperature" in learned else (now.temperature,),
             tuple(float(sigma) ** 2 for sigma in chosen["noise"]) if "noise" in learned else (None,),
             tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (logit_temperature,),
-            likelihood.dispersion.item(),
+            belief.likelihood.dispersion.item(),
             logit_temperature,
-            temperature,
+            now.temperature,
             optional,
             tuple(name for name in learned if name in grid),
         )
@@ -120,11 +120,11 @@ class Candidates:
             found = replace(found, learned=_without("temperature", found.learned), temperatures=(self.temperature,))
         return found
 
-    def including(self, precision: Tensor, temperature: float, likelihood: Likelihood) -> "Candidates":
-        """With one more value of each."""
-        more = (*self.dispersions, likelihood.dispersion.item())
-        precisions, temperatures = (*self.precisions, precision), (*self.temperatures, temperature)
-        return replace(self, precisions=precisions, temperatures=temperatures, dispersions=more)
+    def including(self, now: Setting) -> "Candidates":
+        """With one more value of each, those in force."""
+        precisions, temperatures = (*self.precisions, now.precision), (*self.temperatures, now.temperature)
+        dispersions = (*self.dispersions, self.dispersion)
+        return replace(self, precisions=precisions, temperatures=temperatures, dispersions=dispersions)
 
     @property
     def free(self) -> tuple[str, ...]:

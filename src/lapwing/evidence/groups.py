@@ -1,13 +1,14 @@
 """Which weights share one prior precision."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import Diagonal
-from lapwing.posterior import Prior
+from lapwing.posterior import Belief, Prior
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,3 +90,20 @@ class Groups:
         if self.members:
             return Prior.per_block(values.tolist(), self.members, mean)
         return Prior(values.item() if self.count == 1 else values, mean)
+
+    def precisions(self, belief: Belief) -> Tensor:
+        """The prior precisions of a belief, averaged geometrically over each group, (G,)."""
+        matrix = belief.resolved_prior[1]
+        if not isinstance(matrix, Diagonal):
+            raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
+        logs = matrix.values.detach().double().log().cpu()
+        counts = self.total(torch.ones_like(logs))
+        return (self.total(logs) / counts.clamp(min=1)).exp()
+
+    def squares(self, belief: Belief) -> Tensor:
+        """‖θ̂ − μ₀‖² over each group, (G,) float64."""
+        return self.total(belief.offset.detach().square())
+
+    def applied(self, belief: Belief, values: Tensor) -> Belief:
+        """The belief with precision values[g] on group g; gradients flow into the values."""
+        return replace(belief, prior=Prior(self.diagonal(values), belief.prior.mean))

@@ -120,7 +120,7 @@ class Belief:
     @property
     def offset(self) -> Tensor:
         """θ̂ − μ₀ (P,), float64."""
-        return self.weights.double() - self.prior_in_use[0]
+        return self.weights.double() - self.resolved_prior[0].double()
 
     @property
     def log_joint(self) -> Tensor:
