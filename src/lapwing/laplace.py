@@ -27,7 +27,6 @@ from lapwing.evidence import (
     check_logit_temperature,
     collect,
     effective_parameters,
-    has_logits,
     keep_if_shown,
     linked,
     log_evidence,
@@ -43,7 +42,7 @@ from lapwing.evidence import (
 )
 from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
 from lapwing.interfaces.storage import write
-from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
+from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.linalg.generators import require_generator
 from lapwing.linalg.operator import Operator
@@ -489,7 +488,7 @@ class Laplace:
             self.posterior.precision,
             self._draws,
             self.options.memory,
-            shift_invariant=isinstance(self.likelihood, Categorical),
+            shift_invariant=self.likelihood.shift_invariant,
         )
 
     def _plan_for(self, inputs: Inputs) -> Plan:
@@ -553,7 +552,7 @@ class Laplace:
         }
         if method == "evidence":
             tuning = self._tune_evidence(data, learn, prior, grid, common)
-            if alone and grid is None and has_logits(self.likelihood):
+            if alone and grid is None and self.likelihood.has_logits:
                 tuning = self._kept_if_shown(tuning, prior)
         elif method == "validation":
             if data is None:
@@ -677,7 +676,7 @@ class Laplace:
 
     def _contrast(self, link: str) -> bool:
         """Whether a link does not see what all logits of an item share."""
-        return isinstance(self.likelihood, Categorical) and link in ("auto", "mc")
+        return self.likelihood.shift_invariant and link in ("auto", "mc")
 
     def _targets(self, batch: Batch) -> Tensor:
         """The targets of a batch in canonical form; errors name the batch."""

@@ -77,7 +77,7 @@ def test_settings_are_put_back_and_pyplot_stays_out() -> None:
 
 def test_a_missing_extra_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'lapwing\[report\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lapwing-torch\[report\]'"):
         plots.ecdf({"A": scores()})
 
 

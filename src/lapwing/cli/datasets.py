@@ -111,7 +111,7 @@ def digits() -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the digits need scikit-learn: pip install 'lapwing[data]'") from error
+        raise ImportError("the digits need scikit-learn: pip install 'lapwing-torch[data]'") from error
     bunch = load_digits()
     pixels = torch.from_numpy(bunch.images).float()[:, None] / 16
     return Dataset(pixels, torch.from_numpy(bunch.target).long())
@@ -156,7 +156,7 @@ def read_mosaic(path: Path) -> NDArray[np.uint8]:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("CIFAR-10 and SVHN need Pillow: pip install 'lapwing[data]'") from error
+        raise ImportError("CIFAR-10 and SVHN need Pillow: pip install 'lapwing-torch[data]'") from error
     with Image.open(_existing(path)) as picture:
         pixels = np.asarray(picture.convert("RGB"))
     rows = pixels.shape[0] // 32

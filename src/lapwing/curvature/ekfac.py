@@ -13,7 +13,6 @@ from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.curvature.sweep import sweep
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Categorical
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, MatrixRows
 from lapwing.model import Plan
 
@@ -127,7 +126,7 @@ class EKFAC(Structure):
         own = problem.factor
         if self.basis is not None or not isinstance(own, GGN) or (own.tolerance or 0.0) >= BASIS or problem.few:
             return self.basis, ()
-        if not isinstance(problem.likelihood, Categorical):
+        if not problem.likelihood.softmax:
             return None, ()
         return replace(own, tolerance=BASIS), (f"basis: from directions that hold all but {BASIS:g} of the curvature",)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.product import curvature_of_outputs, totals_of, whole_factor
+from lapwing.curvature.product import totals_of, whole_factor
 from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
@@ -180,7 +180,7 @@ def _project(problem: Problem, products: Products, basis: Tensor) -> tuple[Tenso
     core = torch.zeros(len(basis), len(basis), dtype=torch.float64, device=basis.device)
     for batch, f, inside in products.jacobian(basis, label="fit (Nyström)"):
         y = problem.prepare(batch, f)
-        image = curvature_of_outputs(problem.likelihood, f, y, inside)
+        image = problem.likelihood.curvature_product(f, y, inside)
         if batch.weights is not None:
             image = image * batch.weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
         core += inside.flatten(1).double() @ image.flatten(1).double().T

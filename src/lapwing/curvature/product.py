@@ -14,7 +14,6 @@ from lapwing.curvature.problem import Problem
 from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Solution, xdiag
 from lapwing.linalg.operator import Product, Solver
@@ -59,7 +58,7 @@ class CurvatureProduct(Product):
         y = self.problem.prepare(batch, f)
         likelihood, factor = self.problem.likelihood, self.problem.factor
         if isinstance(factor, GGN):
-            image = curvature_of_outputs(likelihood, f, y, u)
+            image = likelihood.curvature_product(f, y, u)
         else:
             image = torch.zeros_like(u)
             for s in factor.directions(likelihood, f, y, self._generator(batch)):
@@ -94,7 +93,7 @@ class CurvatureProduct(Product):
             y = self.problem.prepare(batch, f)
             likelihood, factor = self.problem.likelihood, self.problem.factor
             if isinstance(factor, GGN):
-                u = root_noise(likelihood, f, y, n, generator)
+                u = likelihood.root_noise(f, y, n, generator)
             else:
                 u = f.new_zeros(n, *f.shape)
                 for s in factor.directions(likelihood, f, y, self._generator(batch)):
@@ -137,31 +136,6 @@ def whole_factor(factor: Factor | None) -> Factor | None:
 
 def columns_of(weights: Tensor, f: Tensor) -> Tensor:
     return weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
-
-
-def curvature_of_outputs(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
-    """φΛ u for u (s, n, *event, c); classes without a C × C matrix: p ∘ u − p (pᵀu)."""
-    if isinstance(likelihood, Categorical):
-        p = f.softmax(-1)
-        image = p * (u - (p * u).sum(-1, keepdim=True))
-        mask = likelihood.mask(f, y)
-        return image if mask is None else image * mask[..., None]
-    root = likelihood.factor(f, y).to(u)
-    return torch.einsum("n...cr,n...dr,sn...d->sn...c", root, root, u)
-
-
-def root_noise(likelihood: Likelihood, f: Tensor, y: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """S ε with E = φΛ, (n, B, *event, c); classes: √p ∘ ε − p (√pᵀε)."""
-    if isinstance(likelihood, Categorical):
-        p = f.softmax(-1)
-        noise = torch.randn(n, *f.shape, generator=generator, dtype=f.dtype, device=f.device)
-        half = p.sqrt() * noise
-        drawn = half - p * half.sum(-1, keepdim=True)
-        mask = likelihood.mask(f, y)
-        return drawn if mask is None else drawn * mask[..., None]
-    root = likelihood.factor(f, y)
-    noise = torch.randn(n, *root.shape[:-2], root.shape[-1], generator=generator, dtype=root.dtype, device=root.device)
-    return torch.einsum("b...cr,sb...r->sb...c", root, noise)
 
 
 def totals_of(problem: Problem) -> Totals:

@@ -69,7 +69,7 @@ def render(
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
-        raise ImportError("the HTML report needs jinja2: pip install 'lapwing[report]'") from error
+        raise ImportError("the HTML report needs jinja2: pip install 'lapwing-torch[report]'") from error
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE)
     embedded = [_embed(name, text, figure) for name, text, figure in pictures]
     return template.render(title=title, notes=notes, header=header, rows=rows, legend=legend, pictures=embedded)

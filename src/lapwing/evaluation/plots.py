@@ -1,6 +1,6 @@
 """Pictures of predictions. Each function takes tensors and returns a matplotlib `Figure` that nobody else holds.
 
-They need the extra `report`: pip install 'lapwing[report]'.
+They need the extra `report`: pip install 'lapwing-torch[report]'.
 
 Example:
     >>> figure = plots.reliability({"MAP": (confidence, correct)})
@@ -242,7 +242,7 @@ def _matplotlib() -> ModuleType:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'lapwing[report]'") from error
+        raise ImportError("plots need matplotlib: pip install 'lapwing-torch[report]'") from error
     return matplotlib
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Likelihood, resolve_likelihood
+from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.autocast import outside_autocast
 from lapwing.model.batches import Batches, call
 from lapwing.model.module import borrowed, output_tensor
@@ -39,7 +39,7 @@ class TemperatureScaled:
         """The temperature of smallest validation NLL, between 0.01 and 100; `data` as in `lapwing.fit`."""
         require_one_process("temperature scaling")
         likelihood = resolve_likelihood(likelihood)
-        if not isinstance(likelihood, Categorical | Bernoulli | BradleyTerry):
+        if not likelihood.has_logits:
             raise UnsupportedOperation(
                 f"temperature scaling divides logits, and {type(likelihood).__name__} has none: use it with "
                 "Categorical, Bernoulli or BradleyTerry"

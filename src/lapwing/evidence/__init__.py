@@ -8,7 +8,7 @@ from lapwing.evidence.candidates import Candidates, default_learn
 from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, evidence_of, log_evidence, stationarity
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.scoring import Score, check_logit_temperature, has_logits, linked
+from lapwing.evidence.scoring import Score, check_logit_temperature, linked
 from lapwing.evidence.shown import keep_if_shown
 from lapwing.evidence.sweep import collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, resolve_rule, widest
@@ -29,7 +29,6 @@ __all__ = [
     "default_learn",
     "effective_parameters",
     "evidence_of",
-    "has_logits",
     "keep_if_shown",
     "linked",
     "log_evidence",

@@ -11,8 +11,7 @@ from lapwing.evidence.by_probes import tune_probes
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.newton import Concave, Optimum, maximize
 from lapwing.evidence.objective import CovarianceEvidence, Fit, SpectralEvidence
-from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
-from lapwing.likelihoods import Gaussian
+from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal
 from lapwing.linalg.operator import Operator
 from lapwing.linalg.shifts import blocks_of, eigenvalues
@@ -81,7 +80,7 @@ def _lifted(objective: Concave, x: Tensor, low: Tensor, high: Tensor, count: int
 
 def _fit(belief: Belief, learned: bool) -> Fit:
     likelihood, statistics = belief.likelihood, belief.curvature.statistics
-    if learned and not isinstance(likelihood, Gaussian):
+    if learned and not likelihood.dispersion_name:
         raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
     T = torch.as_tensor(belief.temperature.T, dtype=torch.float64, device=statistics.device).detach()
     start = likelihood.dispersion.detach().double().log().to(statistics.device)
@@ -89,7 +88,7 @@ def _fit(belief: Belief, learned: bool) -> Fit:
     def log_likelihood(log_dispersion: Tensor) -> Tensor:
         if not learned:
             return T * likelihood.log_likelihood(statistics).detach()
-        return T * with_dispersion(likelihood, log_dispersion.exp()).log_likelihood(statistics)
+        return T * likelihood.with_dispersion(log_dispersion.exp()).log_likelihood(statistics)
 
     return Fit(log_likelihood, start, belief.curvature.dispersion_power, learned)
 
@@ -141,9 +140,7 @@ def _spectrum(matrix: PSD, groups: Groups) -> tuple[Tensor, Tensor] | None:
     return torch.cat(values), torch.cat(group)
 
 
-def _messages(
-    found: Optimum, groups: Groups, silent: Tensor | None, low: Tensor, high: Tensor
-) -> tuple[str, ...]:
+def _messages(found: Optimum, groups: Groups, silent: Tensor | None, low: Tensor, high: Tensor) -> tuple[str, ...]:
     messages = []
     count = groups.count
     if silent is not None:

@@ -11,7 +11,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.evidence.candidates import check_candidates, edge
 from lapwing.evidence.evidence import evidence_of
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
+from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.posterior import Belief
 
 Tune = Callable[..., Tuning]
@@ -68,9 +68,8 @@ def tune_grid(
 
 def _families(belief: Belief, noises: Sequence[float]) -> list[Belief]:
     """The belief with each noise, or as it is."""
-    return [
-        replace(belief, likelihood=with_dispersion(belief.likelihood, float(sigma) ** 2)) for sigma in noises
-    ] or [belief]
+    told = [belief.likelihood.with_dispersion(float(sigma) ** 2) for sigma in noises]
+    return [replace(belief, likelihood=each) for each in told] or [belief]
 
 
 def _at(

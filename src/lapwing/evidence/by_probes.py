@@ -10,8 +10,7 @@ from torch import Tensor
 from lapwing.errors import UnsupportedOperation
 from lapwing.evidence.evidence import evidence_of
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning, with_dispersion
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.linalg.operator import Operator
 from lapwing.posterior import Belief
 
@@ -40,8 +39,9 @@ def tune_probes(
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
         raise ValueError(f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}")
-    if "noise" in learn and not isinstance(belief.likelihood, Gaussian):
-        raise UnsupportedOperation(f"{type(belief.likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    likelihood = belief.likelihood
+    if "noise" in learn and not likelihood.dispersion_name:
+        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
     squares = groups.squares(belief)
     tau = groups.precisions(belief).to(squares.device)
     first, begin = tau, groups.applied(belief, tau)
@@ -58,9 +58,10 @@ def tune_probes(
             moved, tau = float((fresh / tau).log().abs().max()), fresh
             belief = groups.applied(belief, tau)
         if "noise" in learn:
-            before = float(belief.likelihood.dispersion)
-            belief = replace(belief, likelihood=_noise(belief, float(gamma.sum())))
-            moved = max(moved, abs(math.log(float(belief.likelihood.dispersion) / before)))
+            taken = gamma.sum() / float(belief.temperature.T)
+            ahead = float(belief.likelihood.dispersion_step(belief.curvature.statistics, taken))
+            likelihood = belief.likelihood.with_dispersion(float(belief.likelihood.dispersion) * math.exp(ahead))
+            belief, moved = replace(belief, likelihood=likelihood), max(moved, abs(ahead))
     settings = [_setting(values, each, learn) for values, each in ((first, begin), (tau, belief))]
     with torch.no_grad():
         scores = torch.tensor([-float(evidence_of(each)) for each in (begin, belief)], dtype=torch.float64)
@@ -96,13 +97,3 @@ def _effective(belief: Belief, groups: Groups, samples: int | None) -> Tensor:
     z = precision.sample(samples, generator).double()
     image = precision._constants[0] * precision.product.matvec(z)
     return groups.total((z * image).mean(0))
-
-
-def _noise(belief: Belief, gamma: float) -> Likelihood:
-    """φ ← T Σ r² / (T N K − γ), from the statistics (count, Σ r² of every output) at the noise ratios in use."""
-    likelihood, statistics, T = belief.likelihood, belief.curvature.statistics, float(belief.temperature.T)
-    count, squares = statistics[0], statistics[1:]
-    assert isinstance(likelihood, Gaussian)
-    relative = squares * likelihood._ratios().to(squares).square()
-    free = T * float(count) * len(squares) - gamma
-    return with_dispersion(likelihood, T * float(relative.sum()) / max(free, 1e-9))

@@ -14,14 +14,12 @@ from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import (
     Score,
     baselines,
-    best_dispersion,
     counted,
     describe,
     linked,
 )
 from lapwing.evidence.sweep import Batch, Sweep, collect
-from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, with_dispersion
-from lapwing.likelihoods import Gaussian
+from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.linalg import PSD, Kronecker
 from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Belief
@@ -140,8 +138,7 @@ def _limits(sweep: Sweep, candidates: Candidates) -> list[tuple[Setting, Tensor]
     f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
     dispersions: Sequence[float | None] = candidates.dispersions
     if "noise" in candidates.free:
-        assert isinstance(likelihood, Gaussian)
-        dispersions = (best_dispersion(f, y, likelihood, HELD_NOISE),)
+        dispersions = (likelihood.best_dispersion(f, y, HELD_NOISE),)
     divisors: Sequence[float] = candidates.logit_temperatures
     if "logit_temperature" in candidates.free:
         divisors = (candidates.near(sweep),)
@@ -151,7 +148,7 @@ def _limits(sweep: Sweep, candidates: Candidates) -> list[tuple[Setting, Tensor]
 def _limit(sweep: Sweep, dispersion: float | None, logit_temperature: float) -> tuple[Setting, Tensor]:
     """The network without a posterior under a noise (None: as it is) and a logit temperature, and its losses."""
     f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
-    likelihood = likelihood if dispersion is None else with_dispersion(likelihood, dispersion)
+    likelihood = likelihood if dispersion is None else likelihood.with_dispersion(dispersion)
     empty = torch.empty(0, dtype=torch.float64)
     setting = Setting(empty, 1.0, dispersion, deterministic=True, logit_temperature=logit_temperature)
     losses = -likelihood.log_prob(f / logit_temperature, y).double().reshape(-1)

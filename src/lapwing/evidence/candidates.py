@@ -11,15 +11,13 @@ from torch import Tensor
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.descent import SUBSET, fit_logits
 from lapwing.evidence.scoring import (
-    LOGITS,
     SCALING,
-    best_dispersion,
     best_logit_temperature,
     check_logit_temperature,
 )
 from lapwing.evidence.sweep import Batch, Sweep
 from lapwing.evidence.tuning import Setting
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Belief
 
 LEARNABLE = ("prior", "temperature", "logit_temperature", "noise")
@@ -36,7 +34,7 @@ def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
     """What held-out data choose unless told otherwise."""
     if likelihood.learns_noise:
         return ("prior", "temperature", "noise")
-    return ("prior", "temperature", "logit_temperature") if isinstance(likelihood, LOGITS) else ("prior", "temperature")
+    return ("prior", "temperature", "logit_temperature") if likelihood.has_logits else ("prior", "temperature")
 
 
 def check_learned(
@@ -49,7 +47,7 @@ def check_learned(
     if idle:
         raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
     check_candidates(grid or {})
-    if "noise" in learn and not isinstance(likelihood, Gaussian):
+    if "noise" in learn and not likelihood.dispersion_name:
         raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
     if "logit_temperature" in learn:
         check_logit_temperature(1.0, likelihood)
@@ -209,12 +207,11 @@ def tells_apart(sweep: Sweep) -> bool:
 
 def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
     """Standard deviations around that of the residuals of the first batch, and the batches, the first put back."""
-    assert isinstance(likelihood, Gaussian)
     rest = iter(batches)
     first = next(rest, None)
     if first is None:
         raise BadData("the validation data hold no batch")
-    fitted = math.sqrt(best_dispersion(first[0], first[1], likelihood))
+    fitted = math.sqrt(likelihood.best_dispersion(first[0], first[1]))
     return [fitted * 2 ** (k / 4) for k in range(-10, 5)], itertools.chain([first], rest)
 
 

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from lapwing.errors import BadData, CorruptFile
 from lapwing.evidence.online import Online, Progress
-from lapwing.evidence.tuning import with_dispersion
-from lapwing.likelihoods import Gaussian
 from lapwing.model.trees import load_tree, save_tree
 from lapwing.posterior import Prior
 
@@ -140,8 +138,8 @@ def _stored(belief: Progress) -> dict[str, Any]:
 
 def _restored(stored: dict[str, Any], online: Online) -> Progress:
     family = online.likelihood
-    if isinstance(family, Gaussian):
-        family = with_dispersion(family, stored["dispersion"])
+    if family.dispersion_name:
+        family = family.with_dispersion(stored["dispersion"])
     evidence, effective, steps = stored["numbers"]
     prior = Prior.from_spec(stored["tensors"], stored["spec"])
     return Progress(prior, family, stored["precision"], evidence, effective, steps, stored["moments"])

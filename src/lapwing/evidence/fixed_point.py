@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lapwing.curvature import Curvature
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import with_dispersion
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Belief
 
@@ -63,13 +62,15 @@ def move(
             target = torch.where(effective > 0, target, x)
             there = _within(0.5 * (x + target), start, reach).clamp(low, high)
         if "noise" in learn:
-            further = _within(u + 0.5 * _noise_step(curvature, likelihood, u, effective.sum()), noise, reach)
+            taken = curvature.dispersion_power * effective.sum()
+            step = likelihood.with_dispersion(u.exp()).dispersion_step(curvature.statistics, taken)
+            further = _within(u + 0.5 * step, noise, reach)
         change = max((there - x).abs().max().item(), (further - u).abs().item())
         x, u = there, further
         if change < tolerance:
             break
     bracket, effective = _effective(curvature, groups, x, u)
-    told = with_dispersion(likelihood, u.exp()) if "noise" in learn else likelihood
+    told = likelihood.with_dispersion(u.exp()) if "noise" in learn else likelihood
     fit = told.log_likelihood(curvature.statistics).detach()
     value = fit - 0.5 * (x.exp() * squares).sum() - 0.5 * bracket
     return Moved(x.exp(), told, value.item(), effective.sum().item())
@@ -83,18 +84,6 @@ def _effective(curvature: Curvature, groups: Groups, x: Tensor, u: Tensor) -> tu
         bracket = scaled.logdet_ratio(groups.diagonal(x.exp()))
         (slope,) = torch.autograd.grad(bracket, x)
     return bracket.detach(), -slope
-
-
-def _noise_step(curvature: Curvature, likelihood: Likelihood, u: Tensor, effective: Tensor) -> Tensor:
-    """log of RSS/(NK − kγ) over φ; RSS/φ = −2L″ and NK = −2L″ − 2L′ from the log-likelihood L(log φ)."""
-    with torch.enable_grad():
-        u = u.detach().requires_grad_()
-        value = with_dispersion(likelihood, u.exp()).log_likelihood(curvature.statistics)
-        (first,) = torch.autograd.grad(value, u, create_graph=True)
-        (second,) = torch.autograd.grad(first, u)
-    residual, count = -2 * second, -2 * second - 2 * first.detach()
-    left = (count - curvature.dispersion_power * effective).clamp_min(1e-3 * count)
-    return (residual.clamp_min(1e-30) / left).log()
 
 
 def _within(x: Tensor, center: Tensor, reach: float) -> Tensor:

@@ -23,7 +23,7 @@ from lapwing.evidence.batch_bound import bracket_bound
 from lapwing.evidence.fixed_point import move
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.partition import partition
-from lapwing.likelihoods import Categorical, Likelihood, resolve_likelihood
+from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan, select_names
 from lapwing.posterior import Belief, Prior
 
@@ -61,21 +61,13 @@ def invariant_bound(
         at = network.linearize(plan, copies, create_graph=True)
         y = likelihood.targets(at.f.detach(), y)
         ratio = n_data / at.n
-        root = _root(likelihood, at.f, y)  # (n, c, r)
+        root = likelihood.smooth_factor(at.f, y)  # (n, c, r)
         rows = at.jacobian(root.movedim(-1, 0))
         scale = likelihood.dispersion.detach().double() ** -1
         bracket = bracket_bound(rows, precision, scale, ratio)
         fit = ratio * likelihood.log_prob(at.f, y).double().sum()
     squares = network.params.flat.double().square()
     return fit - 0.5 * (precision.double() * squares).sum() - 0.5 * bracket
-
-
-def _root(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """S with S Sᵀ = φ·Λ as a differentiable function of f where that is known; constant otherwise."""
-    if not isinstance(likelihood, Categorical):
-        return likelihood.factor(f.detach(), y)
-    half = (0.5 * f.log_softmax(-1)).exp()  # √p; diag(√p) − p√pᵀ has no singular derivative
-    return torch.diag_embed(half) - half.square()[..., :, None] * half[..., None, :]
 
 
 def learn_invariances(

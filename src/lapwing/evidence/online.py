@@ -18,8 +18,7 @@ from lapwing.evidence.evidence import effective_parameters, evidence_of
 from lapwing.evidence.fixed_point import BOUNDS, Moved, move
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.partition import KINDS, partition
-from lapwing.evidence.tuning import with_dispersion
-from lapwing.likelihoods import Gaussian, Likelihood, resolve_likelihood
+from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import Diagonal
 from lapwing.model import Batch, Batches, Network, Params, batch_size, select_names, take
 from lapwing.model.autocast import outside_autocast
@@ -91,7 +90,7 @@ class Online:
             resolve_structure(self.structure)  # refuse now
         resolve_factor(self.factor)
         unknown = set(self.learning) - {"prior", "noise"}
-        if unknown or ("noise" in self.learning and not isinstance(family, Gaussian)):
+        if unknown or ("noise" in self.learning and not family.dispersion_name):
             raise UnsupportedOperation(
                 f"learn is any of 'prior' and, for a Gaussian, 'noise'; got {list(self.learning)} for {family}"
             )
@@ -105,7 +104,7 @@ class Online:
         if self.learn is not None:
             chosen = (self.learn,) if isinstance(self.learn, str) else tuple(self.learn)
         else:
-            chosen = ("prior", "noise") if isinstance(resolve_likelihood(self.family), Gaussian) else ("prior",)
+            chosen = ("prior", "noise") if resolve_likelihood(self.family).dispersion_name else ("prior",)
         return chosen if isinstance(self.prior, str) else tuple(what for what in chosen if what != "prior")
 
     @property
@@ -219,7 +218,7 @@ class Online:
         u = old.likelihood.dispersion.detach().double().log().to(x.device)
         point = torch.cat([x, u[None]]).requires_grad_()
         noisy = "noise" in self.learning
-        family = _with_noise(old.likelihood, point[-1]) if noisy else old.likelihood
+        family = old.likelihood.with_dispersion(point[-1].exp()) if noisy else old.likelihood
         center = torch.as_tensor(old.prior.mean, dtype=torch.float64, device=x.device).expand(params.size)
         value = batch_bound(
             network,
@@ -236,7 +235,7 @@ class Online:
         moments = point.new_zeros(2, len(point)) if old.moments is None else old.moments.to(x.device)
         there, moments = _adam(point.detach(), gradient, moments, old.steps + 1, self.reach / 10)
         tau = there[:-1].exp().clamp(*self.bounds) if "prior" in self.learning else x.exp()
-        told = with_dispersion(old.likelihood, there[-1].exp()) if noisy else old.likelihood
+        told = old.likelihood.with_dispersion(there[-1].exp()) if noisy else old.likelihood
         return self._progress(groups, Moved(tau, told, value.item(), math.nan), moments)
 
 
@@ -285,12 +284,6 @@ def _term(tau: Tensor, mu: Tensor, shape: torch.Size) -> tuple[Tensor | float, T
 def _squared(value: Tensor, tau: Tensor | float, mu: Tensor | None) -> Tensor:
     squared = (value if mu is None else value - mu).square()
     return (squared * tau).sum() if isinstance(tau, Tensor) else squared.sum() * tau
-
-
-def _with_noise(likelihood: Likelihood, log_dispersion: Tensor) -> Gaussian:
-    """The Gaussian with noise exp(½ log φ), gradients kept."""
-    assert isinstance(likelihood, Gaussian)
-    return likelihood.with_dispersion(log_dispersion.exp())
 
 
 def _adam(x: Tensor, gradient: Tensor, moments: Tensor, count: int, rate: float) -> tuple[Tensor, Tensor]:

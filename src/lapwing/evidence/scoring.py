@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lapwing.errors import UnsupportedOperation, positive
-from lapwing.evidence.tuning import with_dispersion
-from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import normal_nodes
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.fixed import base_points
@@ -17,7 +16,6 @@ from lapwing.predictive.fixed import base_points
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 
-LOGITS = (Categorical, Bernoulli, BradleyTerry)
 SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
 OVERFLOW = 80.0  # of an exponent, in float32 with room for a sum
 NODE, WIDEST = 10, 5.2  # every tenth node of the rule for one logit is taken, up to so many standard deviations
@@ -29,7 +27,7 @@ def linked(link: str = "auto", samples: int = 256) -> Score:
 
     def score(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
         several = mean.shape[-1] > 2 and y.ndim == mean.ndim - 1
-        if isinstance(likelihood, Categorical) and several and link in ("auto", "mc"):
+        if likelihood.softmax and several and link in ("auto", "mc"):
             return class_log_prob(mean, covariance, y, likelihood, samples)
         function = GaussianFunction(mean, covariance)
         return predict_targets(function, likelihood, link=link, samples=samples).log_prob(y)
@@ -37,7 +35,7 @@ def linked(link: str = "auto", samples: int = 256) -> Score:
     return score
 
 
-def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Categorical, samples: int) -> Tensor:
+def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood, samples: int) -> Tensor:
     """log E[softmax(f)_y] over fixed points of the other logits, given which f_y is Gaussian and its softmax the
     sigmoid of f_y minus their log-sum: a one-dimensional integral, as in `expected_softmax`.
 
@@ -97,14 +95,9 @@ def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:
     return root.to(covariance.dtype)
 
 
-def has_logits(likelihood: Likelihood) -> bool:
-    """Whether the outputs are logits of labels."""
-    return isinstance(likelihood, LOGITS)
-
-
 def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
     """A positive number, for likelihoods whose outputs are logits."""
-    if not isinstance(likelihood, LOGITS):
+    if not likelihood.has_logits:
         raise UnsupportedOperation(
             f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
             "Bernoulli and BradleyTerry"
@@ -118,10 +111,10 @@ def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> d
     Logits: temperature scaling. A Gaussian whose noise may change: the noise that fits the residuals.
     """
     rivals = {"MAP": (f, likelihood)}
-    if isinstance(likelihood, LOGITS):
+    if likelihood.has_logits:
         rivals[SCALING] = (f / best_logit_temperature(f, y, likelihood), likelihood)
-    elif isinstance(likelihood, Gaussian) and noise:
-        rivals[REFITTED] = (f, with_dispersion(likelihood, best_dispersion(f, y, likelihood)))
+    elif likelihood.dispersion_name and noise:
+        rivals[REFITTED] = (f, likelihood.with_dispersion(likelihood.best_dispersion(f, y)))
     return {name: counted(f, y, law, -law.log_prob(g, y).double().reshape(-1)) for name, (g, law) in rivals.items()}
 
 
@@ -129,18 +122,6 @@ def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Ten
     """Those of the items' losses whose targets count."""
     mask = likelihood.mask(f, y)
     return losses if mask is None else losses[mask.reshape(-1)]
-
-
-def best_dispersion(f: Tensor, y: Tensor, likelihood: Gaussian, held: float = 0.0) -> float:
-    """φ that maximizes the likelihood of the residuals, the ratios between outputs kept.
-
-    `held` is the number of items that the φ in force counts as, so that a few items cannot make it absurd.
-    """
-    sigma = likelihood.sigma(f).double()
-    squares = ((y - f).double() / sigma).square()
-    items = squares[..., 0].numel()
-    ratio = (items * squares.mean().item() + held) / (items + held)
-    return max(ratio, 1e-24) * likelihood.dispersion.item()
 
 
 def best_logit_temperature(

@@ -10,8 +10,8 @@ from lapwing.errors import BadData, IncompatiblePrior, TooLarge
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import Score, counted
-from lapwing.evidence.tuning import Setting, with_dispersion
-from lapwing.likelihoods import Categorical, Likelihood
+from lapwing.evidence.tuning import Setting
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker, Rows
 from lapwing.linalg.shifts import block_rows, blocks_of, shifted_products
 from lapwing.posterior import Belief
@@ -87,7 +87,7 @@ class Sweep:
         """−log p(y) of chunks of items; scale is T/φ, and logits are divided by `logits`."""
         likelihood = self.likelihood
         if dispersion.requires_grad or dispersion.item() != likelihood.dispersion.item():
-            likelihood = with_dispersion(likelihood, dispersion)
+            likelihood = likelihood.with_dispersion(dispersion)
         f, y = self.flat
         step = max(1, CHUNK // (256 * f.shape[-1]))
         for start in range(0, len(f), step):
@@ -107,7 +107,7 @@ class Sweep:
         """
         size = self.f.shape[-1]
         low, high = torch.tril_indices(size, size, device=self.f.device)
-        shared = 1 / size if isinstance(self.likelihood, Categorical) and size > 1 else 0.0
+        shared = 1 / size if self.likelihood.shift_invariant and size > 1 else 0.0
         weights = torch.where(low == high, 1 - shared, -2 * shared)
         total = self.grams.sum(0)  # (m, items, C(C+1)/2)
         variances = total @ weights.to(total)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.evidence.groups import Groups
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Belief, Prior, Tempered
 
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
@@ -138,7 +138,7 @@ class Tuning:
         if not chosen.deterministic and chosen.temperature != float(tempered.T):
             tempered = Tempered(chosen.temperature, tempered.prior)
         if chosen.dispersion is not None:
-            likelihood = with_dispersion(likelihood, chosen.dispersion)
+            likelihood = likelihood.with_dispersion(chosen.dispersion)
         prior = groups.prior(precision, belief.prior.mean)
         return cls(method, tuple(settings), scores, best, prior, tempered, likelihood, **more)
 
@@ -223,10 +223,3 @@ def resolve_rule(rule: str | Rule) -> Rule:
     if rule not in RULES:
         raise UnsupportedOperation(f"rule is {', '.join(map(repr, RULES))} or a function of `Trials`, got {rule!r}")
     return RULES[rule]
-
-
-def with_dispersion(likelihood: Likelihood, dispersion: float | Tensor) -> Likelihood:
-    """The same likelihood with another φ: a Gaussian whose noise is multiplied by a common factor."""
-    if not isinstance(likelihood, Gaussian):
-        raise TypeError(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
-    return likelihood.with_dispersion(dispersion)

@@ -23,6 +23,10 @@ class Bernoulli(Likelihood):
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc", "probit")
 
+    @property
+    def has_logits(self) -> bool:
+        return True
+
     def conditional(self, f: Tensor) -> Independent:
         return Independent(BernoulliLaw(logits=f, validate_args=False), 1, validate_args=False)
 

@@ -23,6 +23,14 @@ class BradleyTerry(Likelihood):
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
 
+    @property
+    def has_logits(self) -> bool:
+        return True
+
+    @property
+    def takes_class_indices(self) -> bool:
+        return True
+
     def conditional(self, f: Tensor) -> CategoricalLaw:
         return CategoricalLaw(logits=f, validate_args=False)
 

@@ -35,6 +35,14 @@ class Categorical(Likelihood):
         return True
 
     @property
+    def has_logits(self) -> bool:
+        return True
+
+    @property
+    def takes_class_indices(self) -> bool:
+        return True
+
+    @property
     def softmax(self) -> bool:
         return type(self).conditional is Categorical.conditional
 
@@ -82,6 +90,27 @@ class Categorical(Likelihood):
     def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """K−1 columns in order of decreasing class probability: the last ones may be dropped. See `softmax_root`."""
         return masked(softmax_root(promote(f)), None if y is None else self.mask(f, y))
+
+    def curvature_product(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        """Return p ∘ u − p (pᵀu)."""
+        p = f.softmax(-1)
+        image = p * (u - (p * u).sum(-1, keepdim=True))
+        mask = self.mask(f, y)
+        return image if mask is None else image * mask[..., None]
+
+    def root_noise(self, f: Tensor, y: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw √p ∘ ε − p (√pᵀε)."""
+        p = f.softmax(-1)
+        noise = torch.randn(n, *f.shape, generator=generator, dtype=f.dtype, device=f.device)
+        half = p.sqrt() * noise
+        drawn = half - p * half.sum(-1, keepdim=True)
+        mask = self.mask(f, y)
+        return drawn if mask is None else drawn * mask[..., None]
+
+    def smooth_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return diag(√p) − p√pᵀ, which has no singular derivative."""
+        half = (0.5 * f.log_softmax(-1)).exp()
+        return torch.diag_embed(half) - half.square()[..., :, None] * half[..., None, :]
 
     def scored_factor(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         """With its own class first: that column is √(p_y / (1 − p_y)) · (e_y − p)."""

@@ -41,6 +41,8 @@ class Gaussian(Likelihood):
     """
 
     links: ClassVar[tuple[str, ...]] = ("exact", "mc")
+    dispersion_name: ClassVar[str] = "noise"
+    dispersion_unit: ClassVar[float] = 0.5
 
     noise: float | Tensor | None = None
     estimated: bool = False
@@ -128,6 +130,13 @@ class Gaussian(Likelihood):
         phi = torch.as_tensor(dispersion, dtype=torch.float64)
         factor = (phi / self.dispersion.detach().to(phi.device)).sqrt()
         return Gaussian(self._noise.detach().to(phi.device) * factor, self.learns_noise)
+
+    def best_dispersion(self, f: Tensor, y: Tensor, held: float = 0.0) -> float:
+        """Return φ from the mean square of the residuals; the ratios between outputs are kept."""
+        squares = ((y - f).double() / self.sigma(f).double()).square()
+        items = squares[..., 0].numel()
+        ratio = (items * squares.mean().item() + held) / (items + held)
+        return max(ratio, 1e-24) * self.dispersion.item()
 
     def estimate(self, statistics: Tensor) -> Gaussian:
         """σ_k² = Σ r_k²/n of every output where the noise is unknown; of an estimate the common factor only.

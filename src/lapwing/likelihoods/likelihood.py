@@ -129,6 +129,22 @@ class Likelihood(ABC):
         root = root * self.dispersion.detach().to(root).sqrt()
         return masked(root, None if y is None else self.mask(f, y))
 
+    def curvature_product(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        """Return φΛ u for vectors u (s, B, *event, C); families with a closed form need no C × C matrix."""
+        root = self.factor(f, y).to(u)
+        return torch.einsum("n...cr,n...dr,sn...d->sn...c", root, root, u)
+
+    def root_noise(self, f: Tensor, y: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n vectors S ε with covariance φΛ, (n, B, *event, C)."""
+        root = self.factor(f, y)
+        shape = (n, *root.shape[:-2], root.shape[-1])
+        noise = torch.randn(shape, generator=generator, dtype=root.dtype, device=root.device)
+        return torch.einsum("b...cr,sb...r->sb...c", root, noise)
+
+    def smooth_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return an S (B, *event, C, R) that autograd can differentiate in f; constant in f where none is known."""
+        return self.factor(f.detach(), y)
+
     def scored_factor(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         """An S as `factor` gives, (B, C, R), whose first column is the score times a number of each item, and these
         numbers (B,). None where no such S is at hand: it saves a backward pass, and nothing else."""
@@ -175,14 +191,58 @@ class Likelihood(ABC):
         return False
 
     @property
-    def dispersion(self) -> Tensor:
-        """φ, 0-d: the common factor by which Λ⁻¹ scales (σ² for a Gaussian, 1 otherwise). Gradients flow."""
-        return torch.ones((), dtype=torch.float64)
+    def has_logits(self) -> bool:
+        """Whether outputs are logits of labels, so that dividing them by a temperature makes sense."""
+        return False
+
+    @property
+    def takes_class_indices(self) -> bool:
+        """Whether a target is the index of a class, so that 3.0 read from a file means class 3."""
+        return False
 
     @property
     def shift_invariant(self) -> bool:
         """Whether adding one number to all outputs of an item changes nothing, as under a softmax."""
         return False
+
+    # --- the dispersion --------------------------------------------------------------------------------------------
+
+    dispersion_name: ClassVar[str] = ""
+    """What `tune(learn=...)` calls the dispersion, such as "noise"; empty where there is none to learn."""
+
+    dispersion_unit: ClassVar[float] = 1.0
+    """Users read and write the dispersion to this power: ½ for a noise that is shown as a standard deviation."""
+
+    @property
+    def dispersion(self) -> Tensor:
+        """φ, 0-d: the common factor by which Λ⁻¹ scales (σ² for a Gaussian, 1 otherwise). Gradients flow."""
+        return torch.ones((), dtype=torch.float64)
+
+    def with_dispersion(self, dispersion: float | Tensor) -> Likelihood:
+        """Return the same likelihood with another dispersion; gradients flow from it."""
+        raise UnsupportedOperation(f"{type(self).__name__} has no noise to learn; only Gaussian(noise) has")
+
+    def best_dispersion(self, f: Tensor, y: Tensor, held: float = 0.0) -> float:
+        """Return the dispersion of the largest Σ log p(y | f), for outputs and targets without a posterior.
+
+        `held` is the number of items that the dispersion in force counts as, so that few items cannot make it absurd.
+        """
+        raise UnsupportedOperation(f"{type(self).__name__} has no noise to learn; only Gaussian(noise) has")
+
+    def dispersion_step(self, statistics: Tensor, effective: Tensor) -> Tensor:
+        """Return log φ′/φ of MacKay's fixed point (1992, Eq. 3.10), φ′ = RSS/(NK − γ) for `effective` parameters γ.
+
+        RSS/φ = −2L″ and NK = −2L″ − 2L′ come from the log-likelihood L(log φ), so that at the fixed point of any
+        likelihood the slope −2L′ equals γ.
+        """
+        with torch.enable_grad():
+            u = self.dispersion.detach().double().log().to(statistics.device).requires_grad_()
+            value = self.with_dispersion(u.exp()).log_likelihood(statistics)
+            (first,) = torch.autograd.grad(value, u, create_graph=True)
+            (second,) = torch.autograd.grad(first, u)
+        residual, count = -2 * second, -2 * second - 2 * first.detach()
+        left = (count - effective).clamp_min(1e-3 * count)
+        return (residual.clamp_min(1e-30) / left).log()
 
     @property
     def known(self) -> bool:

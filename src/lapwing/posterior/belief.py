@@ -1,8 +1,8 @@
-"""A belief: the curvature of the data with a prior, a likelihood and a temperature, and the posterior they determine."""
+"""A belief: the curvature of the data with a prior, a likelihood and a temperature, which determine the posterior."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,7 @@ class Belief:
     curvature: Curvature
     prior: Prior
     likelihood: Likelihood
-    temperature: Tempered = Tempered()
+    temperature: Tempered = field(default_factory=Tempered)
     logit_temperature: float = 1.0
     damped: bool = False
     repair: bool = False
@@ -105,7 +105,7 @@ class Belief:
         return make_posterior(self.weights, self.curvature.matrix, self.scale, prior, repair=self.repair)
 
     def require_posterior(self) -> None:
-        """Raise now if there is no posterior. Skip the work where it certainly exists or the prior carries gradients."""
+        """Raise if there is no posterior; no work where it certainly exists or where the prior carries gradients."""
         mean, matrix = self.resolved_prior
         constant = isinstance(matrix, Diagonal) and matrix.expanded and bool(matrix.values[0] > 0)
         certain = constant and not self.repair and not isinstance(self.curvature.factor, Hessian)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, Diagonal
 
 FLOOR = 1e-4  # of the mean curvature of a weight
@@ -42,7 +42,7 @@ def information_bound(f: Tensor, variance: Tensor, likelihood: Likelihood) -> Te
 
 def softened_root(f: Tensor, likelihood: Likelihood) -> tuple[float, Tensor]:
     """What outputs are divided by, and S there; the identity where the likelihood has none without targets."""
-    factor = SOFTEN if isinstance(likelihood, Categorical | Bernoulli | BradleyTerry) else 1.0
+    factor = SOFTEN if likelihood.has_logits else 1.0
     try:
         return factor, likelihood.factor(f / factor)
     except UnsupportedOperation:

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lapwing.cli.files.objects import guarded, made, read_object
 from lapwing.errors import BadData, LapwingError, NotReiterable
-from lapwing.likelihoods import BradleyTerry, Categorical, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.model import Batches, batch_size, take, tensors_in
 from lapwing.model.batches import call, map_tensors
 from lapwing.model.module import borrowed
@@ -157,7 +157,8 @@ def suited(rows: Rows, module: nn.Module, likelihood: Likelihood | None) -> Rows
     inputs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, rows.inputs)
     y = rows.targets
     if y is not None and y.is_floating_point():
-        classes = isinstance(likelihood, Categorical | BradleyTerry) and y.ndim == 1 and bool((y == y.round()).all())
+        indices = likelihood is not None and likelihood.takes_class_indices and y.ndim == 1
+        classes = indices and bool((y == y.round()).all())
         y = y.long() if classes else y.to(torch.promote_types(dtype, torch.float32))  # as likelihoods compute
     return replace(rows, inputs=inputs, targets=y)
 

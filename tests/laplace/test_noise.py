@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from tests.dense import jacobian
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import lapwing
 from lapwing import Gaussian
 from lapwing.errors import UnsupportedOperation
+from tests.dense import jacobian
 
 
 def problem(outputs=1, n=60, seed=0):

@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
+
+import lapwing
 from tests.dense import (
     assert_same,
     build,
@@ -18,9 +21,6 @@ from tests.dense import (
     softmax_hessian,
 )
 from tests.noise import unit_noise
-from torch import nn
-
-import lapwing
 
 STRUCTURES = ("diag", "blockdiag", "kron", "ekfac", "full", "lowrank")
 

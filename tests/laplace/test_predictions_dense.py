@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tests.dense import assert_same, build, randn, seeded
 from torch import nn
 from torch.func import functional_call
 
 import lapwing
+from tests.dense import assert_same, build, randn, seeded
 
 STRUCTURES = ("diag", "blockdiag", "kron", "ekfac", "full", "lowrank")
 SIGMA = 0.7

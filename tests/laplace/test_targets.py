@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.dense import assert_same, build, covariance, flat, ggn, jacobian, outputs, randn, seeded, softmax_hessian
-from tests.noise import unit_noise
 from torch import nn
 
 import lapwing
+from tests.dense import assert_same, build, covariance, flat, ggn, jacobian, outputs, randn, seeded, softmax_hessian
+from tests.noise import unit_noise
 
 
 def net(out=2):

@@ -3,6 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+import lapwing
 from tests.dense import (
     assert_same,
     build,
@@ -15,9 +18,6 @@ from tests.dense import (
     seeded,
     softmax_hessian,
 )
-from torch import nn
-
-import lapwing
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias")
 SELECT = {

@@ -44,7 +44,7 @@ def test_a_missing_extra_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert cli.main(["demo", "--out", str(tmp_path)]) == 1
-    assert "pip install 'lapwing[data]'" in capsys.readouterr().err
+    assert "pip install 'lapwing-torch[data]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])

@@ -70,7 +70,7 @@ ENDLESS = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.interfaces.test_kills import data, model
+from tests.storage.test_kills import data, model
 import lapwing
 from lapwing.curvature import resume
 resume.SECONDS, resume.EVERY = 0.0, 2

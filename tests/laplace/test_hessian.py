@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.dense import assert_same, build, covariance, flat, ggn, jacobian, outputs, randn, seeded, softmax_hessian
 from torch import nn
 from torch.func import functional_call
 
 import lapwing
+from tests.dense import assert_same, build, covariance, flat, ggn, jacobian, outputs, randn, seeded, softmax_hessian
 
 SIGMA = 0.7
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.dense import assert_same, build, flat, outputs, randn
 from torch import nn
 
 import lapwing
+from tests.dense import assert_same, build, flat, outputs, randn
 
 SIGMA, TAU = 0.7, 0.1
 

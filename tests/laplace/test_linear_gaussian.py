@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dense import assert_same, build, gaussian_log_density, randn, seeded
 from torch import Tensor, nn
 
 import lapwing
+from tests.dense import assert_same, build, gaussian_log_density, randn, seeded
 
 N, D = 14, 3
 EXACT = ("full", "blockdiag", "kron", "ekfac", "lowrank")  # a single linear layer is all of them; diag is not
