@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import IncompatiblePrior, UnsupportedOperation
 from lapwing.linalg import Diagonal
 from lapwing.posterior import Belief, Prior
 
@@ -57,6 +57,21 @@ class Groups:
             raise ValueError(f"no block holds the parameter {missing[0]!r}; the blocks are {list(map(tuple, blocks))}")
         flat = torch.repeat_interleave(torch.tensor([where[name] for name in names]), torch.tensor(list(sizes)))
         return cls(flat if index is None else flat[index.cpu()], len(blocks), tuple(map(tuple, blocks)))
+
+    @classmethod
+    def of_prior(cls, belief: Belief) -> tuple["Groups", Tensor]:
+        """The fewest groups in which the prior of a belief is constant, and its precision in each."""
+        params, precision = belief.curvature.params, belief.resolved_prior[1].diagonal().detach().double().cpu()
+        assert params is not None
+        kinds = (
+            cls.scalar(params.size),
+            cls.layerwise(belief.curvature.names, params.names, params.sizes, params.index),
+        )
+        for groups in kinds:
+            values = groups.precisions(belief)
+            if torch.allclose(groups.expand(values), precision, rtol=1e-9):
+                return groups, values
+        raise IncompatiblePrior("a curve needs a prior that is constant per block; use a scalar or layerwise prior")
 
     @property
     def size(self) -> int:
