@@ -3,7 +3,7 @@
 from lapwing.evidence.by_evidence import tune_evidence
 from lapwing.evidence.by_grid import tune_grid
 from lapwing.evidence.by_loo import tune_loo
-from lapwing.evidence.by_validation import nodes_for, tune_sweep, tune_validation
+from lapwing.evidence.by_validation import nodes_for, search, tune_validation
 from lapwing.evidence.candidates import Candidates, default_learn
 from lapwing.evidence.compare import Comparison, compare
 from lapwing.evidence.evidence import effective_parameters, evidence_of, log_evidence, stationarity
@@ -35,12 +35,12 @@ __all__ = [
     "lowest",
     "nodes_for",
     "resolve_rule",
+    "search",
     "stationarity",
     "tune_bound",
     "tune_evidence",
     "tune_grid",
     "tune_loo",
-    "tune_sweep",
     "tune_validation",
     "variational_bound",
     "widest",

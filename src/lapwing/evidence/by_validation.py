@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,28 +61,47 @@ def tune_validation(
     if learn is None:
         learn = tuple(dict.fromkeys((*default_learn(belief.likelihood), *(grid or {}))))
     learned = check_learned(learn, grid, belief.likelihood)
-    now = Setting(groups.precisions(belief), float(belief.temperature.T))
+    T, scaling = float(belief.temperature.T), belief.logit_temperature
+    now = Setting(groups.precisions(belief), T, logit_temperature=scaling)
     usual = GRID
     if "noise" in learned and "noise" not in (grid or {}):
         noises, batches = noise_grid(batches, belief.likelihood)
         usual = {**GRID, "noise": noises}
-    candidates = Candidates.of(learned, grid or {}, belief, now, optional, usual)
+    candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, optional, usual)
     box = candidates.box if prepare is None else candidates.including(now).box
     sweep = collect(belief, groups, batches, nodes_spanning(belief, box), score=score or linked(), memory=memory)
     sweep = sweep if prepare is None else prepare(sweep, now)
-    return tune_sweep(sweep, belief, groups, candidates, rule=rule, steps=steps, method=method)
+    found = search(sweep, candidates, rule=rule, steps=steps)
+    return Tuning.of(
+        method,
+        belief,
+        groups,
+        found.trials.settings,
+        found.trials.scores,
+        found.best,
+        iterations=found.iterations,
+        baselines={name: losses.mean().item() for name, losses in found.trials.baselines.items()},
+        messages=found.messages,
+        logit_temperature=found.setting.logit_temperature,
+    )
 
 
-def tune_sweep(
-    sweep: Sweep,
-    belief: Belief,
-    groups: Groups,
-    candidates: Candidates,
-    *,
-    rule: Rule = lowest,
-    steps: int = 20,
-    method: str = "validation",
-) -> Tuning:
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search tried, which setting it chose, and what to know about it."""
+
+    trials: Trials
+    best: int
+    iterations: int
+    messages: tuple[str, ...]
+
+    @property
+    def setting(self) -> Setting:
+        """The chosen setting."""
+        return self.trials.settings[self.best]
+
+
+def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: int = 20) -> Found:
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
     given, candidates = candidates, candidates.settled(sweep)
@@ -97,7 +116,7 @@ def tune_sweep(
         refined, iterations = descend(sweep, start, candidates.box, free, steps, near)
         settings.append(refined)
         losses.append(sweep.losses(refined))
-    if "prior" in candidates.given and groups.count > 1:
+    if "prior" in candidates.given and len(settings[0].precision) > 1:
         settings, losses = _by_group(sweep, candidates, settings, losses)
     count = len(settings)
     limits = [*_limits(sweep, candidates), _limit(sweep, None, candidates.logit_temperature)]
@@ -110,8 +129,12 @@ def tune_sweep(
     trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred), reference)
     if steps and "prior" in free and rule is not lowest:
         trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
-    tuning = _choose(sweep, belief, groups, trials, candidates, rule, iterations, method)
-    return replace(tuning, messages=(*_settled(sweep, given, learned), *tuning.messages))
+    best = trials.choose(rule)
+    if "logit_temperature" in free and not trials.settings[best].deterministic:
+        trials = _polished(sweep, trials, best, near)
+        best = len(trials.settings) - 1
+    messages = (*_settled(sweep, given, learned), *_messages(sweep, trials, best, candidates))
+    return Found(trials, best, iterations, messages)
 
 
 def _by_group(
@@ -193,34 +216,6 @@ def _largest(matrix: PSD) -> float:
         values = eigenvalues(block)
         tops.append(block.trace().item() if values is None else values.max().item())
     return max(tops)
-
-
-def _choose(
-    sweep: Sweep,
-    belief: Belief,
-    groups: Groups,
-    trials: Trials,
-    candidates: Candidates,
-    rule: Rule,
-    iterations: int,
-    method: str,
-) -> Tuning:
-    best = trials.choose(rule)
-    if "logit_temperature" in candidates.free and not trials.settings[best].deterministic:
-        trials = _polished(sweep, trials, best, candidates.near(sweep))
-        best = len(trials.settings) - 1
-    return Tuning.of(
-        method,
-        belief,
-        groups,
-        trials.settings,
-        trials.scores,
-        best,
-        iterations=iterations,
-        baselines={name: losses.mean().item() for name, losses in trials.baselines.items()},
-        messages=_messages(sweep, trials, best, candidates),
-        logit_temperature=trials.settings[best].logit_temperature,
-    )
 
 
 def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Trials:

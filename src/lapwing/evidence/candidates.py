@@ -18,7 +18,6 @@ from lapwing.evidence.scoring import (
 from lapwing.evidence.sweep import Batch, Sweep
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
-from lapwing.posterior import Belief
 
 LEARNABLE = ("prior", "temperature", "logit_temperature", "noise")
 GRID: Mapping[str, Sequence[float]] = {
@@ -89,23 +88,24 @@ class Candidates:
         cls,
         learned: tuple[str, ...],
         grid: Mapping[str, Sequence[float]],
-        belief: Belief,
         now: Setting,
+        likelihood: Likelihood,
         optional: tuple[str, ...] = (),
         usual: Mapping[str, Sequence[float]] = GRID,
     ) -> "Candidates":
         """Those of `grid`, the usual ones where it has none, and the values in force for what is not learned."""
         chosen = {**usual, **grid}
         fitted = "logit_temperature" in learned
-        precision, logit_temperature = now.precision, belief.logit_temperature
         return cls(
             learned,
-            tuple(torch.full_like(precision, v) for v in chosen["prior"]) if "prior" in learned else (precision,),
+            tuple(torch.full_like(now.precision, v) for v in chosen["prior"])
+            if "prior" in learned
+            else (now.precision,),
             tuple(map(float, chosen["temperature"])) if "temperature" in learned else (now.temperature,),
             tuple(float(sigma) ** 2 for sigma in chosen["noise"]) if "noise" in learned else (None,),
-            tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (logit_temperature,),
-            belief.likelihood.dispersion.item(),
-            logit_temperature,
+            tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (now.logit_temperature,),
+            likelihood.dispersion.item(),
+            now.logit_temperature,
             now.temperature,
             optional,
             tuple(name for name in learned if name in grid),
