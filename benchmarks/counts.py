@@ -73,7 +73,7 @@ def layers(task: Task) -> tuple[list[Layer], int]:
 
 
 def layer(at: Linearization, record: int, q: int, o: int, i: int) -> Layer:
-    rule, call = at.bound[record]
+    rule, call = at.recorded.bound[record]
     t = rule.positions(call, 1)  # type: ignore[attr-defined]
     square = q * t * i**2
     if isinstance(rule, Convolution) and call.weight is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.curvature.sweep import _Pass
-from lapwing.model.jacobian import Linearization
+from lapwing.model.linearization import Linearization
 
 CLASSES = 4
 

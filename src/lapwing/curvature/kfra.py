@@ -21,8 +21,8 @@ from lapwing.curvature.sweep import sweep
 from lapwing.curvature.totals import Totals
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
-from lapwing.model import Block, LazyRows, Linearization, Reading, batch_size, take
-from lapwing.model.backward import pull
+from lapwing.model import Block, BlockRows, Linearization, RecordedPass, batch_size, take
+from lapwing.model.linearization import pull
 from lapwing.model.precision import tolerance
 from lapwing.model.rules import RULES
 from lapwing.model.rules.linear import Linear
@@ -143,14 +143,14 @@ class RecursiveSums(KroneckerSums):
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         rows = jacobian.rows
-        assert isinstance(rows, LazyRows)
+        assert isinstance(rows, BlockRows)
         if fresh is not None:
             self._forward(rows, fresh)
         outputs = rows.gradient_gram(self.last.block, False, False)
         self._require_finite(outputs, self.last)
         self.tensors["outputs"] += outputs
 
-    def _forward(self, rows: LazyRows, fresh: Tensor) -> None:
+    def _forward(self, rows: BlockRows, fresh: Tensor) -> None:
         """What does not depend on directions, once a sample."""
         weights = None if bool((fresh == 1).all()) else fresh
         self._require_chain(rows.at)
@@ -165,9 +165,9 @@ class RecursiveSums(KroneckerSums):
             self.tensors[f"{layer.place}.slopes"] += (b if weights is None else b * weights[:, None]).T @ b
         self.tensors["weights"] += fresh.sum()
 
-    def _require_chain(self, at: Reading) -> None:
+    def _require_chain(self, at: RecordedPass) -> None:
         """Refuse a network in which a layer hears of others than the one before it."""
-        records, finished = at.finished.records, at.finished
+        records, finished = at.records, at.finished
         own = first_reached(finished)
         if own != [records[self.last.record]]:
             raise refusal(f"the outputs come from {_names(at, own)}, not from {self.last.name} alone")
@@ -195,11 +195,11 @@ class RecursiveSums(KroneckerSums):
         shape = (min(CHECKED, one.f.numel()), *one.f.shape)
         v = torch.randn(shape, dtype=torch.float64, generator=generator).to(one.f)
         trial, exact = RecursiveSums(self.problem), one.jacobian(v).rows
-        assert isinstance(exact, LazyRows)
+        assert isinstance(exact, BlockRows)
         trial.update(one.jacobian_at(self.last.record, v), torch.ones(1, device=v.device).to(trial.tensors["outputs"]))
         for layer, found in zip(self.layers, trial.lefts(), strict=True):
             expected = exact.gradient_gram(layer.block, False, False)
-            rtol = _tolerance(one.finished.records[layer.record].out)  # outputs may have been widened
+            rtol = _tolerance(one.recorded.records[layer.record].out)  # outputs may have been widened
             if not (found - expected).norm() <= rtol * expected.norm():
                 raise refusal(
                     f"for one sample the recursion gives a matrix of norm {found.norm():.6g} at {layer.name}, and "
@@ -225,12 +225,12 @@ class RecursiveSums(KroneckerSums):
         return BlockDiagonal(self.layout, tuple(blocks), tuple(", ".join(block.names) for block in self.blocks))
 
 
-def _slopes(at: Reading, layer: Layer, following: Layer) -> Tensor:
+def _slopes(at: RecordedPass, layer: Layer, following: Layer) -> Tensor:
     """b = ∂a/∂h, (n, d), of what joins two layers; refuses what is not elementwise for the samples at hand.
 
     Where ∂a/∂h is diagonal, and only there, its product with any vector is that with ones times the vector.
     """
-    record, n = at.finished.records[layer.record], at.n
+    record, n = at.records[layer.record], at.n
     rule, call = at.bound[following.record]
     own, own_call = at.bound[layer.record]
     out, out_own = at.plan.steps[following.record].out, at.plan.steps[layer.record].out
@@ -260,7 +260,7 @@ def _tolerance(values: Tensor) -> float:
     return tolerance([values.dtype])
 
 
-def _names(at: Reading, records: list) -> str:
+def _names(at: RecordedPass, records: list) -> str:
     """Layers by their parameters, in the order of their calls."""
-    found = [k for k, record in enumerate(at.finished.records) if any(record is r for r in records)]
+    found = [k for k, record in enumerate(at.records) if any(record is r for r in records)]
     return " and ".join(", ".join(sorted(at.plan.steps[k].names)) for k in found) or "no selected layer"

@@ -24,7 +24,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
-from lapwing.model import Block, Digest, LazyRows, Plan
+from lapwing.model import Block, BlockRows, Digest, Plan
 
 Sharing = Literal["auto", "expand", "reduce"]
 
@@ -177,7 +177,7 @@ class KronAccumulator(KroneckerSums):
             elif kept == "diag":
                 self.tensors[f"{k}.diag"] += jacobian.rows[k].square_sum()
             else:
-                assert isinstance(jacobian.rows, LazyRows)
+                assert isinstance(jacobian.rows, BlockRows)
                 for swapped in orientations(block):
                     self.tensors[_of_gradients(k, swapped)] += jacobian.rows.gradient_gram(
                         block, swapped, self.sharing == "reduce"
@@ -187,7 +187,7 @@ class KronAccumulator(KroneckerSums):
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """The input side: once a sample, it does not depend on the directions."""
-        assert isinstance(jacobian.rows, LazyRows)
+        assert isinstance(jacobian.rows, BlockRows)
         assert fresh is not None
         weights = None if bool((fresh == 1).all()) else fresh
         for k, block in enumerate(self.blocks):
@@ -227,7 +227,7 @@ class KronAccumulator(KroneckerSums):
         with problem.network.borrow():
             at = problem.network.linearize(problem.plan, problem.first.inputs)
             rows = at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)).rows
-        assert isinstance(rows, LazyRows)
+        assert isinstance(rows, BlockRows)
         used = [(k, b) for k, b in enumerate(self.blocks) if b.kind != "unused" and kept_as(b) == "kron"]
         every = [(k, block, swapped) for k, block in used for swapped in orientations(block)]
         return [(k, swapped) for k, block, swapped in every if rows.positions(block, swapped, False) > 1]

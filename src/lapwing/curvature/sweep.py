@@ -18,7 +18,7 @@ from lapwing.curvature.shards import sharded
 from lapwing.curvature.totals import Sums, Totals
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
-from lapwing.model import Batch, Digest, LazyRows, Linearization, tensors_in
+from lapwing.model import Batch, BlockRows, Digest, Linearization, tensors_in
 from lapwing.model.batches import Inputs, parts_of
 
 Update = Callable[[Jacobian, Tensor | None], None]
@@ -54,7 +54,7 @@ def sweep(
     `together` hands over all directions of fewer samples, rather than fewer directions of all samples. With
     `state`, the tensors that `update` adds to, an interrupted pass goes on where the problem keeps a journal.
     `rows` makes them in place of `Linearization.jacobian`, of every batch as it comes: no samples are regrouped.
-    `digest`: of its blocks the structure wants no rows, only what `LazyRows.gradient_gram` gives.
+    `digest`: of its blocks the structure wants no rows, only what `BlockRows.gradient_gram` gives.
     """
     factor = factor or problem.factor
     scored, pieces = gradient and isinstance(factor, GGN), Pieces(problem, row_bytes, together, digest)
@@ -262,8 +262,8 @@ class _Pass:
         refuses gets the batch too."""
         rows = jacobian.rows
         # what is not finite spreads to the earliest layers
-        if isinstance(rows, LazyRows) and rows.gradients and not rows.finite(0):
-            last = max(k for k in range(len(rows.gradients)) if not rows.finite(k))
+        if isinstance(rows, BlockRows) and rows.gradients and not rows.gradients.finite(0):
+            last = max(k for k in range(len(rows.gradients)) if not rows.gradients.finite(k))
             raise BadData(where + _no_derivative(rows, last))
         try:
             self.update(jacobian, fresh)
@@ -286,8 +286,8 @@ class _Pass:
                 part += g.to_dense().reshape(-1)
 
 
-def _no_derivative(rows: LazyRows, k: int) -> str:
-    layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
+def _no_derivative(rows: BlockRows, k: int) -> str:
+    layer = f"{rows.at.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
     return (
         f"the gradient of the outputs at layer {layer} is not finite, or too large for its square to be, although the "
         "outputs are finite: an operation after it has no derivative there (a square root or a norm at zero), or a "

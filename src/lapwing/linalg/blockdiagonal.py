@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -175,7 +175,7 @@ class BlockDiagonal(PSD):
     def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
         return self.blocks[0].output_root(inputs) if len(self.blocks) == 1 else None
 
-    def _parts(self, rows: Rows) -> tuple[Rows, ...]:
+    def _parts(self, rows: Rows) -> Iterable[Rows]:
         """Each block's own rows, factored where they come so."""
         rows = self._rows(rows)
         if isinstance(rows, Jacobian) and self.layout.same_as(rows.layout):

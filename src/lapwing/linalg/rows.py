@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -155,14 +156,35 @@ class DenseRows(Rows):
         return ((flat * self._check(w)) @ flat.T).reshape(self.n, self.r, self.n, self.r)
 
 
+class FormedRows(Protocol):
+    """A sequence of `Rows`, one per block, that forms each when it is asked for."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def r(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __getitem__(self, k: int, /) -> Rows: ...
+    def __iter__(self) -> Iterator[Rows]: ...
+    def __len__(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Jacobian(Rows):
-    """Rows with respect to all parameters: one `Rows` a block, placed in the flat vector by a layout."""
+    """Rows with respect to all parameters: one `Rows` per block, placed in the flat vector by a layout.
 
-    rows: tuple[Rows, ...]
+    `rows` is a tuple, or a sequence that forms each block when it is asked for and knows n, r, dtype and device itself.
+    """
+
+    rows: tuple[Rows, ...] | FormedRows
     layout: Layout
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rows, tuple):
+            return  # checking sizes would form every block
         sizes = self.layout.sizes
         got = tuple(rows.size for rows in self.rows)
         if got != sizes:
@@ -174,12 +196,16 @@ class Jacobian(Rows):
             )
 
     @property
+    def _any(self) -> Rows | FormedRows:
+        return self.rows[0] if isinstance(self.rows, tuple) else self.rows
+
+    @property
     def n(self) -> int:
-        return self.rows[0].n
+        return self._any.n
 
     @property
     def r(self) -> int:
-        return self.rows[0].r
+        return self._any.r
 
     @property
     def size(self) -> int:
@@ -187,11 +213,11 @@ class Jacobian(Rows):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.rows[0].dtype
+        return self._any.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.rows[0].device
+        return self._any.device
 
     def dense(self) -> Tensor:
         return self.layout.scatter([rows.dense() for rows in self.rows])

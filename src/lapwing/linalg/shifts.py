@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -103,6 +105,6 @@ def _low_rank_products(matrix: LowRank, rows: Rows, shifts: Tensor, pairs: Tenso
     return (whole[:, pairs[0], pairs[1]] / shifts[:, None, None] - cut).to(matrix.dtype)
 
 
-def block_rows(matrix: PSD, rows: Rows) -> tuple[Rows, ...]:
+def block_rows(matrix: PSD, rows: Rows) -> Iterable[Rows]:
     """The rows of each of `blocks_of(matrix)`, factored where they come so."""
     return matrix._parts(rows) if isinstance(matrix, BlockDiagonal) else (rows,)

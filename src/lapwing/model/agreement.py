@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lapwing.model.backward import pull
+from lapwing.model.linearization import pull
 from lapwing.model.params import Params
 from lapwing.model.samples import close
 

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import DeferredRows, Rows
-from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
-from lapwing.model.gradients import Gradients
-from lapwing.model.jacobian import Linearization
+from lapwing.model.blockrows import Gradients, RecordedPass
+from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.module import output_tensor, warnings_here
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
 from lapwing.model.precision import Types, tolerance
-from lapwing.model.reading import Outputs
 from lapwing.model.roles import APART, NOT_DETERMINISTIC
 from lapwing.model.samples import AMBIGUOUS, close
 from lapwing.model.tape import Pass, run
@@ -199,7 +197,8 @@ class SelfCheck:
 
     def _linearization(self, plan: Plan, whole: Pass, f: Tensor) -> Linearization:
         every = replace(self.params, index=None)
-        return Linearization(self.module, every, plan, self.few, whole, self.outputs, f, self.leaves)
+        recorded = RecordedPass(whole, plan, every, self.leaves, f.shape[0])
+        return Linearization(self.module, self.few, self.outputs, f, recorded)
 
     def _blocks(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> list[Rows]:
         """Rows from the tape, by block; kept in factors where they are of a matrix."""

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lapwing.linalg import PSD, Diagonal
 from lapwing.model import Linearization, Network, Plan, PlanChanged
-from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs
+from lapwing.model.linearization import pull
 
 
 def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
@@ -30,7 +30,7 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
     uses = at.plan.blocks[0].uses if at.plan.blocks else ()  # of a plan made for these inputs, where it is another
     if len(uses) != 1 or not _last(at, uses[0][0]):
         return None
-    a = at.right(uses[0][0], block.bias)[:, 0].detach()
+    a = at.recorded.right(uses[0][0], block.bias)[:, 0].detach()
     if a.shape[1:3] != (1, 1):
         return None
     if isinstance(precision, Diagonal):
@@ -40,7 +40,7 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
 
 def _last(at: Linearization, k: int) -> bool:
     """Whether outputs (B, C) are those of a record as they are, by their values and by what they back-propagate."""
-    record = at.finished.records[k]
+    record = at.recorded.records[k]
     if at.f.ndim != 2 or record.out.shape != at.f.shape or not torch.equal(record.out, at.f):
         return False
     v = torch.randn(at.f.shape, generator=torch.Generator().manual_seed(0)).to(at.f)
