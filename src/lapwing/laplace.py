@@ -118,6 +118,11 @@ class Laplace:
         return self.belief.logit_temperature
 
     @property
+    def damped(self) -> bool:
+        """Whether Kronecker factors are damped one by one (`damping("factored")`)."""
+        return self.belief.damped
+
+    @property
     def posterior(self) -> Posterior:
         """N(θ̂, Σ): `.mean`, `.precision`, `.sample(n)`, `.log_prob(theta)`, `.variance`, `.covariance()`."""
         return self.belief.posterior
