@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, LapwingError, UnsupportedModel
-from lapwing.linalg import DeferredRows, Rows
+from lapwing.linalg import Rows
 from lapwing.model.agreement import Types, close, tolerance
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.blockrows import Gradients, RecordedPass
@@ -356,7 +356,7 @@ def _found(pair: tuple[Gradients, dict[str, Tensor | None]]) -> list[Tensor]:
 def _weighted(rows: Rows, weights: Tensor) -> Tensor:
     """Σ_n weights[r, n] J[n, r], (r, size). Rows are written out for one sample at a time (those made in pieces for
     two: pieces of one would not show a rule that confuses samples)."""
-    step = 2 if isinstance(rows, DeferredRows) else 1
+    step = 2 if rows.deferred else 1
     total = torch.zeros(rows.r, rows.size, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     for start in range(0, rows.n, step):
         if not weights[:, start : start + step].any():

@@ -13,12 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN
+from lapwing.curvature.factor import GGN, register_factor
 from lapwing.curvature.kron import LARGEST_FACTOR, KroneckerFactor, KroneckerSums, kept_as
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import layout_of
-from lapwing.curvature.sweep import sweep
-from lapwing.curvature.totals import Totals
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
 from lapwing.model import Block, BlockRows, Linearization, RecordedPass, batch_size, take
@@ -30,6 +29,7 @@ from lapwing.model.tape import first_reached
 CHECKED = 4  # output directions of the self-check
 
 
+@register_factor("kfra")
 @dataclass(frozen=True, eq=False)
 class KFRA(KroneckerFactor):
     """Kronecker factors of linear layers joined by elementwise functions, for `structure="kron"`.
@@ -128,9 +128,9 @@ class RecursiveSums(KroneckerSums):
     def last(self) -> Layer:
         return self.layers[-1]
 
-    def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
+    def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         exact, state = GGN(limit=problem.outputs, tolerance=0.0), self.tensors
-        return sweep(
+        return pass_over(
             problem, self.update, exact, label=label, gradient=gradient, together=True, state=state, rows=self._rows
         )
 
