@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.curvature.sweep import _Pass
+from lapwing.curvature.onepass import _Pass
 from lapwing.model.linearization import Linearization
 
 CLASSES = 4

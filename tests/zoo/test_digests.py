@@ -163,7 +163,7 @@ def test_a_fit_hands_over_all_directions_at_once(sharing: Literal["reduce", "exp
         plain(self, jacobian, fresh)
 
     monkeypatch.setattr(KronAccumulator, "update", update)
-    monkeypatch.setattr("lapwing.curvature.sweep.SMALL", 0)  # nothing is small
+    monkeypatch.setattr("lapwing.curvature.onepass.SMALL", 0)  # nothing is small
     structure, factor = lapwing.Kron(sharing=sharing), lapwing.GGN(tolerance=0.0)
     la = lapwing.fit(model, (x, y), "classification", structure=structure, factor=factor, progress=False)
     assert seen == [(N, OUT - 1)]

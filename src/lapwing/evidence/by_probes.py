@@ -11,7 +11,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.evidence.evidence import evidence_of
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import Setting, Tuning
-from lapwing.linalg.operator import Operator
+from lapwing.linalg import PSD
 from lapwing.posterior import Belief
 
 BOUNDS = (1e-10, 1e10)
@@ -34,7 +34,7 @@ def tune_probes(
     `samples` takes γ_g = E Σ_{p∈g} z_p (cGz)_p over so many posterior samples z instead, with fixed noise: EM by
     sample-then-optimize (Antorán et al. 2023), for a posterior that has no sketch to deflate by.
     """
-    if not isinstance(belief.curvature.matrix, Operator):
+    if not belief.curvature.matrix.iterative:
         raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
@@ -65,7 +65,8 @@ def tune_probes(
     settings = [_setting(values, each, learn) for values, each in ((first, begin), (tau, belief))]
     with torch.no_grad():
         scores = torch.tensor([-float(evidence_of(each)) for each in (begin, belief)], dtype=torch.float64)
-    error = float(_precision(belief).ratio_estimate().error) / 2
+    scaled, prior = _sum(belief)
+    error = (scaled + prior).logdet_error() / 2
     messages = [f"matrix-free: the log evidence has a standard error of {error:.3g}"]
     if moved > tolerance:
         messages.append(f"not converged after {step} iterations: a logarithm still moves by {moved:.3g}")
@@ -80,20 +81,13 @@ def _setting(precision: Tensor, belief: Belief, learn: Sequence[str]) -> Setting
     return Setting(precision, float(belief.temperature.T), dispersion)
 
 
-def _precision(belief: Belief) -> Operator:
-    """The posterior precision, without the check that it is positive definite."""
-    scale = belief.scale.detach()
-    precision = belief.curvature.matrix.scale(scale) + belief.resolved_prior[1].scale(belief.temperature.prior_scale)
-    assert isinstance(precision, Operator)
-    return precision
+def _sum(belief: Belief) -> tuple[PSD, PSD]:
+    """The two terms of the posterior precision: T/φ·H and the prior."""
+    prior = belief.resolved_prior[1].scale(belief.temperature.prior_scale)
+    return belief.curvature.matrix.scale(belief.scale.detach()), prior
 
 
 def _effective(belief: Belief, groups: Groups, samples: int | None) -> Tensor:
     """γ_g of every group, (G,)."""
-    precision = _precision(belief)
-    if samples is None:
-        return groups.total(precision.determined())
-    generator = torch.Generator(precision.device).manual_seed(precision.solver.seed)
-    z = precision.sample(samples, generator).double()
-    image = precision._constants[0] * precision.product.matvec(z)
-    return groups.total((z * image).mean(0))
+    scaled, prior = _sum(belief)
+    return groups.total(scaled.determined_shares(prior, samples))

@@ -20,8 +20,6 @@ from lapwing.evidence.scoring import (
 )
 from lapwing.evidence.sweep import Batch, Sweep, collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
-from lapwing.linalg import PSD, Kronecker
-from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Belief
 
 BISECTIONS = 3  # of the decade between two priors of the grid
@@ -186,36 +184,16 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
 
 
 def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
-    """Nodes that serve every setting in the box."""
-    curvature = belief.curvature
-    span = _span(box, curvature.dispersion_power, belief.temperature.prior)
-    return Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, belief.split))
+    """Nodes that serve every setting in the box; of a damped belief, also for factors that are damped one by one."""
+    matrix, split = belief.curvature.matrix, belief.split
+    span = _span(box, belief.curvature.dispersion_power, belief.temperature.prior)
+    largest_factor = None if split is None else matrix.largest_damped(split)
+    return Nodes.spanning(*span, matrix.largest_eigenvalue(), largest_factor)
 
 
 def nodes_for(belief: Belief, precision: Tensor, temperatures: Sequence[float]) -> Nodes:
     """Nodes that serve these precisions at these temperatures."""
     return nodes_spanning(belief, box_of([precision], temperatures, [belief.likelihood.dispersion.item()], ()))
-
-
-def _largest_factor(matrix: PSD, split: float | None) -> float | None:
-    """A number that no eigenvalue of a damped Kronecker factor exceeds; None without damping."""
-    if split is None:
-        return None
-    found = 0.0
-    for block in blocks_of(matrix):
-        if isinstance(block, Kronecker):
-            left, right = (side.max().item() * math.sqrt(float(block.factor)) for side in block.eigenvalues)
-            found = max(found, left / split, right * split)
-    return found
-
-
-def _largest(matrix: PSD) -> float:
-    """A number no eigenvalue exceeds."""
-    tops = []
-    for block in blocks_of(matrix):
-        values = eigenvalues(block)
-        tops.append(block.trace().item() if values is None else values.max().item())
-    return max(tops)
 
 
 def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Trials:

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lapwing.curvature import Curvature
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, Diagonal
+from lapwing.linalg import PSD
 from lapwing.linalg.logs import PIECE
-from lapwing.linalg.operator import Operator
 from lapwing.linalg.rows import added
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Tempered
@@ -59,9 +57,10 @@ def _distance(mean: Tensor, center: Tensor, precision: PSD) -> Tensor:
     """(θ̂−μ₀)ᵀΠ(θ̂−μ₀). Where μ₀ and Π are one number each, sum over pieces that stay in the processor's cache."""
     center = center.expand(mean.shape) if center.ndim == 0 else center
     single = center.stride(0) == 0 and not (center.requires_grad and center.is_leaf)
-    if isinstance(precision, Diagonal) and precision.expanded and single:
+    constant = precision.constant() if precision.expanded and single else None
+    if constant is not None:
         pieces = [(few.double() - center[0].double()).square().sum() for few in mean.split(PIECE)]
-        return precision.values[0].double() * added(pieces)
+        return constant * added(pieces)
     offset = mean.double() - center.double()
     return (offset * precision.matvec(offset).double()).sum()
 
@@ -81,20 +80,9 @@ def stationarity(belief: Belief) -> float:
 
 
 def effective_parameters(belief: Belief) -> float:
-    """γ = tr(c·H (c·H + Π)⁻¹) = Σ c e/(c e + τ): how many directions the data, not the prior, determine.
-
-    Computed as the derivative of log|c·H + Π| in log c, which is exact for every structure and subtracts nothing.
-    """
-    matrix, precision = belief.curvature.matrix, belief.prior_in_use[1].scale(belief.temperature.prior_scale)
-    scale = belief.scale.detach()
-    if isinstance(matrix, Operator) and isinstance(precision, Operator):
-        own = matrix.scale(scale)
-        return (own + precision).determined_by(own).value.item()
-    with torch.enable_grad():
-        log_scale = scale.double().log().requires_grad_()
-        bracket = matrix.scale(log_scale.exp()).logdet_ratio(precision)
-        (effective,) = torch.autograd.grad(bracket, log_scale)
-    return effective.item()
+    """γ = tr(c·H (c·H + Π)⁻¹) = Σ c e/(c e + τ): how many directions the data, not the prior, determine."""
+    prior = belief.prior_in_use[1].scale(belief.temperature.prior_scale)
+    return belief.curvature.matrix.effective_directions(belief.scale.detach(), prior).item()
 
 
 def _gain(belief: Belief) -> Tensor:

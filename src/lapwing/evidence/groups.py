@@ -109,9 +109,9 @@ class Groups:
     def precisions(self, belief: Belief) -> Tensor:
         """The prior precisions of a belief, averaged geometrically over each group, (G,)."""
         matrix = belief.resolved_prior[1]
-        if not isinstance(matrix, Diagonal):
+        if not matrix.is_diagonal:
             raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
-        logs = matrix.values.detach().double().log().cpu()
+        logs = matrix.diagonal().detach().double().log().cpu()
         counts = self.total(torch.ones_like(logs))
         return (self.total(logs) / counts.clamp(min=1)).exp()
 

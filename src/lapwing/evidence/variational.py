@@ -11,7 +11,6 @@ from lapwing.errors import IncompatiblePrior, UnsupportedOperation
 from lapwing.evidence.evidence import evidence_of
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import Setting, Tuning
-from lapwing.linalg import Diagonal, LowRank
 from lapwing.posterior import Belief
 
 BOUNDS = (1e-10, 1e10)
@@ -25,8 +24,7 @@ def variational_bound(belief: Belief) -> Tensor:
 
         bound = variational_bound(la.belief)
     """
-    matrix = belief.resolved_prior[1]
-    tau = matrix.constant() if isinstance(matrix, Diagonal) else None
+    tau = belief.resolved_prior[1].constant()
     if tau is None:
         raise IncompatiblePrior("the variational bound is for one prior precision for all weights; use a scalar prior")
     excess = belief.scale * _excess(belief.curvature) / (tau * belief.temperature.prior_scale)
@@ -47,10 +45,10 @@ def tune_bound(belief: Belief, groups: Groups, *, learn: Sequence[str] = ("prior
     """
     if tuple(learn) != ("prior",) or groups.count != 1:
         raise UnsupportedOperation("inducing points learn one prior precision (learn='prior', prior='scalar')")
-    matrix, prior_scale = belief.curvature.matrix, belief.temperature.prior_scale
-    assert isinstance(matrix, LowRank)
+    inside, prior_scale = belief.curvature.matrix.eigenvalues(), belief.temperature.prior_scale
+    assert inside is not None  # of the span, without a prior
     inner = belief.scale.detach() / prior_scale
-    values, outside = inner * matrix.values.double(), inner * _excess(belief.curvature)
+    values, outside = inner * inside, inner * _excess(belief.curvature)
     square = prior_scale * groups.squares(belief)[0]
     low, high = (math.log(bound) for bound in BOUNDS)
     for _ in range(100):

@@ -86,6 +86,24 @@ class Rows(ABC):
     def joint_gram(self, w: Tensor) -> Tensor:
         """J diag(w) Jᵀ across samples: w (size,) → (n, r, n, r)."""
 
+    @property
+    def deferred(self) -> bool:
+        """Whether the rows are made when they are read, a few samples at a time."""
+        return False
+
+    def rotate(self, left: Tensor, right: Tensor) -> Rows:
+        """J (left ⊗ right) for the rows of a weight (q, o, i), with left (q, o, o) and right (q, i, i)."""
+        dense = self.dense().unflatten(-1, (left.shape[0], left.shape[1], right.shape[1]))
+        return DenseRows((left.mT @ dense @ right).flatten(-3))
+
+    def weighted_products(self, weights: Tensor, pairs: Tensor) -> Tensor:
+        """J_a diag(w) J_bᵀ of each sample, for weights w (m, size) and pairs of directions (a, b) (2, k): (m, n, k)."""
+        pieces = []
+        for start, length in chunks(self.n, pairs.shape[1] * self.size * self.dtype.itemsize):
+            block = self.narrow(start, length).dense()
+            pieces.append((block[:, pairs[0]] * block[:, pairs[1]]) @ weights.T)  # (n, k, m)
+        return torch.cat(pieces).movedim(-1, 0)
+
     def gram(self) -> Tensor:
         """Σ_{n,r} of the outer products of rows, (size, size)."""
         total = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)

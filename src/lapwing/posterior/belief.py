@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature import Curvature
-from lapwing.curvature.factor import Hessian
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal
@@ -107,8 +106,8 @@ class Belief:
     def require_posterior(self) -> None:
         """Raise if there is no posterior; no work where it certainly exists or where the prior carries gradients."""
         mean, matrix = self.resolved_prior
-        constant = isinstance(matrix, Diagonal) and matrix.expanded and bool(matrix.values[0] > 0)
-        certain = constant and not self.repair and not isinstance(self.curvature.factor, Hessian)
+        tau = matrix.constant() if matrix.expanded else None
+        certain = tau is not None and bool(tau > 0) and not self.repair and self.curvature.factor.definite
         if not (certain or mean.requires_grad or matrix.diagonal().requires_grad):
             _ = self.posterior
 

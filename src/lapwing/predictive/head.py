@@ -33,8 +33,8 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
     a = at.recorded.right(uses[0][0], block.bias)[:, 0].detach()
     if a.shape[1:3] != (1, 1):
         return None
-    if isinstance(precision, Diagonal):
-        precision = Diagonal(block.places.take(precision.values))
+    if precision.is_diagonal:
+        precision = Diagonal(block.places.take(precision.diagonal()))
     return precision.output_root(a[:, 0, 0])
 
 
