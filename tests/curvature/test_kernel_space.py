@@ -13,7 +13,7 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.nullspace import project_to_nullspace
 from lapwing.likelihoods import resolve_likelihood
 from lapwing.model import Batches, Network, Params
-from lapwing.predictive.sketched import CountSketch, sketched_score
+from lapwing.predictive.novelty import CountSketch, sketched_score
 from tests.curvature.test_matrixfree import problem
 
 
