@@ -48,8 +48,9 @@ def imported() -> tuple[Any, Any]:
     """Laplace and CurvlinopsGGN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from laplace import Laplace
         from laplace.curvature import CurvlinopsGGN
+
+        from laplace import Laplace
     return Laplace, CurvlinopsGGN
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import lapwing
 from lapwing.cli import datasets, networks
 from lapwing.curvature import GGN, pose
-from lapwing.curvature.sweep import sweep
+from lapwing.curvature.onepass import pass_over
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Params
@@ -83,7 +83,7 @@ def main() -> None:
         kept.append(parts)
         squares.append(torch.cat([part.double().square().sum(0) for part in parts]))
 
-    sweep(problem, update)
+    pass_over(problem, update)
     blocks = [torch.cat(parts) for parts in zip(*kept)]
     at = Linearized(network, problem.plan, None, None, 2**30)  # type: ignore[arg-type]
     tests = [torch.cat(parts) for parts in zip(*(rows_of(rows) for _, rows in at.jacobians(held_out)))]

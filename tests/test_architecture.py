@@ -19,6 +19,7 @@ ROOMS = (
     "evidence",
     "evaluation",
     "interfaces",
+    "extras",
     "summary",
     "laplace",
     "fitting",

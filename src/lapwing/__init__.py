@@ -12,7 +12,6 @@ gc.disable()  # a full collection of all that torch has made would take a third 
 from lapwing.curvature import (
     EKFAC,
     GGN,
-    KFRA,
     BlockDiag,
     Diag,
     EmpiricalFisher,
@@ -24,7 +23,6 @@ from lapwing.curvature import (
     MatrixFree,
     MCFisher,
     Nystrom,
-    VaLLA,
 )
 from lapwing.errors import (
     BadData,
@@ -49,6 +47,8 @@ from lapwing.evidence.affine import Affine
 from lapwing.evidence.invariances import learn_invariances
 from lapwing.evidence.online import Online
 from lapwing.evidence.pruning import Pruned, prune, relevance
+from lapwing.extras.kfra import KFRA
+from lapwing.extras.valla import VaLLA
 from lapwing.fitting import fit, load
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import (

@@ -27,7 +27,6 @@ from lapwing.curvature import (
     resolve_structure,
     with_noise_ratios,
 )
-from lapwing.curvature.factor import Hessian
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive
@@ -159,7 +158,7 @@ def _require_kinds(
 def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure | None) -> Resume:
     """Where the fit goes on, for the same network, weights, likelihood, factor and structure."""
     network, family, factor = problem.network, problem.likelihood, problem.factor
-    if (chosen is not None and not chosen.resumes) or isinstance(factor, Hessian):
+    if (chosen is not None and not chosen.mergeable) or not factor.mergeable:
         raise UnsupportedOperation(
             "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
         )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.factor import Hessian
 from lapwing.curvature.matrixfree import moved as sent
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
@@ -173,8 +172,8 @@ class Laplace:
     def _certain(self) -> bool:
         """Whether any structure has this posterior: a sum of squares and one precision for all weights."""
         matrix = self._resolved_prior[1]
-        scalar = isinstance(matrix, Diagonal) and matrix.expanded and bool(matrix.values[0] > 0)
-        return scalar and not self.repair and not isinstance(self.curvature.factor, Hessian)
+        tau = matrix.constant() if matrix.expanded else None
+        return tau is not None and bool(tau > 0) and not self.repair and self.curvature.factor.definite
 
     # --- evidence --------------------------------------------------------------------------------------------------
 
@@ -643,9 +642,9 @@ class Laplace:
     def _start(self, prior: str) -> Tensor:
         """The current precision, averaged (geometrically) over each group."""
         groups, matrix = self._groups(prior), self._resolved_prior[1]
-        if not isinstance(matrix, Diagonal):
+        if not matrix.is_diagonal:
             raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
-        logs = matrix.values.detach().double().log().cpu()
+        logs = matrix.diagonal().detach().double().log().cpu()
         counts = groups.total(torch.ones_like(logs))
         return (groups.total(logs) / counts.clamp(min=1)).exp()
 

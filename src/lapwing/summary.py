@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lapwing.evidence import variational_bound
-from lapwing.linalg import Diagonal
-from lapwing.linalg.operator import Operator
 
-BOUNDS = {  # how a structure's evidence stands to that of the full GGN
-    "kron": "; KFAC's is no bound of the GGN's",
-    **dict.fromkeys(("diag", "blockdiag", "ekfac"), "; a lower bound of the full GGN's"),
-    **dict.fromkeys(("lowrank", "nystrom", "valla"), "; an upper bound of the full GGN's"),
+BOUNDS = {  # how a structure's evidence compares with that of the full GGN
+    None: "; no bound of the full GGN's",
+    "exact": "",
+    "lower": "; a lower bound of the full GGN's",
+    "upper": "; an upper bound of the full GGN's",
 }
 
 
@@ -43,7 +42,7 @@ def summary(la: Any) -> str:
 
 def _distance_line(la: Any) -> list[str]:
     """How far the weights are from a mode, where that is known without work and matters."""
-    if la.curvature.gradient is None or isinstance(la.posterior.precision, Operator):
+    if la.curvature.gradient is None or la.posterior.precision.iterative:
         return []
     gain = la.stationarity
     if gain < 1.0:
@@ -56,18 +55,18 @@ def _distance_line(la: Any) -> list[str]:
 
 def _evidence_line(la: Any) -> str:
     """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
-    precision, name = la.posterior.precision, la.curvature.structure.name
-    if not isinstance(precision, Operator):
-        return f"{float(la.log_evidence()):.6g}{BOUNDS.get(name, '')}{_variational_line(la)}"
-    if not precision.estimated:
-        return f"not estimated yet: log_evidence() takes {precision.solver.probes * precision.solver.steps} products"
-    error = 0.5 * float(precision.ratio_estimate().error)
+    precision, bound = la.posterior.precision, la.curvature.structure.bound
+    if not precision.iterative:
+        return f"{float(la.log_evidence()):.6g}{BOUNDS[bound]}{_variational_line(la)}"
+    if precision.logdet_products:
+        return f"not estimated yet: log_evidence() takes {precision.logdet_products} products"
+    error = 0.5 * precision.logdet_error()
     return f"{float(la.log_evidence()):.6g} ± {error:.2g} (standard error)"
 
 
 def _variational_line(la: Any) -> str:
     matrix = la._resolved_prior[1]
-    if "excess" not in la.curvature.state or not isinstance(matrix, Diagonal) or matrix.constant() is None:
+    if "excess" not in la.curvature.state or matrix.constant() is None:
         return ""
     bound = variational_bound(
         la.curvature, la._resolved_prior, la.likelihood, mean=la.params.flat, temperature=la.temperature

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.curvature import sweep
+from lapwing.curvature import onepass
 from lapwing.curvature.kron import KronAccumulator
 from lapwing.linalg import Jacobian
 from lapwing.model import selfcheck
@@ -32,13 +32,13 @@ def test_what_the_graph_keeps_is_inputs_and_activations() -> None:
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many samples each piece of the fits that follow has."""
     found: list[int] = []
-    feed = sweep._Pass._feed
+    feed = onepass._Pass._feed
 
     def seen(self: Any, at: Any, *args: Any) -> None:
         found.append(at.n)
         feed(self, at, *args)
 
-    monkeypatch.setattr(sweep._Pass, "_feed", seen)
+    monkeypatch.setattr(onepass._Pass, "_feed", seen)
     return found
 
 
@@ -47,8 +47,8 @@ def test_pieces_do_not_change_the_numbers(structure: str, sizes: list[int], monk
     whole = fitted(structure)
     sizes.clear()
     for name in ("CHUNK", "TOGETHER"):
-        monkeypatch.setattr(sweep, name, 80 * 3)  # three graphs
-    monkeypatch.setattr(sweep, "SMALL", 0)
+        monkeypatch.setattr(onepass, name, 80 * 3)  # three graphs
+    monkeypatch.setattr(onepass, "SMALL", 0)
     pieces = fitted(structure)
     assert max(sizes) <= 3
     torch.testing.assert_close(pieces.curvature.dense().trace(), whole.curvature.dense().trace())
@@ -58,7 +58,7 @@ def test_pieces_do_not_change_the_numbers(structure: str, sizes: list[int], monk
 
 def test_few_directions_do_not_make_large_graphs(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all directions of a sample are wanted at once, more bytes of gradients may be under way, not of graphs."""
-    monkeypatch.setattr(sweep, "CHUNK", 80 * 3)  # three graphs
+    monkeypatch.setattr(onepass, "CHUNK", 80 * 3)  # three graphs
     fitted("diag")
     assert max(sizes) == 3
 
@@ -118,6 +118,6 @@ def test_directions_count_all_they_take(case: str, monkeypatch: pytest.MonkeyPat
     options = {"structure": lapwing.Kron(sharing="reduce"), "factor": lapwing.GGN(tolerance=0.0), "progress": False}
     for small, several in ((2 * 4 * n * numbers - 1, 1), (2 * 4 * n * numbers, 2)):
         seen.clear()
-        monkeypatch.setattr(sweep, "SMALL", small)
+        monkeypatch.setattr(onepass, "SMALL", small)
         lapwing.fit(model, (torch.randn(n, 1, 10, 10), y), likelihood, **options)
         assert max(seen) == several

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.curvature.regroup import Regrouped
+from lapwing.curvature.onepass import Regrouped
 
 
 class TwoHeads(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.curvature.sweep import _Pass
-from lapwing.model.jacobian import Linearization
+from lapwing.curvature.onepass import _Pass
+from lapwing.model.linearization import Linearization
 
 CLASSES = 4
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing import GGN, BadData
-from lapwing.curvature import regroup
+from lapwing.curvature import onepass
 from lapwing.curvature.factor import Directions
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.model.batches import concatenate
@@ -76,13 +76,13 @@ def brute_force(net: nn.Module, x: Tensor, y: Tensor, tolerance: float, size: in
 def admitted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What every batch was told: True where its samples were brought together with others."""
     answers: list[bool] = []
-    plain = regroup.Regrouped.admit
+    plain = onepass.Regrouped.admit
 
-    def admit(self: regroup.Regrouped, *args: object) -> bool:
+    def admit(self: onepass.Regrouped, *args: object) -> bool:
         answers.append(plain(self, *args))  # type: ignore[arg-type]
         return answers[-1]
 
-    monkeypatch.setattr(regroup.Regrouped, "admit", admit)
+    monkeypatch.setattr(onepass.Regrouped, "admit", admit)
     return answers
 
 
@@ -192,8 +192,8 @@ def test_senseless_tolerances(tolerance: float) -> None:
 @pytest.mark.parametrize("waiting", [2**27, 20_000, 0])
 def test_groups_keep_samples_and_directions_together(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every (sample, direction) comes out exactly once, whatever the order."""
-    monkeypatch.setattr(regroup, "WAITING", waiting)
-    groups = regroup.Regrouped()
+    monkeypatch.setattr(onepass, "WAITING", waiting)
+    groups = onepass.Regrouped()
     generator = torch.Generator().manual_seed(0)
     came, out = [], []
     for _ in range(7):

@@ -151,3 +151,16 @@ def test_hessian_adds_up_over_updates():
     la = lapwing.fit(module, (x[:3], y[:3]), likelihood, structure="full", factor="hessian", prior=9.0)
     la = la.update((x[3:], y[3:]))
     assert_same(la.curvature.dense(), exact_hessian(module, x, y, loss))
+
+
+def test_tuning_an_indefinite_hessian_on_data_says_what_to_do():
+    module, x, y, likelihood, _ = problem("classification")
+    la = lapwing.fit(module, (x, y), likelihood, structure="full", factor=lapwing.Hessian(), prior=100.0)
+    assert float(la.curvature.matrix.smallest_eigenvalue()) < 0
+    for refused in (
+        lambda: la.tune((x, y)),
+        lambda: la.tune((x, y), method="loo"),
+        lambda: la.temperature_curve((x, y)),
+    ):
+        with pytest.raises(lapwing.NotPositiveDefinite, match=r"indefinite.*factor='ggn'"):
+            refused()

@@ -179,7 +179,7 @@ def test_kept_eigenvalues_are_of_no_context() -> None:
 
     for context in ("transform", "inference", "no_grad"):
         matrix = three_blocks()
-        _ = matrix.blocks[0].eigenvalues  # type: ignore[attr-defined]  # made by the fit
+        _ = matrix.blocks[0].factor_eigenvalues  # type: ignore[attr-defined]  # made by the fit
         first(matrix, context)
         (got,) = torch.autograd.grad(matrix.logdet_ratio(Diagonal(tau.expand(60))), tau)
         torch.testing.assert_close(got, want)

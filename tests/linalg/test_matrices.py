@@ -94,7 +94,7 @@ def test_damping_is_by_factors(split: float) -> None:
             for g, a in zip(matrix.left, matrix.right, strict=True)
         )
     )
-    damped = matrix.damped(c, tau, split=split)
+    damped = matrix.damped(c, constant(24, tau), split=split)
     torch.testing.assert_close(damped.dense(), want)
     exact = matrix.scale(c) + constant(24, tau)
     assert float(torch.linalg.eigvalsh(damped.dense() - exact.dense()).min()) > -1e-10
@@ -423,7 +423,7 @@ def test_sums_of_priors_and_of_the_same_factors() -> None:
     with pytest.raises(IncompatiblePrior, match="constant over the block or"):
         matrix + kronecker()
     with pytest.raises(UnsupportedOperation, match="without a prior"):
-        whole.damped(1.0, 1.0)
+        whole.damped(1.0, constant(24, 1.0))
 
 
 def test_gradients_reach_a_dense_matrix_itself() -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from lapwing.errors import NotPositiveDefinite
 from lapwing.linalg import PSD, BlockDiagonal, Dense, DenseRows, Diagonal, Kronecker, Layout, LowRank, MatrixRows, Term
 from lapwing.linalg.rows import Rows
-from lapwing.linalg.shifts import block_rows, blocks_of, eigenvalues, shifted_products
 
 torch.manual_seed(0)
 ROOT = torch.randn(4, 12, dtype=torch.float64)
@@ -43,7 +43,7 @@ PAIRS = torch.tensor([[0, 1, 2, 2], [0, 0, 1, 2]])
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
 def test_shifted_products(matrix: PSD, rows: Rows) -> None:
     shifts = torch.tensor([1e-3, 0.5, 1e4], dtype=torch.float64)
-    got = shifted_products(matrix, rows, shifts, PAIRS)
+    got = matrix.shifted_products(rows, shifts, PAIRS)
     dense, jacobian = matrix.dense(), rows.dense()
     for k, shift in enumerate(shifts):
         inverse = torch.linalg.inv(dense + shift * torch.eye(12, dtype=torch.float64))
@@ -53,7 +53,7 @@ def test_shifted_products(matrix: PSD, rows: Rows) -> None:
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
 def test_eigenvalues(matrix: PSD) -> None:
-    got = eigenvalues(matrix)
+    got = matrix.eigenvalues()
     assert got is not None
     expected = torch.linalg.eigvalsh(matrix.dense())
     torch.testing.assert_close(got.sort().values, expected[-len(got) :], rtol=1e-9, atol=1e-12)
@@ -61,11 +61,11 @@ def test_eigenvalues(matrix: PSD) -> None:
 
 
 def test_no_eigenbasis() -> None:
-    assert eigenvalues(MATRICES["dense"] + Diagonal(torch.arange(1, 13).double())) is None
+    assert (MATRICES["dense"] + Diagonal(torch.arange(1, 13).double())).eigenvalues() is None
     shifted = MATRICES["lowrank"] + Diagonal(torch.ones(12).double())
-    assert eigenvalues(shifted) is None
+    assert shifted.eigenvalues() is None
     shift = torch.tensor([0.5], dtype=torch.float64)
-    got = shifted_products(shifted, ROWS["outer"], shift, PAIRS)[0]
+    got = shifted.shifted_products(ROWS["outer"], shift, PAIRS)[0]
     exact = (shifted + Diagonal(torch.full((12,), 0.5).double())).quadratic(ROWS["outer"])
     torch.testing.assert_close(got, exact[:, PAIRS[0], PAIRS[1]])
 
@@ -74,17 +74,18 @@ def test_blocks() -> None:
     layout = Layout(24, (torch.arange(0, 24, 2), torch.arange(1, 24, 2)))
     whole = BlockDiagonal(layout, (MATRICES["dense"], MATRICES["diagonal"]))
     rows = DenseRows(torch.randn(2, 3, 24, dtype=torch.float64))
-    assert blocks_of(whole) == whole.blocks
-    assert blocks_of(whole.blocks[0]) == (whole.blocks[0],)
+    assert whole.diagonal_blocks() == whole.blocks
+    assert whole.blocks[0].diagonal_blocks() == (whole.blocks[0],)
     shift = torch.tensor([0.3], dtype=torch.float64)
-    total = sum(
-        shifted_products(block, part, shift, PAIRS)[0] for block, part in zip(blocks_of(whole), block_rows(whole, rows))
-    )
+    parts = [*whole.blockwise_rows(torch.arange(24), rows)]
+    assert torch.equal(parts[1][1], torch.arange(1, 24, 2))
+    total = sum(block.shifted_products(part, shift, PAIRS)[0] for block, _, part in parts)
     exact = (whole + Diagonal(torch.full((24,), 0.3).double())).quadratic(rows)
     torch.testing.assert_close(total, exact[:, PAIRS[0], PAIRS[1]])
+    torch.testing.assert_close(whole.shifted_products(rows, shift, PAIRS)[0], total)
 
 
 def test_refuses_a_shift_that_leaves_it_indefinite() -> None:
     indefinite = Dense(torch.diag(torch.tensor([1.0, -2.0], dtype=torch.float64)))
-    with pytest.raises(ValueError, match="exceed 2"):
-        shifted_products(indefinite, DenseRows(torch.ones(1, 3, 2).double()), torch.tensor([1.0]), PAIRS)
+    with pytest.raises(NotPositiveDefinite, match=r"eigenvalue is -2.*factor='ggn'"):
+        indefinite.shifted_products(DenseRows(torch.ones(1, 3, 2).double()), torch.tensor([1.0]), PAIRS)

@@ -15,8 +15,9 @@ from tests.dense import assert_same, build, randn, seeded
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it decorates with the deprecated torch.jit.script
     try:
-        import laplace
         from laplace.curvature import BackPackGGN, CurvlinopsEF, CurvlinopsGGN
+
+        import laplace
     except ImportError as missing:
         pytest.skip(
             f"laplace-torch is not installed here ({missing}): use .venv-peers, see benchmarks/README.md",

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lapwing
 from lapwing.model import Network, Params
-from lapwing.model.backward import pull
+from lapwing.model.linearization import pull
 
 
 def fitted(outputs: int = 3, likelihood: str = "classification") -> lapwing.Laplace:

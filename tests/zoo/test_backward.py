@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import lapwing
-from lapwing.model import backward
-from lapwing.model.backward import pull, pull_all
+from lapwing.model import linearization
 from lapwing.model.forward import forward_mode
+from lapwing.model.linearization import pull, pull_all
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -41,7 +41,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("own", [True, False])
 def test_cotangents_one_and_many_at_a_time(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not own:  # as in a PyTorch that has no such function
-        monkeypatch.setattr(backward, "_vmap", None)
+        monkeypatch.setattr(linearization, "_vmap", None)
     x, unused = X.clone().requires_grad_(), torch.ones(2, requires_grad=True)
     f = FUNCTIONS[name](x)
     v = torch.randn(4, *f.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -12,7 +12,7 @@ import lapwing
 from lapwing.curvature.kron import KronAccumulator
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
-from lapwing.model import Digest, LazyRows, Linearization, Network
+from lapwing.model import BlockRows, Digest, Linearization, Network
 from lapwing.model.params import Params
 
 N, OUT = 5, 3
@@ -95,7 +95,7 @@ def linearized(model: nn.Module, x: Tensor) -> tuple[Network, Linearization]:
 
 
 def factors(at: Linearization, jacobian: Jacobian, kind: Kind) -> dict[str, Tensor]:
-    assert isinstance(jacobian.rows, LazyRows)
+    assert isinstance(jacobian.rows, BlockRows)
     return {
         block.names[0]: jacobian.rows.gradient_gram(block, False, kind == "sums")
         for block in at.plan.blocks
@@ -114,7 +114,7 @@ def test_factors(name: str, kind: Kind) -> None:
     with network.borrow(), torch.no_grad():
         plain = at.jacobian(directions, digest)
         scored, gradient = at.jacobian_and_vjp(directions, score, scale, digest)
-    assert isinstance(plain.rows, LazyRows)
+    assert isinstance(plain.rows, BlockRows)
     digested = at.digested(digest)
     assert bool(digested) == (name != "bias used twice")  # whose gradients are wanted for the rows of the bias
     assert all(not plain.rows.gradients.found[k] for k in digested)
@@ -163,7 +163,7 @@ def test_a_fit_hands_over_all_directions_at_once(sharing: Literal["reduce", "exp
         plain(self, jacobian, fresh)
 
     monkeypatch.setattr(KronAccumulator, "update", update)
-    monkeypatch.setattr("lapwing.curvature.sweep.SMALL", 0)  # nothing is small
+    monkeypatch.setattr("lapwing.curvature.onepass.SMALL", 0)  # nothing is small
     structure, factor = lapwing.Kron(sharing=sharing), lapwing.GGN(tolerance=0.0)
     la = lapwing.fit(model, (x, y), "classification", structure=structure, factor=factor, progress=False)
     assert seen == [(N, OUT - 1)]

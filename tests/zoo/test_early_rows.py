@@ -74,7 +74,7 @@ def test_rows(name: str) -> None:
         # what is kept of a direction: gradients of matrices, rows of the others; and those of a pass under way
         names = {name for k in at.early for name in plan.steps[k].names}
         rows = sum(p.numel() for name, p in model.named_parameters() if name in names)
-        matrices = sum(r.out[0].numel() for k, r in enumerate(at.finished.records) if k not in at.early)
+        matrices = sum(r.out[0].numel() for k, r in enumerate(at.recorded.records) if k not in at.early)
         assert plan.kept == at.kept == matrices + rows < plan.width
         assert plan.under_way(7) == 7 * plan.kept + plan.width - plan.kept
         eye = torch.eye(OUT).double()[:, None].expand(-1, N, -1)

@@ -1,232 +1,21 @@
 """Curvature of the log-likelihood: a factor (which directions) times a structure (what is kept of them)."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import replace
-
-import torch
-
-from lapwing.curvature.blockdiag import BlockDiag
-from lapwing.curvature.diag import Diag
+from lapwing.curvature.curvature import Curvature, choose_structure, estimate_curvature, extend_curvature
 from lapwing.curvature.ekfac import EKFAC
-from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, Hessian, MCFisher
-from lapwing.curvature.full import Full
+from lapwing.curvature.entries import BlockDiag, Diag, Full, Hessian
+from lapwing.curvature.factor import FACTORS, GGN, EmpiricalFisher, Factor, MCFisher, register_factor, resolve_factor
 from lapwing.curvature.functional import Functional, Nystrom
-from lapwing.curvature.kfra import KFRA
 from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
+from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem, available_memory, pose, with_noise_ratios
-from lapwing.curvature.shards import require_same, sharded, together
-from lapwing.curvature.structure import (
-    CHEAPER,
-    OTHER_OPERATIONS,
-    Accumulator,
-    Curvature,
-    Estimate,
-    Structure,
-    layout_of,
-)
-from lapwing.curvature.totals import Totals
-from lapwing.curvature.valla import VaLLA
-from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.model import PlanChanged, batch_size, dynamic_plan
-
-CHEAPER.extend([EKFAC(), Kron(), Diag()])
-
-STRUCTURES: dict[str, type[Structure]] = {
-    "diag": Diag,
-    "blockdiag": BlockDiag,
-    "kron": Kron,
-    "ekfac": EKFAC,
-    "full": Full,
-    "lowrank": LowRank,
-    "matrixfree": MatrixFree,
-    "functional": Functional,
-    "nystrom": Nystrom,
-    "valla": VaLLA,
-}
-FACTORS: dict[str, type[Factor]] = {
-    "ggn": GGN,
-    "mc": MCFisher,
-    "empirical": EmpiricalFisher,
-    "hessian": Hessian,
-    "kfra": KFRA,
-}
-FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights
-FUNCTIONAL_BELOW = 512  # "auto" keeps all Jacobian rows up to this many
-
-
-def resolve_structure(structure: str | Structure) -> Structure | None:
-    """What the front door accepts as `structure=`; None for "auto"."""
-    if isinstance(structure, Structure):
-        return structure
-    if structure == "auto":
-        return None
-    if structure not in STRUCTURES:
-        raise UnsupportedOperation(f"structure is one of {sorted(STRUCTURES)} or 'auto', got {structure!r}")
-    return STRUCTURES[structure]()
-
-
-def resolve_factor(factor: str | Factor) -> Factor | None:
-    """What the front door accepts as `factor=`; None for "auto"."""
-    if isinstance(factor, Factor):
-        return factor
-    if factor == "auto":
-        return None
-    if factor not in FACTORS:
-        raise UnsupportedOperation(f"factor is one of {sorted(FACTORS)} or 'auto', got {factor!r}")
-    return FACTORS[factor]()
-
-
-def choose_structure(problem: Problem) -> tuple[Structure, str]:
-    """The structure for "auto", and why."""
-    params, plan = problem.network.params, problem.plan
-    itemsize = torch.finfo(params.dtype).bits // 8
-    served = problem.factor.structures
-    if params.index is not None:
-        return Full(), "full, because the selection asks for a dense structure"
-    if served:
-        return STRUCTURES[served[0]](), f"{served[0]}, because factor {type(problem.factor).__name__} asks for it"
-    if params.size <= FULL_BELOW and Full().bytes(plan, itemsize) <= problem.memory:
-        return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
-    rows = None if sharded() else _rows_at_most(problem)
-    if rows is not None and rows <= FUNCTIONAL_BELOW and rows < params.size:
-        needed = Functional.needed(rows, params.size, itemsize)
-        if needed <= problem.memory:
-            return Functional(), (
-                f"functional, because the data have at most {rows:,} output directions, fewer than {params.size:,} "
-                f"weights: exact for this factor, in {needed / 1e6:,.3g} MB"
-            )
-    if problem.batches.reiterable and EKFAC().bytes(plan, itemsize) <= problem.memory:
-        exact = MatrixFree().bytes(plan, itemsize)
-        return EKFAC(), (
-            f"ekfac, because {params.size:,} weights are too many for a full matrix (structure='matrixfree' would be "
-            f"exact, with {exact / 1e6:,.3g} MB and two gradients of all data for every product)"
-        )
-    if Kron().bytes(plan, itemsize) <= problem.memory:
-        return Kron(), "kron, because the data can be read only once or ekfac exceeds the memory budget"
-    small = MatrixFree(rank=32, columns=4, probes=4, steps=10, samples=32, predictive="samples")
-    needed = small.bytes(plan, itemsize)
-    if problem.batches.reiterable and needed <= problem.memory and not sharded():
-        return small, (
-            f"matrixfree, because Kronecker factors exceed the memory budget and {needed / 1e6:,.3g} MB of vectors do "
-            "not; every product reads all data, about two gradients of them"
-        )
-    return Diag(), "diag, because Kronecker factors exceed the memory budget"
-
-
-def _rows_at_most(problem: Problem) -> int | None:
-    """Data × output directions, rounded up to whole batches, where the data can tell."""
-    length = problem.batches.length
-    if length is None or not problem.batches.reiterable:
-        return None
-    return length * batch_size(next(iter(problem.batches)).inputs) * problem.factor.width(problem.outputs)
-
-
-def estimate_curvature(problem: Problem, structure: Structure | None, n_data: float | None = None) -> Curvature:
-    """Run the structure over the data and scale the result to the size of the data set that it stands for."""
-    notes: tuple[str, ...] = ()
-    if structure is None:
-        structure, why = choose_structure(problem)
-        notes = (f"structure: {why}",)
-    _require(problem, structure)
-    require_same({"structure": repr(structure)})
-    problem, estimate = _robustly(problem, structure, structure.estimate)
-    notes = (*notes, *problem.plan.notes, *estimate.notes, *estimate.totals.notes)
-    return _finish(problem, structure, estimate, n_data, notes)
-
-
-def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:
-    """Add the problem's data to a curvature; n_data grows by what is seen."""
-    structure = curvature.structure
-    _require(problem, structure)
-    ratio = curvature.n_data / curvature.seen
-    raw = curvature.matrix if ratio == 1 else curvature.matrix.scale(1 / ratio)
-
-    def extend(problem: Problem) -> Estimate:
-        return structure.extend(_in_blocks_of(curvature, problem), raw, curvature.state)
-
-    problem, estimate = _robustly(_in_blocks_of(curvature, problem), structure, extend)
-    more = estimate.totals
-    gradient = None
-    if curvature.gradient is not None and more.gradient is not None:
-        gradient = curvature.gradient / ratio + more.gradient
-    totals = Totals(curvature.statistics / ratio + more.statistics, curvature.seen + more.seen, gradient)
-    notes = tuple(dict.fromkeys((*curvature.notes, *estimate.notes)))
-    n_data = curvature.n_data + more.seen
-    return _finish(problem, structure, replace(estimate, totals=totals), n_data, notes)
-
-
-def _in_blocks_of(curvature: Curvature, problem: Problem) -> Problem:
-    """The problem with the blocks of the curvature, those of the tape or those without it."""
-    without = replace(problem, plan=dynamic_plan(problem.network.params, "a loop over samples, as in the fit"))
-    for same in (problem, without):
-        if curvature.layout.same_as(layout_of(same)) and curvature.structure.continues(curvature.matrix, same):
-            return same
-    raise UnsupportedOperation(OTHER_OPERATIONS)
-
-
-def _require(problem: Problem, structure: Structure) -> None:
-    structure.require(problem)
-    served = problem.factor.structures
-    if served and structure.name not in served:
-        raise UnsupportedOperation(
-            f"factor {type(problem.factor).__name__} needs structure={' or '.join(map(repr, served))}, not "
-            f"{structure.name!r}. Use one of these, or factor='ggn'."
-        )
-
-
-def _robustly(
-    problem: Problem, structure: Structure, estimate: Callable[[Problem], Estimate]
-) -> tuple[Problem, Estimate]:
-    """Where the operations change from batch to batch, start over without the tape."""
-    try:
-        with together():
-            return problem, estimate(problem)
-    except PlanChanged:
-        problem.batches.require_reiterable("a network whose operations change from batch to batch")
-        note = "a loop over samples for all weights: the operations change from batch to batch"
-        problem = replace(problem, plan=dynamic_plan(problem.network.params, note))
-        structure.require(problem)
-        return problem, estimate(problem)
-
-
-def _finish(
-    problem: Problem, structure: Structure, estimate: Estimate, n_data: float | None, notes: tuple[str, ...]
-) -> Curvature:
-    totals = estimate.totals
-    if not totals.seen > 0:
-        raise BadData("no datum counts: all weights are zero")
-    n = totals.seen if n_data is None else float(n_data)
-    ratio = n / totals.seen
-    unused = [name for block in problem.plan.blocks if block.kind == "unused" for name in block.names]
-    if unused:
-        notes = (*notes, f"no curvature (the prior alone): {', '.join(unused)} do not reach the outputs")
-    params = problem.network.params
-    names = (params.names,) if params.index is not None else tuple(block.names for block in problem.plan.blocks)
-    return Curvature(
-        matrix=estimate.matrix if ratio == 1 else estimate.matrix.scale(ratio),
-        layout=layout_of(problem),
-        names=names,
-        statistics=totals.statistics * ratio,
-        n_data=n,
-        seen=totals.seen,
-        structure=structure,
-        factor=problem.factor,
-        gradient=None if totals.gradient is None else (totals.gradient * ratio).to(params.dtype),
-        notes=tuple(dict.fromkeys(notes)),
-        state=estimate.state,
-        params=params,
-    )
-
+from lapwing.curvature.structure import STRUCTURES, Accumulator, Structure, register_structure, resolve_structure
 
 __all__ = [
     "EKFAC",
     "FACTORS",
     "GGN",
-    "KFRA",
     "STRUCTURES",
     "Accumulator",
     "BlockDiag",
@@ -245,12 +34,13 @@ __all__ = [
     "Problem",
     "Structure",
     "Totals",
-    "VaLLA",
     "available_memory",
     "choose_structure",
     "estimate_curvature",
     "extend_curvature",
     "pose",
+    "register_factor",
+    "register_structure",
     "resolve_factor",
     "resolve_structure",
     "with_noise_ratios",

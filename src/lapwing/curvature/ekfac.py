@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.kron import SHOWN, KroneckerFactor, KroneckerSums, Sharing, kept_alike, kept_as, sums_of
+from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
-from lapwing.curvature.sweep import sweep
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
 from lapwing.errors import UnsupportedOperation
-from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, MatrixRows
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
 from lapwing.model import Plan
 
 BASIS = 1e-3
@@ -37,9 +38,9 @@ class MomentAccumulator(Accumulator):
             if block.kind == "unused":
                 continue
             rows, base = jacobian.rows[k], self.basis.blocks[k]
-            if isinstance(base, EigenKronecker):
-                assert isinstance(rows, MatrixRows)
-                self.tensors[str(k)] += rows.rotate(base.left, base.right).square_sum()
+            if kept_as(block) == "kron":
+                own = cast(EigenKronecker, base)
+                self.tensors[str(k)] += rows.rotate(own.left, own.right).square_sum()
             else:
                 self.tensors[str(k)] += rows.gram() if kept_as(block) == "dense" else rows.square_sum()
 
@@ -47,8 +48,9 @@ class MomentAccumulator(Accumulator):
         blocks: list[PSD] = []
         for k, base in enumerate(self.basis.blocks):
             total = self.tensors[str(k)]
-            if isinstance(base, EigenKronecker):
-                blocks.append(replace(base, values=total.reshape(base.shape)))
+            if base.factored:
+                own = cast(EigenKronecker, base)
+                blocks.append(replace(own, values=total.reshape(own.shape)))
             else:
                 blocks.append(Dense(0.5 * (total + total.mT)) if total.ndim == 2 else Diagonal(total))
         return BlockDiagonal(self.basis.layout, tuple(blocks), self.basis.names)
@@ -62,12 +64,14 @@ def eigenbasis(sums: KroneckerSums, problem: Problem) -> BlockDiagonal:
     del matrix
     zero = torch.zeros((), dtype=torch.float64)
     for k, block in enumerate(blocks):
-        if isinstance(block, Kronecker):
-            bases = block.left_spectrum.vectors, block.right_spectrum.vectors
-            blocks[k] = EigenKronecker(*bases, zero.to(block.device).expand(block.shape))
+        if block.factored:
+            own = cast(Kronecker, block)
+            bases = own.left_spectrum.vectors, own.right_spectrum.vectors
+            blocks[k] = EigenKronecker(*bases, zero.to(own.device).expand(own.shape))
     return BlockDiagonal(layout, tuple(blocks), names)
 
 
+@register_structure("ekfac")
 @dataclass(frozen=True, eq=False)
 class EKFAC(Structure):
     """Kronecker eigenbasis, exact diagonal in it: the trace is exact, the evidence a lower bound of the block one.
@@ -82,7 +86,8 @@ class EKFAC(Structure):
     basis: Factor | None = None
     sharing: Sharing = "auto"
     subnetworks = False
-    resumes = True
+    mergeable = True
+    bound = "lower"
 
     def passes(self) -> int:
         return 2
@@ -102,9 +107,9 @@ class EKFAC(Structure):
     def estimate(self, problem: Problem) -> Estimate:
         basis, notes = self._basis(problem)
         first, remembering = sums_of(problem, self.sharing, basis), problem.remembering(SHOWN)
-        first.sweep(remembering, "fit (basis)", gradient=False)
+        first.fill(remembering, "fit (basis)", gradient=False)
         moments = MomentAccumulator(problem, eigenbasis(first, remembering))
-        totals = sweep(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
+        totals = pass_over(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 
     def require(self, problem: Problem) -> None:
@@ -135,14 +140,7 @@ class EKFAC(Structure):
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add second moments in the basis of the first fit: a valid EKFAC of the union, not the one a new fit finds."""
-        assert isinstance(matrix, BlockDiagonal)
-        moments = MomentAccumulator(problem, matrix)
-        totals = sweep(problem, moments.update, label="update (moments)", together=True, state=moments.tensors)
-        total: list[PSD] = []
-        for old, new in zip(matrix.blocks, moments.finish().blocks, strict=True):
-            if isinstance(old, EigenKronecker) and isinstance(new, EigenKronecker):
-                total.append(replace(old, values=old.values + new.values))
-            else:
-                total.append(old + new)
+        moments = MomentAccumulator(problem, cast(BlockDiagonal, matrix))
+        totals = pass_over(problem, moments.update, label="update (moments)", together=True, state=moments.tensors)
         note = "updated in the eigenbasis of the first fit (a new fit on all data would find another)"
-        return Estimate(BlockDiagonal(matrix.layout, tuple(total), matrix.names), totals, notes=(note,))
+        return Estimate(matrix + moments.finish(), totals, notes=(note,))

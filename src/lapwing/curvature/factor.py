@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, TooLarge, require_whole
+from lapwing.errors import BadData, TooLarge, UnsupportedOperation, require_whole
 from lapwing.likelihoods import Likelihood
 
 DIRECTIONS = 2048  # output directions a sample that the exact GGN goes through before it asks for a sampled factor
@@ -74,13 +75,18 @@ class Factor(ABC):
 
     dispersion_power = 1  # the curvature scales as 1/φ to this power
     definite = True  # whether the curvature has no eigenvalues below zero
+    exact = False  # whether the directions of a sample sum to φ·Λ exactly, so that products with Λ replace them
+    sampled = False  # whether every pass draws new directions
+    mergeable = True  # whether sums over parts of the data add up: shards, and fits that were interrupted
+    limit: int | None = None  # directions per sample beyond which a fit is refused; None: no limit
+    tolerance: float | None = None  # share of Σ tr Λ that may be left out; None: what is below rounding
     structures: tuple[str, ...] = ()  # the only ones that have an estimator for it, the usual one first; () is all
 
-    @abstractmethod
     def directions(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
     ) -> Iterator[Tensor]:
-        """Tensors (n, *event, c), one a direction."""
+        """Yield tensors (n, *event, c), one per direction."""
+        raise UnsupportedOperation(f"factor {type(self).__name__} has no directions: use factor='ggn' here")
 
     def choose(
         self,
@@ -105,11 +111,50 @@ class Factor(ABC):
     def width(self, outputs: int) -> int:
         """How many directions a sample with so many outputs has (an upper bound, for memory)."""
 
+    def require(self, f: Tensor) -> None:
+        """Raise `TooLarge` where a sample with outputs like f has more directions than the factor's limit."""
+        if self.limit is not None and f[0].numel() > self.limit:
+            raise TooLarge(
+                f"the exact {type(self).__name__} needs up to {f[0].numel():,} output directions per sample, outputs "
+                f"{tuple(f.shape[1:])}, more than {self.limit:,}. Use factor='mc' (Monte Carlo Fisher), or "
+                "GGN(limit=...) to insist."
+            )
+
     def count(self, f: Tensor) -> int:
         """How many directions there will be at outputs f."""
         return self.width(f[0].numel())
 
 
+FACTORS: dict[str, type[Factor]] = {}
+F = TypeVar("F", bound=type[Factor])
+
+
+def register_factor(name: str) -> Callable[[F], F]:
+    """Make a factor known by a name to `fit(factor=name)`, to the command line and to files.
+
+    @register_factor("mine")
+    class Mine(Factor): ...
+    """
+
+    def register(kind: F) -> F:
+        FACTORS[name] = kind
+        return kind
+
+    return register
+
+
+def resolve_factor(factor: str | Factor) -> Factor | None:
+    """Return the factor that `factor=` means, an object or a name; None for "auto"."""
+    if isinstance(factor, Factor):
+        return factor
+    if factor == "auto":
+        return None
+    if factor not in FACTORS:
+        raise UnsupportedOperation(f"factor is one of {sorted(FACTORS)} or 'auto', got {factor!r}")
+    return FACTORS[factor]()
+
+
+@register_factor("ggn")
 @dataclass(frozen=True, eq=False)
 class GGN(Factor):
     """The generalized Gauss–Newton matrix: one direction for each column of S and each event position.
@@ -127,6 +172,7 @@ class GGN(Factor):
 
     limit: int = DIRECTIONS
     tolerance: float | None = None
+    exact = True
 
     def __post_init__(self) -> None:
         require_whole("limit", self.limit)
@@ -189,14 +235,6 @@ class GGN(Factor):
     def width(self, outputs: int) -> int:
         return outputs
 
-    def require(self, f: Tensor) -> None:
-        """Raise `TooLarge` where a sample has too many output directions."""
-        if f[0].numel() > self.limit:
-            raise TooLarge(
-                f"the exact GGN needs up to {f[0].numel():,} output directions a sample, outputs {tuple(f.shape[1:])}, "
-                f"more than {self.limit:,}. Use factor='mc' (Monte Carlo Fisher), or GGN(limit=...) to insist."
-            )
-
 
 def _matter_to_some_weight(sizes: Tensor, kept: Tensor, reach: Tensor) -> Tensor:
     """Samples whose dropped directions (sizes (n, k), not kept) hold more than `MISSED` of the curvature of a weight
@@ -210,11 +248,13 @@ def _matter_to_some_weight(sizes: Tensor, kept: Tensor, reach: Tensor) -> Tensor
     return rare
 
 
+@register_factor("mc")
 @dataclass(frozen=True, eq=False)
 class MCFisher(Factor):
     """The Fisher information by `samples` targets a datum drawn from the network's own predictive; unbiased."""
 
     samples: int = 1
+    sampled = True
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples)
@@ -229,6 +269,7 @@ class MCFisher(Factor):
         return self.samples
 
 
+@register_factor("empirical")
 @dataclass(frozen=True, eq=False)
 class EmpiricalFisher(Factor):
     """Outer products of each sample's own gradient. It vanishes where the network interpolates; for comparison."""
@@ -242,22 +283,3 @@ class EmpiricalFisher(Factor):
 
     def width(self, outputs: int) -> int:
         return 1
-
-
-@dataclass(frozen=True, eq=False)
-class Hessian(Factor):
-    """The exact Hessian of the negative log-likelihood, for dense structures. It may be indefinite.
-
-    Not of the form Σ Jᵀ S Sᵀ J: `Full`, `BlockDiag` and `Diag` have their own estimator for it.
-    """
-
-    definite = False
-    structures = ("full", "blockdiag", "diag")
-
-    def directions(
-        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
-    ) -> Iterator[Tensor]:
-        raise TypeError("the exact Hessian is not a sum of squares and has no directions")
-
-    def width(self, outputs: int) -> int:
-        return 0

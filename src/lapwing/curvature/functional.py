@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN, Factor
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import totals_of, whole_factor
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
-from lapwing.curvature.sweep import sweep
-from lapwing.curvature.totals import Totals
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
 from lapwing.errors import TooLarge, UnsupportedOperation, require_whole
 from lapwing.linalg import Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
@@ -46,6 +45,7 @@ class RowsAccumulator(Accumulator):
         return LowRankMatrix(rows, rows.new_ones(len(rows), dtype=torch.float64), rows.new_zeros(rows.shape[1]))
 
 
+@register_structure("functional")
 @dataclass(frozen=True, eq=False)
 class Functional(Structure):
     """The exact Gaussian process of the linearized network, equal to the full weight-space posterior to rounding.
@@ -58,6 +58,7 @@ class Functional(Structure):
 
     points: int | None = None
     seed: int = 0
+    bound = "exact"
 
     def __post_init__(self) -> None:
         if self.points is not None:
@@ -94,12 +95,12 @@ class Functional(Structure):
     def estimate(self, problem: Problem) -> Estimate:
         accumulator = RowsAccumulator(problem)
         if self.points is None:
-            totals = sweep(problem, accumulator.update)
+            totals = pass_over(problem, accumulator.update)
             return Estimate(accumulator.finish(), totals, notes=(self._note(accumulator, 1.0),))
         totals = totals_of(problem)
-        chosen = _subset(problem.batches, self.points, self.seed)
+        chosen = subset(problem.batches, self.points, self.seed)
         part = replace(problem, batches=chosen, first=None, rest=None)
-        ratio = totals.seen / sweep(part, accumulator.update).seen
+        ratio = totals.seen / pass_over(part, accumulator.update).seen
         return Estimate(accumulator.finish().scale(ratio), totals, notes=(self._note(accumulator, ratio),))
 
     def _note(self, accumulator: RowsAccumulator, ratio: float) -> str:
@@ -108,6 +109,7 @@ class Functional(Structure):
         return f"function space: a kernel of {rows:,} output directions{scaled}"
 
 
+@register_structure("nystrom")
 @dataclass(frozen=True, eq=False)
 class Nystrom(Structure):
     """The curvature seen by a subspace of `rank` directions in weight space, exact inside it (ELLA, Deng et al. 2022).
@@ -121,6 +123,7 @@ class Nystrom(Structure):
     rank: int = 32
     points: int | None = None  # data that the rows come from; None: as many as give 2·rank rows
     seed: int = 0
+    bound = "upper"
 
     def __post_init__(self) -> None:
         require_whole("the rank", self.rank)
@@ -136,7 +139,7 @@ class Nystrom(Structure):
 
     def require(self, problem: Problem) -> None:
         super().require(problem)
-        if not isinstance(problem.factor, GGN):
+        if not problem.factor.exact:
             raise UnsupportedOperation("structure='nystrom' needs factor='ggn': its pass multiplies with Λ itself")
 
     def estimate(self, problem: Problem) -> Estimate:
@@ -164,7 +167,7 @@ class Nystrom(Structure):
         generator = torch.Generator().manual_seed(self.seed)
         rows = []
         with problem.network.borrow():
-            for batch in _subset(problem.batches, points, self.seed):
+            for batch in subset(problem.batches, points, self.seed):
                 at = problem.network.linearize(problem.plan, batch.inputs)
                 count = min(outputs, 64)
                 picked = torch.randperm(outputs, generator=generator)[:count]
@@ -191,7 +194,7 @@ def _count(batches: Batches) -> int:
     return sum(batch_size(batch.inputs) for batch in batches)
 
 
-def _subset(batches: Batches, points: int, seed: int) -> Batches:
+def subset(batches: Batches, points: int, seed: int) -> Batches:
     """`points` data, without replacement, as batches of their own."""
     total = _count(batches)
     chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:points].sort().values

@@ -6,25 +6,29 @@ A `KroneckerFactor` brings sums of its own in place of those.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import Factor
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import OTHER_OPERATIONS, Accumulator, Estimate, Structure, layout_of
-from lapwing.curvature.sweep import sweep
-from lapwing.curvature.totals import Totals
+from lapwing.curvature.structure import (
+    OTHER_OPERATIONS,
+    Accumulator,
+    Estimate,
+    Structure,
+    layout_of,
+    register_structure,
+)
 from lapwing.errors import UnsupportedOperation
-from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
-from lapwing.model import Block, Digest, LazyRows, Plan
+from lapwing.model import Block, BlockRows, Digest, Plan
 
 Sharing = Literal["auto", "expand", "reduce"]
 
@@ -44,16 +48,14 @@ def kept_as(block: Block) -> Literal["kron", "dense", "diag"]:
     return "dense" if block.kind == "rows" and block.size <= DENSE_ROWS else "diag"
 
 
+KINDS = {"kron": (True, False), "dense": (False, False), "diag": (False, True)}
+"""Whether a block is factored, and whether it is diagonal."""
+
+
 def kept_alike(problem: Problem, matrix: PSD) -> bool:
     """Whether the blocks of a matrix are as a Kronecker structure would keep the problem's."""
-    assert isinstance(matrix, BlockDiagonal)
-    kinds: dict[str, tuple[type[PSD], ...]] = {
-        "kron": (Kronecker, EigenKronecker),
-        "dense": (Dense,),
-        "diag": (Diagonal,),
-    }
-    pairs = zip(problem.plan.blocks, matrix.blocks, strict=True)
-    return all(isinstance(own, kinds[kept_as(block)]) for block, own in pairs)
+    pairs = zip(problem.plan.blocks, matrix.diagonal_blocks(), strict=True)
+    return all((own.factored, own.is_diagonal) == KINDS[kept_as(block)] for block, own in pairs)
 
 
 def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "reduce"]:
@@ -81,7 +83,7 @@ class KroneckerSums(Accumulator):
     note: str  # what to say of them
 
     @abstractmethod
-    def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
+    def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         """Pass over the data once."""
 
     @abstractmethod
@@ -105,11 +107,6 @@ class KroneckerFactor(Factor):
     @abstractmethod
     def sums(self, problem: Problem) -> KroneckerSums:
         """Empty sums for a problem; refuses networks that they cannot be made for."""
-
-    def directions(
-        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
-    ) -> Iterator[Tensor]:
-        raise UnsupportedOperation(f"factor {type(self).__name__} has no directions: use factor='ggn' here")
 
     def width(self, outputs: int) -> int:
         return 0
@@ -147,8 +144,8 @@ class KronAccumulator(KroneckerSums):
                     for count in COUNTS:
                         self.tensors[f"{key}.{count}"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
-    def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
-        return sweep(
+    def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
+        return pass_over(
             problem,
             self.update,
             self.factor,
@@ -177,7 +174,7 @@ class KronAccumulator(KroneckerSums):
             elif kept == "diag":
                 self.tensors[f"{k}.diag"] += jacobian.rows[k].square_sum()
             else:
-                assert isinstance(jacobian.rows, LazyRows)
+                assert isinstance(jacobian.rows, BlockRows)
                 for swapped in orientations(block):
                     self.tensors[_of_gradients(k, swapped)] += jacobian.rows.gradient_gram(
                         block, swapped, self.sharing == "reduce"
@@ -187,7 +184,7 @@ class KronAccumulator(KroneckerSums):
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """The input side: once a sample, it does not depend on the directions."""
-        assert isinstance(jacobian.rows, LazyRows)
+        assert isinstance(jacobian.rows, BlockRows)
         assert fresh is not None
         weights = None if bool((fresh == 1).all()) else fresh
         for k, block in enumerate(self.blocks):
@@ -216,7 +213,7 @@ class KronAccumulator(KroneckerSums):
             shared = self._shared(few)
             if shared:
                 other = KronAccumulator(few, "expand", self.factor)
-                other.sweep(few, "fit (positions)", gradient=False)
+                other.fill(few, "fit (positions)", gradient=False)
                 for k, swapped in shared:
                     self._add_share(other, k, swapped)
         return self.finish()
@@ -227,7 +224,7 @@ class KronAccumulator(KroneckerSums):
         with problem.network.borrow():
             at = problem.network.linearize(problem.plan, problem.first.inputs)
             rows = at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)).rows
-        assert isinstance(rows, LazyRows)
+        assert isinstance(rows, BlockRows)
         used = [(k, b) for k, b in enumerate(self.blocks) if b.kind != "unused" and kept_as(b) == "kron"]
         every = [(k, block, swapped) for k, block in used for swapped in orientations(block)]
         return [(k, swapped) for k, block, swapped in every if rows.positions(block, swapped, False) > 1]
@@ -273,8 +270,9 @@ class KronAccumulator(KroneckerSums):
     def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
         found = dict(state)
         for k, (block, own) in enumerate(zip(self.blocks, matrix.blocks, strict=True)):
-            if not isinstance(own, Kronecker) or len(orientations(block)) > 1:
+            if kept_as(block) != "kron" or len(orientations(block)) > 1:
                 continue
+            own = cast(Kronecker, own)
             (swapped,) = orientations(block)
             mean, name = own.left if swapped else own.right, _of_inputs(k, swapped)
             if name not in found:  # a file of before kept the sums
@@ -303,6 +301,7 @@ def _trace(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
 
 
+@register_structure("kron")
 @dataclass(frozen=True, eq=False)
 class Kron(Structure):
     """KFAC. `sharing`: "expand" treats positions as samples (right for per-token losses), "reduce" sums gradients and
@@ -313,7 +312,7 @@ class Kron(Structure):
 
     sharing: Sharing = "auto"
     subnetworks = False
-    resumes = True
+    mergeable = True
 
     def __post_init__(self) -> None:
         if self.sharing not in ("auto", "expand", "reduce"):
@@ -333,20 +332,19 @@ class Kron(Structure):
 
     def estimate(self, problem: Problem) -> Estimate:
         accumulator = sums_of(problem, self.sharing)
-        return _estimate(accumulator, accumulator.sweep(problem))
+        return _estimate(accumulator, accumulator.fill(problem))
 
     def continues(self, matrix: PSD, problem: Problem) -> bool:
         return kept_alike(problem, matrix)
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Merge the sums of both data sets: Kronecker products themselves do not add."""
-        assert isinstance(matrix, BlockDiagonal)
         accumulator = sums_of(problem, self.sharing)
-        before = accumulator.sums_behind(matrix, state)
+        before = accumulator.sums_behind(cast(BlockDiagonal, matrix), state)
         new = accumulator.tensors.keys() - before.keys()
         if before.keys() - accumulator.tensors.keys() or any(name.rsplit(".")[-1] not in COUNTS for name in new):
             raise UnsupportedOperation(OTHER_OPERATIONS)
-        totals = accumulator.sweep(problem)
+        totals = accumulator.fill(problem)
         for name in new:  # of a file that did not count them
             accumulator.tensors[name] = torch.full_like(accumulator.tensors[name], torch.inf)
         for name, value in before.items():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import Factor
+from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
-from lapwing.curvature.sweep import sweep
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
 from lapwing.errors import BadData, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
@@ -77,6 +77,7 @@ def _gram(rows: Tensor, width: int = 4096) -> Tensor:
     return total
 
 
+@register_structure("lowrank")
 @dataclass(frozen=True, eq=False)
 class LowRank(Structure):
     """Uᵀ diag(d) U with `rank` rows: exact once the rank reaches that of the curvature, a lower bound before.
@@ -89,15 +90,12 @@ class LowRank(Structure):
     rank: int = 100
     method: Literal["rows", "lanczos", "nystrom"] = "rows"
     seed: int = 0
+    bound = "upper"
 
     def __post_init__(self) -> None:
         require_whole("the rank", self.rank)
         if self.method not in ("rows", "lanczos", "nystrom"):
             raise BadData(f"method is 'rows', 'lanczos' or 'nystrom', got {self.method!r}")
-
-    @property
-    def name(self) -> str:
-        return "lowrank"
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return 4 * self.rank * sum(block.size for block in plan.blocks) * (itemsize + 8)
@@ -115,9 +113,9 @@ class LowRank(Structure):
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Start from the rows that were kept: what the first fit dropped stays dropped."""
-        assert isinstance(matrix, LowRankMatrix)
         if self.method != "rows":
             return self._by_products(problem, matrix)
+        matrix = cast(LowRankMatrix, matrix)
         accumulator = LowRankAccumulator(problem, self.rank)
         accumulator._absorb(matrix.basis * matrix.values.sqrt().to(matrix.basis)[:, None])
         accumulator.tensors["dropped"] = accumulator.tensors["dropped"] + state["dropped"].to(
@@ -126,14 +124,14 @@ class LowRank(Structure):
         return self._sweep(problem, accumulator)
 
     def _sweep(self, problem: Problem, accumulator: LowRankAccumulator) -> Estimate:
-        totals = sweep(problem, accumulator.update, row_bytes=32 * problem.network.params.size)
+        totals = pass_over(problem, accumulator.update, row_bytes=32 * problem.network.params.size)
         matrix = accumulator.finish()
         dropped = accumulator.tensors["dropped"]
         total = float(dropped) + float(matrix.trace())
         share = float(dropped) / total if total > 0 else 0.0
         return Estimate(matrix, totals, {"dropped": dropped}, (f"rank {self.rank} drops {share:.2%} of the trace",))
 
-    def _by_products(self, problem: Problem, before: LowRankMatrix | None) -> Estimate:
+    def _by_products(self, problem: Problem, before: PSD | None) -> Estimate:
         product = CurvatureProduct(
             problem, Products(problem.network, problem.batches, problem.progress), None, self.seed
         )

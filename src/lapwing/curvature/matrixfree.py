@@ -14,11 +14,10 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.lowrank import LowRankAccumulator
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor
-from lapwing.curvature.structure import Estimate, Structure
-from lapwing.curvature.sweep import sweep
-from lapwing.curvature.totals import Totals
+from lapwing.curvature.structure import Estimate, Structure, register_structure
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, require_whole
 from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Policy, Sketch, nystrom
@@ -53,6 +52,7 @@ def _weighty(squares: Tensor) -> Tensor:
     return order[keep]
 
 
+@register_structure("matrixfree")
 @dataclass(frozen=True, eq=False)
 class MatrixFree(Structure):
     """The whole curvature, exactly, without a matrix: solves, samples and log-determinants by products over the data.
@@ -83,6 +83,7 @@ class MatrixFree(Structure):
     unconverged: Policy = "raise"
     seed: int = 0
     method: Literal["cg", "batches"] = "cg"
+    bound = "exact"
 
     def __post_init__(self) -> None:
         for name in ("rank", "iterations", "columns", "probes", "steps", "samples"):
@@ -147,7 +148,7 @@ class MatrixFree(Structure):
 
     def _how(self, problem: Problem) -> str:
         """Rows where outputs are few. Of many, a few sampled ones overstate their directions and make CG slower."""
-        many = isinstance(problem.factor, GGN) and problem.outputs > ROWS
+        many = problem.factor.exact and problem.outputs > ROWS
         return "nystrom" if self.sketch == "rows" and many else self.sketch
 
     def _sketch(self, problem: Problem) -> tuple[Sketch, float]:
@@ -156,13 +157,13 @@ class MatrixFree(Structure):
         if self._how(problem) != "rows":
             return Sketch.empty(torch.empty(0, params.size, dtype=params.dtype, device=params.device)), 0.0
         accumulator = SketchAccumulator(problem, self.rank)
-        factor = GGN(tolerance=NEGLIGIBLE) if isinstance(problem.factor, GGN) else problem.factor
-        sweep(problem, accumulator.update, factor, label="sketch", gradient=False)
+        factor = GGN(tolerance=NEGLIGIBLE) if problem.factor.exact else problem.factor
+        pass_over(problem, accumulator.update, factor, label="sketch", gradient=False)
         sketch = Sketch.of_rows(accumulator.tensors["rows"])
         return Sketch(sketch.basis[: self.rank], sketch.values[: self.rank]), accumulator.trace
 
     def _notes(self, matrix: Operator, totals: Totals, trace: float) -> tuple[str, ...]:
-        tolerance = getattr(matrix.product.problem.factor, "tolerance", None)  # type: ignore[attr-defined]
+        tolerance = matrix.product.problem.factor.tolerance  # type: ignore[attr-defined]
         left = f", but for samples with {tolerance:g} of the curvature in output space" if tolerance else ""
         note = (
             f"matrix-free: every product reads {totals.seen:g} data (two gradients of them{left}) and solves take "

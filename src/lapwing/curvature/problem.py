@@ -166,8 +166,7 @@ def pose(
         if f[0].numel() > factor.limit:
             factor = MCFisher()
             notes += (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions a sample",)
-    if isinstance(factor, GGN):
-        factor.require(f)
+    factor.require(f)
     with network.borrow():
         try:
             plan = network.plan(first.inputs)

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN, Factor, MCFisher
-from lapwing.curvature.minibatch import solve_by_batches
+from lapwing.curvature.factor import GGN, Factor
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.sweep import sweep
-from lapwing.curvature.totals import Totals
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import Jacobian
-from lapwing.linalg.krylov import Solution, xdiag
+from lapwing.linalg.krylov import Policy, Solution, xdiag
+from lapwing.linalg.krylov.results import gram
 from lapwing.linalg.operator import Product, Solver
 from lapwing.model import Batch
 from lapwing.model.products import Keep, Products
@@ -57,7 +56,7 @@ class CurvatureProduct(Product):
     def _middle(self, batch: Batch, f: Tensor, u: Tensor) -> Tensor:
         y = self.problem.prepare(batch, f)
         likelihood, factor = self.problem.likelihood, self.problem.factor
-        if isinstance(factor, GGN):
+        if factor.exact:
             image = likelihood.curvature_product(f, y, u)
         else:
             image = torch.zeros_like(u)
@@ -68,14 +67,13 @@ class CurvatureProduct(Product):
     def _keep(self, vectors: int) -> Keep | None:
         """What leaves out samples below the tolerance; those below rounding only where a forward pass is little."""
         factor = self.problem.factor
-        if not isinstance(factor, GGN) or factor.tolerance == 0 or self.problem.outputs > ROWS:
+        if not factor.exact or factor.tolerance == 0 or self.problem.outputs > ROWS:
             return None
         return None if factor.tolerance is None and vectors < MANY else self._counting
 
     def _counting(self, batch: Batch, f: Tensor) -> Tensor:
         """Samples with all but the tolerance of the curvature in output space; confident ones are below rounding."""
         factor = self.problem.factor
-        assert isinstance(factor, GGN)
         root = self.problem.likelihood.factor(f.double(), self.problem.prepare(batch, f))
         sizes = root.square().flatten(1).sum(1)
         if batch.weights is not None:
@@ -92,7 +90,7 @@ class CurvatureProduct(Product):
         def pull(batch: Batch, f: Tensor) -> Tensor:
             y = self.problem.prepare(batch, f)
             likelihood, factor = self.problem.likelihood, self.problem.factor
-            if isinstance(factor, GGN):
+            if factor.exact:
                 u = likelihood.root_noise(f, y, n, generator)
             else:
                 u = f.new_zeros(n, *f.shape)
@@ -107,19 +105,19 @@ class CurvatureProduct(Product):
         if self.exact is not None:
             return self.exact
         problem = self.problem
-        if not isinstance(problem.factor, MCFisher) and problem.outputs <= ROWS:
+        if not problem.factor.sampled and problem.outputs <= ROWS:
             total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
 
             def update(jacobian: Jacobian, fresh: Tensor | None) -> None:
                 total.add_(jacobian.square_sum())
 
-            sweep(problem, update, label="diagonal", gradient=False)
+            pass_over(problem, update, label="diagonal", gradient=False)
             return total
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
         return xdiag(self.matvec, like, 32, torch.Generator(self.device).manual_seed(self.seed)).value
 
     def white_solution(self, c: Tensor, shift: Tensor, v: Tensor, options: Solver) -> Solution:
-        if isinstance(self.problem.factor, MCFisher):
+        if self.problem.factor.sampled:
             raise UnsupportedOperation("method='batches' re-reads rows, and sampled ones change: use factor='ggn'")
         return solve_by_batches(
             self.problem, c, shift, v, tolerance=options.tolerance, passes=options.iterations,
@@ -151,5 +149,85 @@ def totals_of(problem: Problem) -> Totals:
 
     products = Products(problem.network, problem.batches, problem.progress)
     gradient = products.transposed(pull, 1, label="gradient")[0]
-    kept = gradient if isinstance(problem.factor, GGN) else None
+    kept = gradient if problem.factor.exact else None
     return Totals(torch.stack([part for part, _ in parts]).sum(0), sum(count for _, count in parts), kept)
+
+
+def solve_by_batches(
+    problem: Problem,
+    scale: Tensor,
+    shift: Tensor,
+    v: Tensor,
+    *,
+    tolerance: float = 1e-2,
+    passes: int = 20,
+    unconverged: Policy = "raise",
+) -> Solution:
+    """(I + Σ_b Φ_bᵀΦ_b)⁻¹ v for v (s, P), where Φ_b = √c·SᵀJ·D^{-½} are the rows of one batch.
+
+    The dual unknowns a_b = Φ_b x of a batch are solved for exactly while those of the others stay, batch after batch:
+    block Gauss–Seidel on the kernel I + ΦΦᵀ, which converges for any prior and without a step size, in few passes where
+    batches say different things and in many where a weak prior lets all of them pull on one direction. Memory: the rows
+    of one batch, and one number for every output direction of the data and column. Every pass goes through the rows
+    once; the residual is computed by a pass of its own when the last one moved x by less than `tolerance`.
+
+        found = solve_by_batches(problem, c, tau, v);  found.residuals
+    """
+    wide = v.double()
+    x, dual, used = wide.clone(), _Dual(scale.sqrt(), shift.rsqrt()), 0
+    norms = wide.norm(dim=-1).clamp(min=1e-300)
+    residuals = torch.full_like(norms, torch.inf)
+    while used < passes:
+        before = x
+        x = dual.improve(problem, x)
+        used += 1
+        if used == passes or bool(((x - before).norm(dim=-1) <= tolerance * norms).all()):
+            residuals = (wide - x - dual.product(problem, x)).norm(dim=-1) / norms
+            if bool((residuals <= tolerance).all()):
+                break
+    found = Solution(x.to(v.dtype), residuals, tolerance, used, used * len(v))
+    return found.demand(unconverged, "the batch-by-batch solver")
+
+
+class _Dual:
+    """The unknowns a_b of every piece of data, in the order in which it is read."""
+
+    def __init__(self, scale: Tensor, root: Tensor) -> None:
+        self.scale, self.root = scale, root
+        self.parts: list[Tensor] = []
+
+    def rows(self, jacobian: Jacobian) -> Tensor:
+        rows = jacobian.dense().flatten(0, 1)
+        return rows * (self.scale * self.root).to(rows)
+
+    def improve(self, problem: Problem, x: Tensor) -> Tensor:
+        """One pass: every piece's unknowns given all others'."""
+        number, state = 0, [x]
+
+        def update(jacobian: Jacobian, fresh: Tensor | None) -> None:
+            nonlocal number
+            rows = self.rows(jacobian)
+            if number == len(self.parts):
+                self.parts.append(x.new_zeros(len(x), len(rows)))
+            old = self.parts[number]
+            kernel = gram(rows, rows)
+            inner = gram(state[0], rows) + old @ kernel
+            eye = torch.eye(len(rows), dtype=kernel.dtype, device=kernel.device)
+            new = torch.linalg.solve(eye + kernel, inner.T).T
+            state[0] = state[0] - (new - old) @ rows.double()
+            self.parts[number] = new
+            number += 1
+
+        pass_over(problem, update, label="solve")
+        return state[0]
+
+    def product(self, problem: Problem, x: Tensor) -> Tensor:
+        """Σ Φᵀ Φ x."""
+        total = torch.zeros_like(x)
+
+        def update(jacobian: Jacobian, fresh: Tensor | None) -> None:
+            rows = self.rows(jacobian)
+            total.add_(gram(x, rows) @ rows.double())
+
+        pass_over(problem, update, label="residual")
+        return total

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import Factor, Hessian
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.shards import sharded
-from lapwing.curvature.sweep import sweep
-from lapwing.curvature.totals import Totals
 from lapwing.errors import TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, Jacobian, Layout, Places
-from lapwing.model import Block, Params, Plan
+from lapwing.model import Block, Plan
 
 OTHER_OPERATIONS = "the new data run other operations of the network than the data of the fit"
 
@@ -53,7 +54,8 @@ class Structure(ABC):
     """How the curvature is kept. A leaf says what it costs and makes its accumulator."""
 
     subnetworks = True  # whether single weights can be selected
-    resumes = False  # whether it is sums alone: an interrupted fit can go on, and processes add up
+    mergeable = False  # whether it is made of sums alone: an interrupted fit can go on, and processes add up
+    bound: Literal["exact", "lower", "upper"] | None = None  # how its evidence compares with that of the full matrix
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
@@ -103,7 +105,7 @@ class Structure(ABC):
                 f"structure={self.name!r} keeps whole weight matrices and cannot take single weights. "
                 "Use structure='full', 'diag' or 'lowrank' with a subnetwork."
             )
-        if sharded() and (not self.resumes or isinstance(problem.factor, Hessian)):
+        if sharded() and not (self.mergeable and problem.factor.mergeable):
             raise UnsupportedOperation(
                 f"structure={self.name!r} does not add up over processes. Use diag, blockdiag, kron, ekfac or full "
                 "with a GGN or a Fisher, or fit in one process"
@@ -112,12 +114,39 @@ class Structure(ABC):
             problem.batches.require_reiterable(f"structure={self.name!r}")
 
     def alternatives(self, plan: Plan, itemsize: int, memory: int) -> str:
-        fits = [s for s in CHEAPER if s.bytes(plan, itemsize) <= memory]
+        fits = [s for s in (STRUCTURES[name]() for name in CHEAPER) if s.bytes(plan, itemsize) <= memory]
         ways = ", ".join(f"structure={s.name!r} ({_gigabytes(s.bytes(plan, itemsize))})" for s in fits)
         return f"Use {ways + ', ' if ways else ''}select='last_layer' or fewer weights, or raise memory=."
 
 
-CHEAPER: list[Structure] = []  # filled by the package: alternatives to name in errors, cheapest last
+CHEAPER = ("ekfac", "kron", "diag")  # alternatives that errors name, cheapest last
+STRUCTURES: dict[str, type[Structure]] = {}
+S = TypeVar("S", bound=type[Structure])
+
+
+def register_structure(name: str) -> Callable[[S], S]:
+    """Make a structure known by a name to `fit(structure=name)`, to the command line and to files.
+
+    @register_structure("mine")
+    class Mine(Structure): ...
+    """
+
+    def register(kind: S) -> S:
+        STRUCTURES[name] = kind
+        return kind
+
+    return register
+
+
+def resolve_structure(structure: str | Structure) -> Structure | None:
+    """Return the structure that `structure=` means, an object or a name; None for "auto"."""
+    if isinstance(structure, Structure):
+        return structure
+    if structure == "auto":
+        return None
+    if structure not in STRUCTURES:
+        raise UnsupportedOperation(f"structure is one of {sorted(STRUCTURES)} or 'auto', got {structure!r}")
+    return STRUCTURES[structure]()
 
 
 def shrunk(plan: Plan, size: int) -> Plan:
@@ -140,41 +169,7 @@ def layout_of(problem: Problem) -> Layout:
     return problem.plan.layout if params.index is None else Layout.contiguous([params.size])
 
 
-def one_pass(problem: Problem, accumulator: Accumulator, notes: tuple[str, ...] = (), row_bytes: int = 0) -> Estimate:
-    """Feed an accumulator from one sweep."""
-    totals = sweep(problem, accumulator.update, row_bytes=row_bytes, together=True, state=accumulator.tensors)
-    return Estimate(accumulator.finish(), totals, notes=notes)
-
-
-@dataclass(frozen=True, eq=False)
-class Curvature:
-    """Σ Jᵀ S Sᵀ J over the data at unit dispersion, without prior, noise or temperature.
-
-    `statistics` give the log-likelihood for any noise, `gradient` is Σ φ·∇θ log p (None for sampled factors). Both and
-    the matrix are scaled to `n_data`; `seen` counts the data that were read.
-    """
-
-    matrix: PSD
-    layout: Layout
-    names: tuple[tuple[str, ...], ...]
-    statistics: Tensor
-    n_data: float
-    seen: float
-    structure: Structure
-    factor: Factor
-    gradient: Tensor | None = None
-    notes: tuple[str, ...] = ()
-    state: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    params: Params | None = field(default=None, repr=False)  # the weights it was computed at
-
-    @property
-    def dispersion_power(self) -> int:
-        return self.factor.dispersion_power
-
-    @property
-    def size(self) -> int:
-        return self.matrix.size
-
-    def dense(self) -> Tensor:
-        """The curvature as a (P, P) tensor in the flat order of the parameters."""
-        return self.matrix.dense()
+def accumulate(problem: Problem, accumulator: Accumulator, row_bytes: int = 0) -> Estimate:
+    """Pass over the data once and hand all rows to an accumulator."""
+    totals = pass_over(problem, accumulator.update, row_bytes=row_bytes, together=True, state=accumulator.tensors)
+    return Estimate(accumulator.finish(), totals)

@@ -14,9 +14,6 @@ from lapwing.evidence.newton import Concave, Optimum, maximize
 from lapwing.evidence.objective import CovarianceEvidence, Fit, SpectralEvidence
 from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal
-from lapwing.linalg.operator import Operator
-from lapwing.linalg.shifts import blocks_of, eigenvalues
 from lapwing.posterior import Tempered, resolve_temperature
 
 BOUNDS = (1e-10, 1e10)
@@ -42,7 +39,7 @@ def tune_evidence(
     A group whose maximum lies at infinity ends at a bound and a message says so. A group without curvature is left at
     its start: the evidence says nothing about it. No data are read, but by matrix-free curvature (`tune_probes`).
     """
-    if isinstance(curvature.matrix, Operator):
+    if curvature.matrix.iterative:
         return tune_probes(
             curvature, likelihood, groups, mean=mean, start=start, center=center, temperature=temperature, learn=learn
         )
@@ -117,41 +114,12 @@ def _objective(
     scaled = matrix.scale(T / prior_scale)  # τ' = prior_scale·τ: shift log τ, so that both forms are one
     squares = squares * prior_scale
     informed = groups.total((matrix.diagonal().detach().double() > 0).double()) > 0
-    spectrum = _spectrum(scaled, groups)
-    if spectrum is None:
-        return CovarianceEvidence(_cleaned(scaled), groups, squares, fit), informed
+    spectrum = scaled.grouped_eigenvalues(groups.index)
+    if spectrum is None or bool((spectrum[0] < 0).any()):
+        return CovarianceEvidence(scaled.cleaned(), groups, squares, fit), informed
     values, group = spectrum
     seen = values > 0
     return SpectralEvidence(values[seen].log(), group.to(values.device)[seen], squares, fit), informed
-
-
-def _cleaned(matrix: PSD) -> PSD:
-    """Dense blocks in float64 without the negative eigenvalues that are rounding; true ones (a Hessian's) stay."""
-    if isinstance(matrix, BlockDiagonal):
-        return BlockDiagonal(matrix.layout, tuple(map(_cleaned, matrix.blocks)), matrix.names)
-    values = eigenvalues(matrix)
-    if not isinstance(matrix, Dense) or values is None:
-        return matrix
-    basis = matrix.spectrum.vectors.double()
-    return Dense((basis * values) @ basis.T)
-
-
-def _spectrum(matrix: PSD, groups: Groups) -> tuple[Tensor, Tensor] | None:
-    """All eigenvalues and the group of each, or None where an eigenvector may reach into two groups."""
-    parts = matrix.layout.gather(groups.index) if isinstance(matrix, BlockDiagonal) else (groups.index,)
-    values, group = [], []
-    for block, index in zip(blocks_of(matrix), parts, strict=True):
-        inside = eigenvalues(block)
-        if inside is None or bool((inside < 0).any()):
-            return None
-        if isinstance(block, Diagonal):
-            group.append(index)
-        elif bool((index == index[0]).all()):
-            group.append(index[:1].expand(inside.numel()))
-        else:
-            return None
-        values.append(inside)
-    return torch.cat(values), torch.cat(group)
 
 
 def _messages(

@@ -11,7 +11,7 @@ from lapwing.evidence.evidence import FittedCurvature, log_evidence
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg.operator import Operator
+from lapwing.linalg import PSD
 from lapwing.posterior import Tempered, resolve_temperature
 
 BOUNDS = (1e-10, 1e10)
@@ -39,7 +39,7 @@ def tune_probes(
     `samples` takes γ_g = E Σ_{p∈g} z_p (cGz)_p over so many posterior samples z instead, with fixed noise: EM by
     sample-then-optimize (Antorán et al. 2023), for a posterior that has no sketch to deflate by.
     """
-    if not isinstance(curvature.matrix, Operator):
+    if not curvature.matrix.iterative:
         raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
@@ -70,7 +70,8 @@ def tune_probes(
         -_value(curvature, groups, setting, f, mean, center, tempered)
         for setting, f in ((first, likelihood), (chosen, family))
     ]
-    error = float(_precision(curvature, groups, tau, family, tempered).ratio_estimate().error) / 2
+    scaled, prior = _sum(curvature, groups, tau, family, tempered)
+    error = (scaled + prior).logdet_error() / 2
     messages = [f"matrix-free: the log evidence has a standard error of {error:.3g}"]
     if moved > tolerance:
         messages.append(f"not converged after {step} iterations: a logarithm still moves by {moved:.3g}")
@@ -84,14 +85,12 @@ def _dispersion(likelihood: Likelihood, learn: Sequence[str]) -> float | None:
     return float(likelihood.dispersion) if "noise" in learn else None
 
 
-def _precision(
+def _sum(
     curvature: FittedCurvature, groups: Groups, tau: Tensor, likelihood: Likelihood, tempered: Tempered
-) -> Operator:
+) -> tuple[PSD, PSD]:
+    """The two terms of the posterior precision: T/φ·H and the prior."""
     scale = tempered.likelihood_scale(likelihood.dispersion.detach(), curvature.dispersion_power)
-    prior = groups.diagonal(tau).scale(tempered.prior_scale)
-    precision = curvature.matrix.scale(scale) + prior
-    assert isinstance(precision, Operator)
-    return precision
+    return curvature.matrix.scale(scale), groups.diagonal(tau).scale(tempered.prior_scale)
 
 
 def _effective(
@@ -103,13 +102,8 @@ def _effective(
     samples: int | None,
 ) -> Tensor:
     """γ_g of every group, (G,)."""
-    precision = _precision(curvature, groups, tau, likelihood, tempered)
-    if samples is None:
-        return groups.total(precision.determined())
-    generator = torch.Generator(precision.device).manual_seed(precision.solver.seed)
-    z = precision.sample(samples, generator).double()
-    image = precision._constants[0] * precision.product.matvec(z)
-    return groups.total((z * image).mean(0))
+    scaled, prior = _sum(curvature, groups, tau, likelihood, tempered)
+    return groups.total(scaled.determined_shares(prior, samples))
 
 
 def _value(

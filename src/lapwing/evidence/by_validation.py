@@ -22,8 +22,7 @@ from lapwing.evidence.scoring import (
 from lapwing.evidence.sweep import Batch, Sweep, collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, Kronecker
-from lapwing.linalg.shifts import blocks_of, eigenvalues
+from lapwing.linalg import PSD
 from lapwing.posterior import Tempered, resolve_temperature
 
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
@@ -118,7 +117,7 @@ def search(
     candidates = Candidates.of(learned, grid or {}, first, T, likelihood, logit_temperature, optional, usual)
     spanned = candidates.box if prepare is None else candidates.including(first, T, likelihood).box
     span = _span(spanned, curvature.dispersion_power, tempered.prior)
-    nodes = Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
+    nodes = _spanning(span, curvature.matrix, split)
     sweep = collect(
         curvature.matrix,
         groups,
@@ -239,28 +238,13 @@ def nodes_for(
     """Nodes that serve these precisions at these temperatures."""
     box = box_of([precision], temperatures, [likelihood.dispersion.item()], ())
     span = _span(box, curvature.dispersion_power, tempers_prior)
-    return Nodes.spanning(*span, _largest(curvature.matrix), _largest_factor(curvature.matrix, split))
+    return _spanning(span, curvature.matrix, split)
 
 
-def _largest_factor(matrix: PSD, split: float | None) -> float | None:
-    """A number that no eigenvalue of a damped Kronecker factor exceeds; None without damping."""
-    if split is None:
-        return None
-    found = 0.0
-    for block in blocks_of(matrix):
-        if isinstance(block, Kronecker):
-            left, right = (side.max().item() * math.sqrt(float(block.factor)) for side in block.eigenvalues)
-            found = max(found, left / split, right * split)
-    return found
-
-
-def _largest(matrix: PSD) -> float:
-    """A number no eigenvalue exceeds."""
-    tops = []
-    for block in blocks_of(matrix):
-        values = eigenvalues(block)
-        tops.append(block.trace().item() if values is None else values.max().item())
-    return max(tops)
+def _spanning(span: tuple[float, float], matrix: PSD, split: float | None) -> Nodes:
+    """Nodes between two shifts of a matrix; with a `split`, for factors that are damped one by one."""
+    largest_factor = None if split is None else matrix.largest_damped(split)
+    return Nodes.spanning(*span, matrix.largest_eigenvalue(), largest_factor)
 
 
 def _choose(

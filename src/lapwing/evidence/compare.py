@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lapwing.curvature import Curvature, Kron
+from lapwing.curvature import Curvature
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.evidence import effective_parameters
@@ -132,7 +132,7 @@ def _candidate(model: Fitted, data: Any) -> Candidate:
     effective = effective_parameters(model.curvature, prior, model.likelihood, temperature=model.temperature)
     nll, cost = (None, None) if data is None else _held_out(model, data)
     curvature, precision = model.curvature, model.posterior.precision
-    error = 0.5 * float(precision.ratio_estimate().error) if isinstance(precision, Operator) else 0.0
+    error = 0.5 * precision.logdet_error()
     size = _megabytes(curvature.matrix)
     name = curvature.structure.name
     return Candidate(name, params.size, effective, value, shift, curvature.n_data, size, nll, cost, error)
@@ -171,9 +171,9 @@ def _beware(models: Mapping[str, Fitted], candidates: Mapping[str, Candidate]) -
     tempered = [name for name, model in models.items() if not model.temperature.is_bayes]
     if tempered:
         found.append(f"{_list(tempered)}: temperature ≠ 1, so this is the evidence of a tempered likelihood")
-    kron = [name for name, model in models.items() if isinstance(model.curvature.structure, Kron)]
-    if kron:
-        found.append(f"{_list(kron)}: the evidence of a Kronecker curvature is no bound of the full one's")
+    unbounded = [name for name, model in models.items() if model.curvature.structure.bound is None]
+    if unbounded:
+        found.append(f"{_list(unbounded)}: the evidence of this structure is no bound of the full matrix's")
     far = [name for name, c in candidates.items() if c.shift is not None and c.shift > 10 * NAT]
     if far:
         found.append(f"{_list(far)}: far from a mode under this prior (shift above 10 nats); see at='linear-mode'")

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.linalg import PSD, Diagonal
+from lapwing.linalg import PSD
 from lapwing.linalg.logs import PIECE
-from lapwing.linalg.operator import Operator
 from lapwing.linalg.rows import added
 from lapwing.model import Params
 from lapwing.model.module import outside_inference
@@ -75,9 +74,10 @@ def _distance(mean: Tensor, center: Tensor, precision: PSD) -> Tensor:
     """(θ̂−μ₀)ᵀΠ(θ̂−μ₀); where both are one number for all weights, of a few at a time, which stay in the cache."""
     center = center.expand(mean.shape) if center.ndim == 0 else center
     single = center.stride(0) == 0 and not (center.requires_grad and center.is_leaf)
-    if isinstance(precision, Diagonal) and precision.expanded and single:
+    constant = precision.constant() if precision.expanded and single else None
+    if constant is not None:
         pieces = [(few.double() - center[0].double()).square().sum() for few in mean.split(PIECE)]
-        return precision.values[0].double() * added(pieces)
+        return constant * added(pieces)
     offset = mean.double() - center.double()
     return (offset * precision.matvec(offset).double()).sum()
 
@@ -131,21 +131,10 @@ def effective_parameters(
     *,
     temperature: float | Tensor | Tempered = 1.0,
 ) -> float:
-    """γ = tr(c·H (c·H + Π)⁻¹) = Σ c e/(c e + τ): how many directions the data, not the prior, determine.
-
-    Computed as the derivative of log|c·H + Π| in log c, which no structure gets by subtraction.
-    """
+    """γ = tr(c·H (c·H + Π)⁻¹) = Σ c e/(c e + τ): how many directions the data, not the prior, determine."""
     tempered = resolve_temperature(temperature)
     scale = tempered.likelihood_scale(likelihood.dispersion.detach(), curvature.dispersion_power)
-    if isinstance(curvature.matrix, Operator) and isinstance(prior[1], Operator):
-        own = curvature.matrix.scale(scale.detach())
-        return (own + prior[1].scale(tempered.prior_scale)).determined_by(own).value.item()
-    with torch.enable_grad():
-        log_scale = scale.detach().double().log().requires_grad_()
-        precision = prior[1].scale(tempered.prior_scale)
-        bracket = curvature.matrix.scale(log_scale.exp()).logdet_ratio(precision)
-        (effective,) = torch.autograd.grad(bracket, log_scale)
-    return effective.item()
+    return curvature.matrix.effective_directions(scale.detach(), prior[1].scale(tempered.prior_scale)).item()
 
 
 def _gain(

@@ -21,8 +21,7 @@ from torch.nn.functional import softplus
 from lapwing.errors import NotPositiveDefinite
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.newton import Arrow, Concave, Curve, DenseCurve
-from lapwing.linalg import PSD, BlockDiagonal
-from lapwing.linalg.shifts import blocks_of
+from lapwing.linalg import PSD
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +136,8 @@ class CovarianceEvidence(Concave):
 def _squared_covariance(precision: PSD, groups: Groups) -> Tensor:
     """Σ_{p∈g, p'∈h} Σ_pp'², (G, G)."""
     index = groups.index.to(precision.device)
-    parts = precision.layout.gather(index) if isinstance(precision, BlockDiagonal) else (index,)
     total = torch.zeros(groups.count, groups.count, dtype=torch.float64, device=precision.device)
-    for block, part in zip(blocks_of(precision), parts, strict=True):
+    for block, part in precision.blockwise(index):
         square = block.solve(torch.eye(block.size, dtype=block.dtype, device=block.device)).double().square()
         rows = torch.zeros(groups.count, block.size, dtype=square.dtype, device=square.device)
         total = total.index_add(1, part, rows.index_add(0, part, square))

@@ -19,7 +19,6 @@ from lapwing.evidence.fixed_point import BOUNDS, Moved, move
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.partition import KINDS, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.linalg import Diagonal
 from lapwing.model import Batch, Batches, Network, Params, batch_size, select_names, take
 from lapwing.model.autocast import outside_autocast
 from lapwing.model.batches import Inputs, call
@@ -151,9 +150,9 @@ class Online:
         like = live[names[0]]
         sizes = [shape.numel() for shape in shapes]
         mean, matrix = self.belief.prior.resolve(names, sizes, like.dtype, like.device)
-        if not isinstance(matrix, Diagonal):
+        if not matrix.is_diagonal:
             return {"names": names, "terms": None, "whole": (mean.to(matrix.dtype), matrix)}
-        pairs = zip(matrix.values.detach().split(sizes), mean.split(sizes), shapes, strict=True)
+        pairs = zip(matrix.diagonal().detach().split(sizes), mean.split(sizes), shapes, strict=True)
         return {"names": names, "terms": [_term(tau, mu, shape) for tau, mu, shape in pairs]}
 
     @outside_autocast
@@ -197,7 +196,7 @@ class Online:
     def _groups(self, blocks: Any, params: Params) -> Groups:
         if isinstance(self.prior, str):
             return partition(self.prior, blocks, params)
-        if not isinstance(self.belief.prior.resolve(params.names, params.sizes)[1], Diagonal):
+        if not self.belief.prior.resolve(params.names, params.sizes)[1].is_diagonal:
             raise UnsupportedOperation("the noise cannot be learned under a prior that is itself a posterior: learn=()")
         return Groups.parameterwise(params.size)
 
@@ -213,9 +212,9 @@ class Online:
         if self.belief.precision is not None and isinstance(self.prior, str):
             return self.belief.precision.to(params.device)
         _, matrix = self.belief.prior.resolve(params.names, params.sizes, torch.float64, params.device)
-        assert isinstance(matrix, Diagonal)
-        counts = groups.total(torch.ones_like(matrix.values))
-        return (groups.total(matrix.values.detach().log()) / counts.clamp(min=1)).exp()
+        values = matrix.diagonal().detach()
+        counts = groups.total(torch.ones_like(values))
+        return (groups.total(values.log()) / counts.clamp(min=1)).exp()
 
     def _belief(self, groups: Groups, moved: Moved, moments: Tensor | None = None) -> Belief:
         prior = self.belief.prior

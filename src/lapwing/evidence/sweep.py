@@ -12,8 +12,7 @@ from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import Score, counted
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker, Rows
-from lapwing.linalg.shifts import block_rows, blocks_of, shifted_products
+from lapwing.linalg import PSD, Rows
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
 Adjust = Callable[[Tensor, float, slice | Tensor], Tensor]
@@ -173,26 +172,16 @@ def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor, spl
     total = f.new_zeros(groups.count, len(shifts), rows.n * places, len(low))
     with torch.no_grad():
         for block, part, group in _blocks(matrix, groups, rows):
-            if split is None or not isinstance(block, Kronecker):
-                products = shifted_products(block, part, shifts, pairs)  # (m, n, event·C(C+1)/2)
-            else:
-                damped = (block.damped(1.0, rho, split=split).quadratic(part) for rho in shifts)
-                products = torch.stack([gram[:, pairs[0], pairs[1]] for gram in damped])
+            products = block.shifted_products(part, shifts, pairs, split)  # (m, n, event·C(C+1)/2)
             total[group] += products.reshape(len(shifts), -1, len(low)).to(total)
     return total
 
 
 def _blocks(matrix: PSD, groups: Groups, rows: Rows) -> Iterator[tuple[PSD, Rows, int]]:
     """Blocks with an eigenbasis inside one group, with their rows."""
-    if isinstance(matrix, Diagonal) and isinstance(rows, Jacobian):
-        layout = rows.layout
-        matrix = BlockDiagonal(layout, tuple(map(Diagonal, layout.gather(matrix.values))))
-    parts = matrix.layout.gather(groups.index) if isinstance(matrix, BlockDiagonal) else (groups.index,)
-    for block, index, part in zip(blocks_of(matrix), parts, block_rows(matrix, rows), strict=True):
+    for block, index, part in matrix.blockwise_rows(groups.index, rows):
         if bool((index != index[0]).any()):
-            each = (
-                "prior='layerwise', with" if isinstance(block, Diagonal) else "structure='diag', 'kron' or 'ekfac' with"
-            )
+            each = "prior='layerwise', with" if block.is_diagonal else "structure='diag', 'kron' or 'ekfac' with"
             raise IncompatiblePrior(
                 f"held-out tuning needs one precision per block of the curvature, and a {type(block).__name__} block "
                 f"spans several. Use prior='scalar', {each} one precision a layer, or method='evidence'"

@@ -12,7 +12,6 @@ from lapwing.evidence.evidence import FittedCurvature, ResolvedPrior, log_eviden
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Diagonal, LowRank
 from lapwing.posterior import Tempered, resolve_temperature
 
 BOUNDS = (1e-10, 1e10)
@@ -45,7 +44,7 @@ def variational_bound(
         bound = variational_bound(la.curvature, la._resolved_prior, la.likelihood, mean=la.params.flat)
     """
     tempered = resolve_temperature(temperature)
-    tau = prior[1].constant() if isinstance(prior[1], Diagonal) else None
+    tau = prior[1].constant()
     if tau is None:
         raise IncompatiblePrior("the variational bound is for one prior precision for all weights; use a scalar prior")
     scale = tempered.likelihood_scale(likelihood.dispersion, curvature.dispersion_power)
@@ -77,12 +76,12 @@ def tune_bound(
     """
     if tuple(learn) != ("prior",) or groups.count != 1:
         raise UnsupportedOperation("inducing points learn one prior precision (learn='prior', prior='scalar')")
-    matrix = curvature.matrix
-    assert isinstance(matrix, LowRank)
+    inside = curvature.matrix.eigenvalues()
+    assert inside is not None  # of the span, without a prior
     tempered = resolve_temperature(temperature)
     scale = tempered.likelihood_scale(likelihood.dispersion.detach(), curvature.dispersion_power)
     inner = scale / tempered.prior_scale
-    values, outside = inner * matrix.values.double(), inner * _excess(curvature)
+    values, outside = inner * inside, inner * _excess(curvature)
     offset = mean.detach().double() - torch.as_tensor(center, dtype=torch.float64, device=mean.device).detach()
     square = tempered.prior_scale * offset.square().sum()
     low, high = (math.log(bound) for bound in BOUNDS)

@@ -3,14 +3,13 @@
 from lapwing.linalg.blockdiagonal import BlockDiagonal
 from lapwing.linalg.deferredrows import DeferredRows
 from lapwing.linalg.dense import Dense
-from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
 from lapwing.linalg.kronecker import Kronecker
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.lowrank import LowRank
 from lapwing.linalg.matrixrows import Extent, MatrixRows, Term
 from lapwing.linalg.places import Places
-from lapwing.linalg.psd import PSD
+from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
 from lapwing.linalg.storage import move, once, pack, pack_layout, unpack, unpack_layout, unpack_sound
 

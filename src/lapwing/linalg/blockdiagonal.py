@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError
-from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.logs import PIECE, sum_log1p
-from lapwing.linalg.psd import PSD, Scalar, require_positive
+from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows, added
+from lapwing.linalg.validity import Scalar, require_positive
 
 KEPT = 2**20  # eigenvalues that are kept in one vector, so that the evidence at a new scalar prior is one sum
 
@@ -135,6 +135,56 @@ class BlockDiagonal(PSD):
             return other.blocks
         raise self._refuse(other, "a diagonal prior or a block-diagonal one with the same blocks")
 
+    @property
+    def damps(self) -> bool:
+        return any(block.damps for block in self.blocks)
+
+    def damped(self, c: Scalar, prior: PSD, *, split: float = 1.0) -> BlockDiagonal:
+        damped = []
+        for k, part in enumerate(self._split(prior)):
+            with self._named(k):
+                damped.append(self.blocks[k].damped(c, part, split=split))
+        return BlockDiagonal(self.layout, tuple(damped), self.names)
+
+    def diagonal_blocks(self) -> tuple[PSD, ...]:
+        return self.blocks
+
+    def blockwise(self, values: Tensor) -> tuple[tuple[PSD, Tensor], ...]:
+        return tuple(zip(self.blocks, self.layout.gather(values), strict=True))
+
+    def blockwise_rows(self, values: Tensor, rows: Rows) -> Iterable[tuple[PSD, Tensor, Rows]]:
+        return zip(self.blocks, self.layout.gather(values), self._parts(rows), strict=True)
+
+    def eigenvalues(self) -> Tensor | None:
+        parts = [block.eigenvalues() for block in self.blocks]
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
+
+    def grouped_eigenvalues(self, group: Tensor) -> tuple[Tensor, Tensor] | None:
+        found = []
+        for block, part in self.blockwise(group):
+            pair = block.grouped_eigenvalues(part)
+            if pair is None:
+                return None
+            found.append(pair)
+        return torch.cat([values for values, _ in found]), torch.cat([owner for _, owner in found])
+
+    def largest_eigenvalue(self) -> float:
+        return max(block.largest_eigenvalue() for block in self.blocks)
+
+    def largest_damped(self, split: float) -> float:
+        return max(block.largest_damped(split) for block in self.blocks)
+
+    def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
+        terms = []
+        for k, part in enumerate(self._parts(rows)):
+            with self._named(k):
+                terms.append(self.blocks[k].shifted_products(part, shifts, pairs, split))
+        return added(terms)
+
+    def cleaned(self) -> BlockDiagonal:
+        return BlockDiagonal(self.layout, tuple(block.cleaned() for block in self.blocks), self.names)
+
     @cached_property
     def _kept(self) -> list[Tensor | None]:
         return []
@@ -175,7 +225,7 @@ class BlockDiagonal(PSD):
     def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
         return self.blocks[0].output_root(inputs) if len(self.blocks) == 1 else None
 
-    def _parts(self, rows: Rows) -> tuple[Rows, ...]:
+    def _parts(self, rows: Rows) -> Iterable[Rows]:
         """Each block's own rows, factored where they come so."""
         rows = self._rows(rows)
         if isinstance(rows, Jacobian) and self.layout.same_as(rows.layout):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg.matrixrows import Extent, MatrixRows, Term, rotated
-from lapwing.linalg.rows import chunks
+from lapwing.linalg.rows import Rows, chunks
 
 Make = Callable[[int, int], tuple[Term, ...]]
 """The terms of samples start … start + length − 1."""
@@ -46,6 +46,10 @@ class DeferredRows(MatrixRows):
         return self.place
 
     @property
+    def deferred(self) -> bool:
+        return True
+
+    @property
     def _outer(self) -> bool:
         return False
 
@@ -61,7 +65,9 @@ class DeferredRows(MatrixRows):
     def to(self, dtype: torch.dtype) -> MatrixRows:
         return self if dtype == self.dtype else super().to(dtype)
 
-    def rotate(self, left: Tensor, right: Tensor) -> MatrixRows:
+    def rotate(self, left: Tensor, right: Tensor) -> Rows:
+        if (left.shape[0], left.shape[1], right.shape[1]) != (self.q, self.o, self.i):
+            return super().rotate(left, right)
         e, make, basis = self.extent, self.make, self.basis
         if basis is not None:
             return self._with(make, (basis[0] @ left, basis[1] @ right))

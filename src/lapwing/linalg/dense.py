@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NotPositiveDefinite
-from lapwing.linalg.diagonal import Diagonal
-from lapwing.linalg.psd import PSD, Scalar, nonnegative, not_positive, require_positive
-from lapwing.linalg.rows import Rows
+from lapwing.linalg.psd import PSD, Diagonal
+from lapwing.linalg.rows import DenseRows, Rows
 from lapwing.linalg.spectrum import Spectrum
-from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_symmetric, flaw_of_values
+from lapwing.linalg.validity import (
+    Scalar,
+    first_flaw,
+    flaw_of_scalar,
+    flaw_of_symmetric,
+    flaw_of_values,
+    nonnegative,
+    not_positive,
+    require_positive,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +144,20 @@ class Dense(PSD):
 
     def scale(self, c: Scalar) -> Dense:
         return Dense(self.matrix, self._factor * nonnegative(c), self._shift * c, self.spectrum)
+
+    def eigenvalues(self) -> Tensor | None:
+        return self._factor * self.spectrum.values + self._shift if self._spectral else None
+
+    def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
+        values = self.eigenvalues()
+        return None if values is None else (values, DenseRows(self._rows(rows).dense() @ self.spectrum.vectors))
+
+    def cleaned(self) -> Dense:
+        values = self.eigenvalues()
+        if values is None:
+            return self
+        basis = self.spectrum.vectors.double()
+        return Dense((basis * values) @ basis.T)
 
     def __add__(self, other: PSD) -> Dense:
         self._matches(other)

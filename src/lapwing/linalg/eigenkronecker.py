@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior
-from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.logs import sum_log1p
-from lapwing.linalg.matrixrows import MatrixRows
-from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
+from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import DenseRows, Rows, chunks
 from lapwing.linalg.tangent import tangent
-from lapwing.linalg.validity import first_flaw, flaw_of_basis, flaw_of_values
+from lapwing.linalg.validity import Scalar, first_flaw, flaw_of_basis, flaw_of_values, nonnegative, require_positive
 
 
 def first_order(matrix: PSD, prior: Diagonal) -> Tensor:
@@ -200,6 +198,17 @@ class EigenKronecker(PSD):
             )
         return constant, delta
 
+    @property
+    def factored(self) -> bool:
+        return True
+
+    def eigenvalues(self) -> Tensor | None:
+        return self.values.reshape(-1) if self.left_scale is None else None
+
+    def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
+        values = self.eigenvalues()
+        return None if values is None else (values, self._rotated(rows))
+
     def known_eigenvalues(self) -> Tensor | None:
         constant = self.left_scale is None and self.tangent is None and not self.values.requires_grad
         return self.values.flatten() if constant and bool((self.values >= 0).all()) else None
@@ -238,9 +247,7 @@ class EigenKronecker(PSD):
         """(J − ½ J A₀⁻¹ diag(δ)) (B_l ⊗ B_r) for the dual basis, factored where the rows are."""
         rows = self._rows(rows)
         left, right = self._dual
-        if isinstance(rows, MatrixRows) and (rows.q, rows.o, rows.i) == self.shape and self._delta is None:
-            return rows.rotate(left, right)
-        dense = rows.dense()
         if self._delta is not None:
-            dense = dense - 0.5 * self._solve(dense) * self._delta
-        return DenseRows((left.mT @ dense.unflatten(-1, self.shape) @ right).flatten(-3))
+            dense = rows.dense()
+            rows = DenseRows(dense - 0.5 * self._solve(dense) * self._delta)
+        return rows.rotate(left, right)

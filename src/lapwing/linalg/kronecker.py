@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,14 +11,21 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
-from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
 from lapwing.linalg.logs import PIECE, sum_log1p
-from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
+from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import Rows, added
 from lapwing.linalg.spectrum import Spectrum
 from lapwing.linalg.tangent import tangent
-from lapwing.linalg.validity import first_flaw, flaw_of_ranks, flaw_of_scalar, flaw_of_symmetric
+from lapwing.linalg.validity import (
+    Scalar,
+    first_flaw,
+    flaw_of_ranks,
+    flaw_of_scalar,
+    flaw_of_symmetric,
+    nonnegative,
+    require_positive,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +92,7 @@ class Kronecker(PSD):
         return torch.as_tensor(self.factor, dtype=torch.float64, device=self.device)
 
     @property
-    def eigenvalues(self) -> tuple[Tensor, Tensor]:
+    def factor_eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of G (q, o) and A (q, i), float64, clamped at zero."""
         self._require_definite()
         return self.left_spectrum.clamped, self.right_spectrum.clamped
@@ -95,7 +103,7 @@ class Kronecker(PSD):
 
     def grid(self) -> Tensor:
         """All eigenvalues, (q, o, i), those of the factors clamped at zero."""
-        return _grid(self._factor, *self.eigenvalues, self.shift)
+        return _grid(self._factor, *self.factor_eigenvalues, self.shift)
 
     def _sum_log1p(self, over: Scalar = 1.0) -> Tensor:
         """Σ log(1 + λ / over) of its eigenvalues λ."""
@@ -103,14 +111,14 @@ class Kronecker(PSD):
 
     def _pieces(self, over: Scalar = 1.0) -> Iterator[Tensor]:
         """All eigenvalues λ / over, of which a few at a time are written out and stay in the cache."""
-        left, right = self.eigenvalues
+        left, right = self.factor_eigenvalues
         factor, shift = self._factor / over, None if self.shift is None else self.shift / over
         for part in left.split(max(1, PIECE // max(1, right.numel())), 1):
             yield _grid(factor, part, right, shift)
 
     def _smallest(self) -> Tensor:
         """The smallest eigenvalue of each group, (q, 1, 1); those of the factors are in order."""
-        left, right = self.eigenvalues
+        left, right = self.factor_eigenvalues
         return _grid(self._factor, left[:, :1], right[:, :1], self.shift)
 
     def _eigen(self, values: Tensor) -> EigenKronecker:
@@ -220,16 +228,49 @@ class Kronecker(PSD):
         tracked = any(isinstance(each, Tensor) and each.requires_grad for each in (self.factor, self.shift))
         return None if tracked else self.grid().flatten()
 
-    def damped(self, c: Scalar, tau: Scalar, *, split: float = 1.0) -> EigenKronecker:
+    @property
+    def factored(self) -> bool:
+        return True
+
+    @property
+    def damps(self) -> bool:
+        return True
+
+    def eigenvalues(self) -> Tensor | None:
+        return self.grid().reshape(-1)
+
+    def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
+        return self._eigen(self.grid()).in_eigenbasis(rows)
+
+    def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
+        if split is None:
+            return super().shifted_products(rows, shifts, pairs)
+        each = [self._damped(1.0, rho, split).quadratic(rows) for rho in shifts]
+        return torch.stack([gram[:, pairs[0], pairs[1]] for gram in each])
+
+    def largest_damped(self, split: float) -> float:
+        left, right = (side.max().item() * math.sqrt(float(self.factor)) for side in self.factor_eigenvalues)
+        return max(left / split, right * split)
+
+    def damped(self, c: Scalar, prior: PSD, *, split: float = 1.0) -> EigenKronecker:
         """(√c/s · G + √τ I) ⊗ (√c·s · A + √τ I): factor-wise regularization, Ritter et al. (2018), Eq. 9.
 
         With A a mean and G a sum over n data, `split=√n` gives both factors the paper's scaling √n·E[·]. Always ⪰
         c·G ⊗ A + τ I, so its log-determinant is no part of an evidence.
         """
+        tau = prior.constant()
+        if tau is None:
+            raise IncompatiblePrior(
+                "factored damping needs one prior precision per block, and this one varies inside it. Use a scalar or "
+                "layerwise prior, or damping='exact'."
+            )
+        return self._damped(c, tau, split)
+
+    def _damped(self, c: Scalar, tau: Tensor, split: float) -> EigenKronecker:
         if self.shift is not None:
             raise UnsupportedOperation("factor-wise damping is for a Kronecker product without a prior")
-        tau = torch.as_tensor(tau, dtype=torch.float64, device=self.device)
-        left, right = self.eigenvalues
+        tau = tau.to(torch.float64)
+        left, right = self.factor_eigenvalues
         root = (self._factor * nonnegative(c)).sqrt()
         left, right = root / split * left + tau.sqrt(), root * split * right + tau.sqrt()
         return self._eigen(left[:, :, None] * right[:, None, :])

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NotPositiveDefinite
-from lapwing.linalg.diagonal import Diagonal
-from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
+from lapwing.linalg.psd import PSD, Diagonal, require_shifts
 from lapwing.linalg.rows import Rows, chunks
-from lapwing.linalg.validity import first_flaw, flaw_of_values
+from lapwing.linalg.validity import Scalar, first_flaw, flaw_of_values, nonnegative, require_positive
 
 NEXT_TO_NOTHING = 1e-100
 
@@ -181,6 +180,33 @@ class LowRank(PSD):
         precision = require_positive(prior.values).double()
         capacitance = (self + prior)._capacitance
         return (self.shift.double() / precision).log1p().sum() + 2 * capacitance.diagonal().log().sum()
+
+    def _half_basis(self) -> Tensor:
+        """d^½ U, (k, P) float64."""
+        return self.basis.double() * self._roots[:, None]
+
+    def eigenvalues(self) -> Tensor | None:
+        if bool(self.shift.any()):
+            return None
+        half = self._half_basis()
+        return torch.linalg.eigvalsh(half @ half.T).clamp(min=0)
+
+    def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
+        """J Jᵀ/ρ − (J V) diag(e/(ρ(e + ρ))) (J V)ᵀ for A = V diag(e) Vᵀ, in float64."""
+        if bool(self.shift.any()):
+            return super().shifted_products(rows, shifts, pairs)
+        half = self._half_basis()
+        values, vectors = torch.linalg.eigh(half @ half.T)
+        require_shifts(values.clamp(min=0), shifts)
+        keep = values > values.max() * len(values) * torch.finfo(torch.float64).eps
+        values, basis = values[keep], (vectors[:, keep].T @ half) / values[keep].sqrt()[:, None]
+        wide = self._rows(rows).to(torch.float64)
+        inside = wide.matvec(basis)  # (rank, n, r)
+        whole = wide.weighted_gram(torch.ones(self.size, dtype=torch.float64, device=self.device))
+        shifts = shifts.double()
+        weights = values / (shifts[:, None] * (values + shifts[:, None]))
+        cut = torch.einsum("mj,jnk->mnk", weights, inside[..., pairs[0]] * inside[..., pairs[1]])
+        return (whole[:, pairs[0], pairs[1]] / shifts[:, None, None] - cut).to(self.dtype)
 
     def whiten(self, rows: Rows) -> Tensor:
         """J A⁻¹ [D^½, Uᵀ d^½], (n, r, P + k): W Wᵀ = J A⁻¹ A A⁻¹ Jᵀ."""

@@ -184,11 +184,13 @@ class MatrixRows(Rows):
         basis = None if self.basis is None else (self.basis[0].to(dtype), self.basis[1].to(dtype))
         return MatrixRows(tuple(Term(t.left.to(dtype), t.right.to(dtype)) for t in self.terms), basis)
 
-    def rotate(self, left: Tensor, right: Tensor) -> MatrixRows:
+    def rotate(self, left: Tensor, right: Tensor) -> Rows:
         """J (left ⊗ right) for square left (q, o, o), right (q, i, i): the two sides of every term times the matrices.
 
         With many positions, the blocks are multiplied once the positions are summed.
         """
+        if (left.shape[0], left.shape[1], right.shape[1]) != (self.q, self.o, self.i):
+            return super().rotate(left, right)
         if self.basis is not None:
             return MatrixRows(self.terms, (self.basis[0] @ left, self.basis[1] @ right))
         before = sum(
@@ -266,6 +268,19 @@ class MatrixRows(Rows):
         if right.shape[1] == 1:
             return left, torch.einsum("qoi,nqi->nqo", grid, right[:, 0].square())
         return right, torch.einsum("qoi,nqo->nqi", grid, left[:, 0].square())
+
+    def weighted_products(self, weights: Tensor, pairs: Tensor) -> Tensor:
+        if not self._outer:
+            return super().weighted_products(weights, pairs)
+        left, right = self._sides  # the squared side without directions meets the weights first
+        grid = weights.reshape(len(weights), self.q, self.o, self.i)
+        if right.shape[1] == 1:
+            shared = torch.einsum("mqoi,nqi->nqom", grid, right[:, 0].square()).flatten(1, 2)
+            side = left.expand(-1, self.r, -1, -1).flatten(2)
+        else:
+            shared = torch.einsum("mqoi,nqo->nqim", grid, left[:, 0].square()).flatten(1, 2)
+            side = right.flatten(2)
+        return ((side[:, pairs[0]] * side[:, pairs[1]]) @ shared).movedim(-1, 0)
 
     def joint_gram(self, w: Tensor) -> Tensor:
         if self.basis is not None:

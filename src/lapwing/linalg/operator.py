@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.krylov import (
     Estimate,
     Policy,
@@ -25,8 +24,9 @@ from lapwing.linalg.krylov import (
     slq_logdet,
     spheres,
 )
-from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
+from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import Rows, chunks
+from lapwing.linalg.validity import Scalar, nonnegative, require_positive
 
 
 class Product(ABC):
@@ -258,10 +258,12 @@ class Operator(PSD):
         """log |A| − log |D| with its standard error."""
         return self._remember("ratio", self._ratio)
 
+    def logdet_error(self) -> float:
+        return float(self.ratio_estimate().error)
+
     @property
-    def estimated(self) -> bool:
-        """Whether `ratio_estimate` is known already."""
-        return ("ratio", self._key) in self.memo
+    def logdet_products(self) -> int:
+        return 0 if ("ratio", self._key) in self.memo else self.solver.probes * self.solver.steps
 
     def _ratio(self) -> Estimate:
         m, options = self.preconditioner, self.solver
@@ -297,6 +299,20 @@ class Operator(PSD):
         each = -self.corrections().sum(-1)
         error = each.std() / len(each) ** 0.5
         return Estimate(self.preconditioner.shares().sum() + each.mean(), error, len(each), 0)
+
+    def effective_directions(self, c: Scalar, prior: PSD) -> Tensor:
+        if not isinstance(prior, Operator):
+            return super().effective_directions(c, prior)
+        own = self.scale(c)
+        return (own + prior).determined_by(own).value
+
+    def determined_shares(self, prior: PSD, samples: int | None = None) -> Tensor:
+        whole = self + prior
+        if samples is None:
+            return whole.determined()
+        generator = torch.Generator(self.device).manual_seed(self.solver.seed)
+        z = whole.sample(samples, generator).double()
+        return (z * (whole._constants[0] * self.product.matvec(z))).mean(0)
 
     def determined_by(self, part: Operator) -> Estimate:
         """tr(B A⁻¹) of a part B of the sum A, with its standard error: exact where both sketches are."""

@@ -1,19 +1,19 @@
-"""The interface of symmetric positive semi-definite matrices, and the checks that its leaves share."""
+"""The interface of symmetric positive semi-definite matrices, and diagonal ones, which can be added to every other."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite
-from lapwing.linalg.rows import Rows, chunks
-from lapwing.linalg.validity import flaw_of_values
-
-Scalar = float | Tensor
-"""A number or a tensor without dimensions; gradients flow through the latter."""
+from lapwing.linalg.layout import Layout
+from lapwing.linalg.logs import sum_log1p
+from lapwing.linalg.rows import Jacobian, Rows, chunks
+from lapwing.linalg.validity import Scalar, flaw_of_values, nonnegative, require_positive
 
 
 class PSD(ABC):
@@ -38,10 +38,129 @@ class PSD(ABC):
     @abstractmethod
     def device(self) -> torch.device: ...
 
+    # --- questions that other rooms ask instead of looking at the class ---------------------------------------------
+
     @property
     def iterative(self) -> bool:
         """Whether each solve takes many products with A."""
         return False
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether A has no entry outside its diagonal by construction, so that `diagonal()` is all of it."""
+        return False
+
+    @property
+    def expanded(self) -> bool:
+        """Whether A = c I is stored as the number c alone."""
+        return False
+
+    @property
+    def factored(self) -> bool:
+        """Whether A keeps the two sides of a weight matrix apart, as a Kronecker product and its eigenbasis do."""
+        return False
+
+    @property
+    def damps(self) -> bool:
+        """Whether `damped` is anything else than the exact sum."""
+        return False
+
+    def constant(self) -> Tensor | None:
+        """The c of A = c I, a float64 scalar with its graph; None for any other matrix."""
+        return None
+
+    def diagonal_blocks(self) -> tuple[PSD, ...]:
+        """The blocks that A consists of; A itself where it has none."""
+        return (self,)
+
+    def blockwise(self, values: Tensor) -> tuple[tuple[PSD, Tensor], ...]:
+        """Each diagonal block with its part of a flat vector (P,)."""
+        return ((self, values),)
+
+    def blockwise_rows(self, values: Tensor, rows: Rows) -> Iterable[tuple[PSD, Tensor, Rows]]:
+        """Each diagonal block with its part of a flat vector (P,) and with its own rows, one block at a time."""
+        return ((self, values, rows),)
+
+    def eigenvalues(self) -> Tensor | None:
+        """The eigenvalues, float64, without some or all that are zero; None where they are not known.
+
+        Those of a diagonal matrix are in the order of its entries. Negative ones (an exact Hessian) are not hidden.
+        """
+        return None
+
+    def grouped_eigenvalues(self, group: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The eigenvalues and the group that each belongs to, for weights that are in groups (P,).
+
+        None where eigenvalues are not known, or where an eigenvector may reach into two groups.
+        """
+        values = self.eigenvalues()
+        if values is None or self.is_diagonal:
+            return None if values is None else (values, group)
+        return (values, group[:1].expand(values.numel())) if bool((group == group[0]).all()) else None
+
+    def largest_eigenvalue(self) -> float:
+        """A number that no eigenvalue exceeds."""
+        values = self.eigenvalues()
+        return self.trace().item() if values is None else values.max().item()
+
+    def largest_damped(self, split: float) -> float:
+        """A number that no eigenvalue of a factor of `damped` exceeds; 0 where nothing is damped by factors."""
+        return 0.0
+
+    def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
+        """The eigenvalues and J in the basis of their eigenvectors; None where A has no eigenbasis at hand."""
+        return None
+
+    def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
+        """J_a (A + ρ I)⁻¹ J_bᵀ of each sample, for shifts ρ (m,) and pairs of directions (a, b) (2, k): (m, n, k).
+
+        J is brought to the eigenbasis once, whatever the number of shifts; without one, every shift is added and
+        solved for. With a `split`, blocks that damp by factors use `damped` in place of the sum.
+        """
+        found = self.in_eigenbasis(rows)
+        if found is None:
+            ones = torch.ones(self.size, dtype=torch.float64, device=self.device)
+            each = [(self + Diagonal(rho * ones)).quadratic(rows) for rho in shifts]
+            return torch.stack([gram[:, pairs[0], pairs[1]] for gram in each])
+        values, rotated = found
+        require_shifts(values, shifts)
+        return rotated.weighted_products(1 / (values.to(rotated.dtype) + shifts.to(rotated.dtype)[:, None]), pairs)
+
+    def damped(self, c: Scalar, prior: PSD, *, split: float = 1.0) -> PSD:
+        """c A + Π; a Kronecker product damps its factors one by one instead (Ritter et al. 2018, Eq. 9)."""
+        return self.scale(c) + prior
+
+    def cleaned(self) -> PSD:
+        """A without negative eigenvalues that are rounding; true ones (of an exact Hessian) stay."""
+        return self
+
+    def effective_directions(self, c: Scalar, prior: PSD) -> Tensor:
+        """tr(c A (c A + Π)⁻¹), a float64 scalar: how many directions A determines, and not the prior Π.
+
+        Computed as the derivative of log |c A + Π| in log c, which no structure gets by subtraction.
+        """
+        with torch.enable_grad():
+            log_scale = torch.as_tensor(c).detach().double().log().requires_grad_()
+            (found,) = torch.autograd.grad(self.scale(log_scale.exp()).logdet_ratio(prior), log_scale)
+        return found
+
+    def determined_shares(self, prior: PSD, samples: int | None = None) -> Tensor:
+        """1 − π_p (A + Π)⁻¹_pp for a diagonal prior Π, (P,) float64: the share of every weight that A determines.
+
+        With `samples`, an iterative matrix takes the mean over so many posterior draws instead of over its probes.
+        """
+        return 1 - prior.diagonal().double() * (self + prior).inverse_diagonal().double()
+
+    def logdet_error(self) -> float:
+        """The standard error of `logdet`; 0 where it is not an estimate."""
+        return 0.0
+
+    @property
+    def logdet_products(self) -> int:
+        """How many products with A the log-determinant will take; 0 where it takes none or is known already."""
+        return 0
+
+    # --- algebra ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -160,32 +279,184 @@ class PSD(ABC):
         )
 
 
-def nonnegative(c: Scalar) -> Scalar:
-    """c, if it may scale a positive semi-definite matrix."""
-    value = float(c.detach()) if isinstance(c, Tensor) else float(c)
-    if not value >= 0:
-        raise ValueError(f"a positive semi-definite matrix can be scaled by a number ≥ 0 only, got {value}")
-    return c
+@dataclass(frozen=True, eq=False)
+class Diagonal(PSD):
+    """A = diag(values), values (P,).
+
+    Where entries that carry a graph share numbers, `levels` (G,) and `group` (P,) say so, as `by_group` does: the
+    gradient of equal entries that do not share one differs from entry to entry.
+    """
+
+    values: Tensor
+    levels: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
+    group: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 1:
+            raise ValueError(f"expected a vector of diagonal entries, got shape {tuple(self.values.shape)}")
+        if self.expanded and self.values.requires_grad and self.values.is_leaf:  # one number, and P of them to autograd
+            object.__setattr__(self, "values", self.values.clone(memory_format=torch.contiguous_format))
+
+    @classmethod
+    def by_group(cls, levels: Tensor, group: Tensor) -> Diagonal:
+        """Entry p is levels[group[p]]."""
+        group = group.to(levels.device)
+        return cls(levels[group], levels, group)
+
+    @property
+    def size(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def is_diagonal(self) -> bool:
+        return True
+
+    @property
+    def expanded(self) -> bool:
+        return self.size > 0 and self.values.stride(0) == 0
+
+    @property
+    def _positive(self) -> Tensor:
+        return require_positive(self.values)
+
+    def require_positive_definite(self) -> None:
+        require_positive(self.values)
+
+    def constant(self) -> Tensor | None:
+        """The one number that all entries are, a float64 scalar with its graph; None if they are several.
+
+        Without a graph, equal numbers are one (see `common`).
+        """
+        if self.expanded:
+            return self.values[0].double()
+        if not self.size:
+            return torch.ones((), dtype=torch.float64, device=self.device)
+        if not self.values.requires_grad:
+            return self.common()
+        if self.levels is None or self.group is None or bool((self.group != self.group[0]).any()):
+            return None
+        return self.levels[self.group[0]].double()
+
+    def common(self) -> Tensor | None:
+        """The common value of all entries without its graph, a float64 scalar; None if they differ.
+
+        A few units of rounding count as equal: a vectorized `exp` of equal numbers need not be.
+        """
+        values = self.values.detach()
+        if not self.size:
+            return torch.ones((), dtype=torch.float64, device=self.device)
+        low, high = values.aminmax()
+        if not bool(high - low <= 8 * torch.finfo(self.dtype).eps * high.abs()):
+            return None
+        return values.double().mean()
+
+    def split(self, layout: Layout) -> tuple[Diagonal, ...]:
+        """The parts of the blocks of a layout; those whose entries share a number are that, expanded."""
+        if self.levels is None or self.group is None:
+            return tuple(Diagonal(part) for part in layout.gather(self.values))
+        return tuple(self._part(group) for group in layout.gather(self.group))
+
+    def _part(self, group: Tensor) -> Diagonal:
+        assert self.levels is not None
+        if len(group) and bool((group == group[0]).all()):
+            return Diagonal(self.levels[group[0]].expand(len(group)))
+        return Diagonal.by_group(self.levels, group)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self._vector(v) * self.values
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self._vector(v) / self._positive
+
+    def logdet(self) -> Tensor:
+        return self._positive.double().log().sum()
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def inverse_diagonal(self) -> Tensor:
+        return 1 / self._positive
+
+    def smallest_eigenvalue(self) -> Tensor:
+        return self.values.double().min()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(n, self.size, dtype=self.dtype, device=self.device, generator=generator)
+        return noise * self._positive.rsqrt()
+
+    def scale(self, c: Scalar) -> Diagonal:
+        if self.expanded:
+            return Diagonal((self.values[0] * nonnegative(c)).to(self.dtype).expand(self.size))
+        if self.levels is not None and self.group is not None:
+            return Diagonal.by_group(self.levels * nonnegative(c), self.group)
+        return Diagonal(self.values * nonnegative(c))
+
+    def __add__(self, other: PSD) -> PSD:
+        self._matches(other)
+        if isinstance(other, Diagonal):
+            return Diagonal(self.values + other.values.to(self.dtype))
+        return other + self
+
+    def dense(self) -> Tensor:
+        return torch.diag(self.values)
+
+    def whiten(self, rows: Rows) -> Tensor:
+        return self._rows(rows).dense() * self._positive.rsqrt()
+
+    def quadratic(self, rows: Rows) -> Tensor:
+        return self._rows(rows).weighted_gram(1 / self._positive)
+
+    def variance(self, rows: Rows) -> Tensor:
+        return self._rows(rows).weighted_norm(1 / self._positive)
+
+    def joint(self, rows: Rows) -> Tensor:
+        return self._rows(rows).joint_gram(1 / self._positive)
+
+    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        variances = (1 / self._positive).reshape(-1, inputs.shape[-1])
+        spread = (inputs.to(self.dtype).square() @ variances.mT).sqrt()
+        return torch.eye(len(variances), dtype=self.dtype, device=self.device), spread
+
+    def blockwise_rows(self, values: Tensor, rows: Rows) -> Iterable[tuple[PSD, Tensor, Rows]]:
+        if not isinstance(rows, Jacobian):
+            return super().blockwise_rows(values, rows)
+        layout = rows.layout
+        return zip(map(Diagonal, layout.gather(self.values)), layout.gather(values), rows.rows, strict=True)
+
+    def eigenvalues(self) -> Tensor | None:
+        return self.values.double()
+
+    def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
+        return self.values.double(), self._rows(rows)
+
+    def known_eigenvalues(self) -> Tensor | None:
+        fixed = not self.values.requires_grad and bool((self.values >= 0).all())
+        return self.values.double() if fixed else None
+
+    def logdet_ratio(self, prior: PSD) -> Tensor:
+        self._matches(prior)
+        if isinstance(prior, Diagonal):
+            require_positive(self.values.double() + prior.values.double())  # a Hessian's diagonal may be negative
+            return sum_log1p(self.values.double() / require_positive(prior.values).double())
+        return super().logdet_ratio(prior)
 
 
-def require_positive(eigenvalues: Tensor, remedy: str = "") -> Tensor:
-    """The eigenvalues themselves if all exceed zero; else `NotPositiveDefinite` with the smallest and the remedy."""
-    found = eigenvalues.detach()
-    found = found[:1] if found.ndim == 1 and found.stride(0) == 0 else found  # one number, expanded
-    smallest = float(found.min()) if found.numel() else 1.0
-    if not smallest > 0:
-        raise NotPositiveDefinite(not_positive(smallest, remedy))
-    return eigenvalues
-
-
-def not_positive(smallest: float, remedy: str = "") -> str:
-    """The message for a matrix whose smallest eigenvalue is not above zero."""
-    if smallest != smallest:
-        return "the matrix holds NaN. Look for overflow in the network's outputs, bad inputs or a NaN prior."
-    if smallest < 0:
-        remedy = remedy or (
-            f"raise the prior precision by more than {-smallest:.3g}, or use the GGN, which is never indefinite"
-        )
-        return f"the matrix is indefinite: its smallest eigenvalue is {smallest:.3g}. To go on, {remedy}."
-    remedy = remedy or "add a prior with positive precision (curvature alone is singular in directions without data)"
-    return f"the matrix is singular: its smallest eigenvalue is {smallest:.3g}. To go on, {remedy}."
+def require_shifts(eigenvalues: Tensor, shifts: Tensor) -> None:
+    """Refuse shifts ρ that leave an indefinite matrix indefinite, and say what to do about it."""
+    lowest, smallest = eigenvalues.min().item(), shifts.min().item()
+    if lowest + smallest > 0:
+        return
+    raise NotPositiveDefinite(
+        f"the curvature is indefinite: its smallest eigenvalue is {lowest:.3g}, so there is no posterior under a prior "
+        f"precision of {smallest:.3g} (relative to the likelihood's scale). Tuning on data, leave-one-out and "
+        "temperature curves try such precisions. Fit with factor='ggn', which is never indefinite, or choose the prior "
+        "yourself: la.replace(prior=...)."
+    )

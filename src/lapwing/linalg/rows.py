@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -85,6 +86,24 @@ class Rows(ABC):
     def joint_gram(self, w: Tensor) -> Tensor:
         """J diag(w) Jᵀ across samples: w (size,) → (n, r, n, r)."""
 
+    @property
+    def deferred(self) -> bool:
+        """Whether the rows are made when they are read, a few samples at a time."""
+        return False
+
+    def rotate(self, left: Tensor, right: Tensor) -> Rows:
+        """J (left ⊗ right) for the rows of a weight (q, o, i), with left (q, o, o) and right (q, i, i)."""
+        dense = self.dense().unflatten(-1, (left.shape[0], left.shape[1], right.shape[1]))
+        return DenseRows((left.mT @ dense @ right).flatten(-3))
+
+    def weighted_products(self, weights: Tensor, pairs: Tensor) -> Tensor:
+        """J_a diag(w) J_bᵀ of each sample, for weights w (m, size) and pairs of directions (a, b) (2, k): (m, n, k)."""
+        pieces = []
+        for start, length in chunks(self.n, pairs.shape[1] * self.size * self.dtype.itemsize):
+            block = self.narrow(start, length).dense()
+            pieces.append((block[:, pairs[0]] * block[:, pairs[1]]) @ weights.T)  # (n, k, m)
+        return torch.cat(pieces).movedim(-1, 0)
+
     def gram(self) -> Tensor:
         """Σ_{n,r} of the outer products of rows, (size, size)."""
         total = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)
@@ -155,14 +174,35 @@ class DenseRows(Rows):
         return ((flat * self._check(w)) @ flat.T).reshape(self.n, self.r, self.n, self.r)
 
 
+class FormedRows(Protocol):
+    """A sequence of `Rows`, one per block, that forms each when it is asked for."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def r(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __getitem__(self, k: int, /) -> Rows: ...
+    def __iter__(self) -> Iterator[Rows]: ...
+    def __len__(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Jacobian(Rows):
-    """Rows with respect to all parameters: one `Rows` a block, placed in the flat vector by a layout."""
+    """Rows with respect to all parameters: one `Rows` per block, placed in the flat vector by a layout.
 
-    rows: tuple[Rows, ...]
+    `rows` is a tuple, or a sequence that forms each block when it is asked for and knows n, r, dtype and device itself.
+    """
+
+    rows: tuple[Rows, ...] | FormedRows
     layout: Layout
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rows, tuple):
+            return  # checking sizes would form every block
         sizes = self.layout.sizes
         got = tuple(rows.size for rows in self.rows)
         if got != sizes:
@@ -174,12 +214,16 @@ class Jacobian(Rows):
             )
 
     @property
+    def _any(self) -> Rows | FormedRows:
+        return self.rows[0] if isinstance(self.rows, tuple) else self.rows
+
+    @property
     def n(self) -> int:
-        return self.rows[0].n
+        return self._any.n
 
     @property
     def r(self) -> int:
-        return self.rows[0].r
+        return self._any.r
 
     @property
     def size(self) -> int:
@@ -187,11 +231,11 @@ class Jacobian(Rows):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.rows[0].dtype
+        return self._any.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.rows[0].device
+        return self._any.device
 
     def dense(self) -> Tensor:
         return self.layout.scatter([rows.dense() for rows in self.rows])

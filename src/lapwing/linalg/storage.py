@@ -12,13 +12,12 @@ from torch import Tensor
 from lapwing.errors import CorruptFile
 from lapwing.linalg.blockdiagonal import BlockDiagonal
 from lapwing.linalg.dense import Dense
-from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.eigenkronecker import EigenKronecker
 from lapwing.linalg.kronecker import Kronecker, sharing_factors
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.lowrank import LowRank
 from lapwing.linalg.places import Places
-from lapwing.linalg.psd import PSD
+from lapwing.linalg.psd import PSD, Diagonal
 
 LEAVES: dict[str, type[PSD]] = {
     leaf.__name__: leaf for leaf in (BlockDiagonal, Dense, Diagonal, EigenKronecker, Kronecker, LowRank)

@@ -1,27 +1,26 @@
 """A module and its batches as pure functions: parameters, selection, the tape, Jacobian rows."""
 
 from lapwing.model.batches import Batch, Batches, batch_size, take, tensors_in
-from lapwing.model.jacobian import Linearization
-from lapwing.model.lazyrows import LazyRows
+from lapwing.model.blockrows import BlockRows, RecordedPass
+from lapwing.model.linearization import Digest, Linearization
 from lapwing.model.module import unwrap
 from lapwing.model.network import Network, last_layer
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, PlanChanged, dynamic_plan
-from lapwing.model.reading import Digest, Reading
 from lapwing.model.select import Subnetwork, choose_weights, select_names, subnetwork
 
 __all__ = [
     "Batch",
     "Batches",
     "Block",
+    "BlockRows",
     "Digest",
-    "LazyRows",
     "Linearization",
     "Network",
     "Params",
     "Plan",
     "PlanChanged",
-    "Reading",
+    "RecordedPass",
     "Subnetwork",
     "batch_size",
     "choose_weights",

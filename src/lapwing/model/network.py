@@ -10,23 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import LapwingError, UnsupportedModel
-from lapwing.model.agreement import agrees
-from lapwing.model.backward import pull
+from lapwing.model.agreement import Types, close, tolerance
 from lapwing.model.batches import Inputs, arguments, batch_size, call, detached, explained, map_tensors, take
+from lapwing.model.blockrows import RecordedPass
 from lapwing.model.fixednorm import FixedNorms
-from lapwing.model.forward import push_forward
-from lapwing.model.jacobian import Linearization
+from lapwing.model.forward import Recording, Values, agrees, push_forward
 from lapwing.model.kernels import differentiable_kernels, without_fast_path
+from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.module import borrowed, output_tensor
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unseen_names
-from lapwing.model.precision import Types, tolerance
-from lapwing.model.reading import Outputs
 from lapwing.model.roles import Roles, refusal
-from lapwing.model.samples import close
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
 from lapwing.model.skeleton import in_use, private, written_by_forward
-from lapwing.model.tangents import Recording, Values
 from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
 
 ROWS = 2**26  # bytes of back-propagated gradients and rows under way where products are made of rows
@@ -218,7 +214,8 @@ class Network:
                 raise PlanChanged
         f = self.outputs(finished.outputs)
         self._roles.require_apart(inputs, f, self._plain)
-        return Linearization(module, self.params, plan, inputs, finished, self.outputs, f, leaves, create_graph)
+        recorded = RecordedPass(finished, plan, self.params, leaves, f.shape[0], create_graph)
+        return Linearization(module, inputs, self.outputs, f, recorded)
 
     def _fitting(self, plan: Plan, matches: Callable[[Plan], bool], inputs: Inputs) -> Plan:
         """The plan itself, the last that was made for later inputs, or one made for these."""
@@ -263,7 +260,6 @@ class Network:
                 "inside a function that it calls, or a tensor computed from it before and kept, say), so that Lapwing "
                 "cannot run it without touching your module. Reach it through `self`, and compute it in each pass."
             )
-
 
     def require_faithful(self, inputs: Inputs) -> None:
         """Refuse a network whose private copy gives other outputs than a plain call of the module.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, TooLarge, UnsupportedOperation
-from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Kronecker
+from lapwing.linalg import PSD, Diagonal
 from lapwing.linalg.generators import require_generator
 from lapwing.model.autocast import outside_autocast
 
@@ -105,30 +105,10 @@ def factored_precision(curvature: PSD, scale: float | Tensor, prior: PSD, *, spl
     the evidence does not use it. `split` = √n gives the paper's scaling where G is a sum and A a mean over n data.
     Needs one precision per block; blocks of another kind add the prior exactly.
     """
-    if isinstance(curvature, Kronecker):
-        return _damped(curvature, scale, prior, split, "the curvature")
-    if not isinstance(curvature, BlockDiagonal) or not any(isinstance(b, Kronecker) for b in curvature.blocks):
+    if not curvature.damps:
         raise UnsupportedOperation(
             f"factored damping is for Kronecker curvature (structure='kron'), not {type(curvature).__name__}"
         )
-    if not isinstance(prior, Diagonal):
+    if not prior.is_diagonal:
         raise IncompatiblePrior("factored damping needs one precision per block, not a matrix; use damping='exact'")
-    parts = curvature.layout.gather(prior.values)
-    blocks: list[PSD] = []
-    for k, (block, part) in enumerate(zip(curvature.blocks, parts, strict=True)):
-        inner = Diagonal(part)
-        if isinstance(block, Kronecker):
-            blocks.append(_damped(block, scale, inner, split, f"block {k}"))
-        else:
-            blocks.append(block.scale(scale) + inner)
-    return BlockDiagonal(curvature.layout, tuple(blocks), curvature.names)
-
-
-def _damped(block: Kronecker, scale: float | Tensor, prior: PSD, split: float, where: str) -> PSD:
-    constant = prior.constant() if isinstance(prior, Diagonal) else None
-    if constant is None:
-        raise IncompatiblePrior(
-            f"factored damping needs one prior precision per block, and that of {where} varies inside it; use a scalar "
-            "or layerwise prior, or damping='exact'"
-        )
-    return block.damped(scale, constant, split=split)
+    return curvature.damped(scale, prior, split=split)

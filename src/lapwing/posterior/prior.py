@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation
 from lapwing.linalg import PSD, Diagonal, pack, unpack, unpack_sound
-from lapwing.linalg.operator import Operator
 from lapwing.posterior.posterior import Posterior
 
 Scalar = float | Tensor
@@ -123,7 +122,7 @@ class Prior:
         """Tensors and a JSON-able description, for storage; `Prior.from_spec` reads them back."""
         tensors: dict[str, Tensor] = {}
         spec: dict[str, Any] = {"mean": _store(self.mean, "mean", tensors)}
-        if isinstance(self.precision, Operator):
+        if isinstance(self.precision, PSD) and self.precision.iterative:
             raise UnsupportedOperation(
                 "a prior that is a matrix-free posterior reads the data of that posterior in every product, and cannot "
                 "be stored. Save that posterior, and fit again with Prior.from_posterior of what you load."

@@ -12,8 +12,8 @@ from lapwing.errors import TooLarge
 from lapwing.linalg import PSD, Diagonal, Jacobian
 from lapwing.linalg.rows import chunks
 from lapwing.model import Linearization, Network, Plan, PlanChanged, batch_size, dynamic_plan, take
-from lapwing.model.backward import pull
 from lapwing.model.batches import Inputs
+from lapwing.model.linearization import pull
 from lapwing.model.module import outside_inference
 from lapwing.predictive.function import GaussianFunction
 
@@ -232,10 +232,10 @@ def _require(needed: int, memory: int, what: str) -> None:
 
 
 def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-    """R (C, C) and s (B, C) with covariance R diag(s²) Rᵀ of f at every input, where only its last layer is uncertain.
+    """Return R (C, C) and s (B, C) with covariance R diag(s²) Rᵀ of f at every input, for a last layer on its own.
 
-    That is where the outputs are those of one weight matrix, W a, and its precision has eigenvectors that are products.
-    No covariance of the outputs is formed. None for other networks, selections and structures.
+    This needs outputs W a of one weight matrix, and a precision whose eigenvectors are products. No covariance of the
+    outputs is formed. None for other networks, selections and structures.
     """
     if len(plan.blocks) != 1 or plan.looped or network.params.index is not None:
         return None
@@ -250,17 +250,17 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
     uses = at.plan.blocks[0].uses if at.plan.blocks else ()  # of a plan made for these inputs, where it is another
     if len(uses) != 1 or not _last(at, uses[0][0]):
         return None
-    a = at.right(uses[0][0], block.bias)[:, 0].detach()
+    a = at.recorded.right(uses[0][0], block.bias)[:, 0].detach()
     if a.shape[1:3] != (1, 1):
         return None
-    if isinstance(precision, Diagonal):
-        precision = Diagonal(block.places.take(precision.values))
+    if precision.is_diagonal:
+        precision = Diagonal(block.places.take(precision.diagonal()))
     return precision.output_root(a[:, 0, 0])
 
 
 def _last(at: Linearization, k: int) -> bool:
-    """Whether outputs (B, C) are those of a record as they are, by their values and by what they back-propagate."""
-    record = at.finished.records[k]
+    """Check by values and by a backward pass whether outputs (B, C) are those of a record, unchanged."""
+    record = at.recorded.records[k]
     if at.f.ndim != 2 or record.out.shape != at.f.shape or not torch.equal(record.out, at.f):
         return False
     v = torch.randn(at.f.shape, generator=torch.Generator().manual_seed(0)).to(at.f)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.dense import assert_same, build, ggn, jacobian, outputs, randn, seeded, softmax_hessian
+from tests.noise import unit_noise
 from torch import Tensor, nn
 
 import lapwing
 from lapwing import EKFAC, KFRA, UnsupportedModel, UnsupportedOperation
 from lapwing.curvature import resume
-from tests.dense import assert_same, build, ggn, jacobian, outputs, randn, seeded, softmax_hessian
-from tests.noise import unit_noise
 
 SLOPES = {
     "tanh": (nn.Tanh, lambda h: 1 - h.tanh() ** 2),
@@ -397,7 +397,7 @@ class Root(nn.Module):
 
 def test_the_self_check_compares_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the recursion wrong, the fit would say so."""
-    from lapwing.curvature.kfra import RecursiveSums
+    from lapwing.extras.kfra import RecursiveSums
 
     right = RecursiveSums._mean
     monkeypatch.setattr(RecursiveSums, "_mean", lambda self, name: right(self, name) * (1.1 if "slopes" in name else 1))

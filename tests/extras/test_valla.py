@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.curvature.test_matrixfree import problem
 from torch import Tensor, nn
 
 import lapwing
 from lapwing.evidence import variational_bound
-from tests.curvature.test_matrixfree import problem
 
 TAU = 0.7
 

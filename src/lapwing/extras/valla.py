@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from lapwing.curvature.functional import _subset
+from lapwing.curvature.functional import subset
+from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
-from lapwing.curvature.sweep import sweep
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
 from lapwing.errors import BadData, UnsupportedOperation, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
@@ -44,6 +44,7 @@ class ProjectionAccumulator(Accumulator):
         return LowRankMatrix(turn.T.to(self.basis) @ self.basis, values.clamp(min=0), zero)
 
 
+@register_structure("valla")
 @dataclass(frozen=True, eq=False)
 class VaLLA(Structure):
     """A sparse variational Gaussian process around the network: inducing outputs at `inducing` training inputs.
@@ -62,6 +63,7 @@ class VaLLA(Structure):
     inducing: int = 16
     choice: Literal["greedy", "random"] = "greedy"
     seed: int = 0
+    bound = "upper"
 
     def __post_init__(self) -> None:
         require_whole("the number of inducing inputs", self.inducing)
@@ -80,7 +82,7 @@ class VaLLA(Structure):
             raise UnsupportedOperation("inducing inputs need a network whose operations do not depend on the data")
         basis = self._basis(problem)
         accumulator = ProjectionAccumulator(basis)
-        totals = sweep(problem, accumulator.update)
+        totals = pass_over(problem, accumulator.update)
         matrix, trace = accumulator.finish(), accumulator.tensors["trace"]
         excess = (trace - matrix.values.sum()).clamp(min=0)
         note = (
@@ -91,11 +93,11 @@ class VaLLA(Structure):
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add data under the inducing inputs of the first fit."""
-        assert isinstance(matrix, LowRankMatrix)
+        matrix = cast(LowRankMatrix, matrix)
         accumulator = ProjectionAccumulator(matrix.basis)
         accumulator.tensors["core"] += torch.diag(matrix.values.double())
         accumulator.tensors["trace"] += matrix.values.double().sum() + state["excess"]
-        totals = sweep(problem, accumulator.update)
+        totals = pass_over(problem, accumulator.update)
         grown = accumulator.finish()
         excess = (accumulator.tensors["trace"] - grown.values.sum()).clamp(min=0)
         return Estimate(grown, totals, {"excess": excess})
@@ -119,7 +121,7 @@ class VaLLA(Structure):
         generator = torch.Generator().manual_seed(self.seed)
         rows = []
         with problem.network.borrow():
-            for batch in _subset(problem.batches, points, self.seed):
+            for batch in subset(problem.batches, points, self.seed):
                 size = batch_size(batch.inputs)
                 for k in range(size):
                     at = problem.network.linearize(problem.plan, take(batch.inputs, slice(k, k + 1), size))

@@ -13,24 +13,23 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN
+from lapwing.curvature.factor import GGN, register_factor
 from lapwing.curvature.kron import LARGEST_FACTOR, KroneckerFactor, KroneckerSums, kept_as
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import layout_of
-from lapwing.curvature.sweep import sweep
-from lapwing.curvature.totals import Totals
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
-from lapwing.model import Block, LazyRows, Linearization, Reading, batch_size, take
-from lapwing.model.backward import pull
-from lapwing.model.precision import tolerance
-from lapwing.model.rules import RULES
-from lapwing.model.rules.linear import Linear
+from lapwing.model import Block, BlockRows, Linearization, RecordedPass, batch_size, take
+from lapwing.model.agreement import tolerance
+from lapwing.model.linearization import pull
+from lapwing.model.rules import RULES, MatrixRule, Rule
 from lapwing.model.tape import first_reached
 
 CHECKED = 4  # output directions of the self-check
 
 
+@register_factor("kfra")
 @dataclass(frozen=True, eq=False)
 class KFRA(KroneckerFactor):
     """Kronecker factors of linear layers joined by elementwise functions, for `structure="kron"`.
@@ -99,7 +98,7 @@ def _require_linear(problem: Problem, block: Block) -> int:
     called = " and ".join(dict.fromkeys(getattr(steps[k].func, "__name__", "") for k in used))
     if len(used) > 1:
         raise refusal(f"{names} is used {len(used)} times ({called})")
-    if block.kind != "matrix" or not isinstance(RULES.get(steps[used[0]].func), Linear):
+    if block.kind != "matrix" or not _is_plain(RULES.get(steps[used[0]].func)):
         raise refusal(f"{names} is the parameter of {called}; select the weights (and biases) of linear layers alone")
     if kept_as(block) != "kron":
         raise refusal(f"{names} has a side beyond {LARGEST_FACTOR:,}")
@@ -129,9 +128,9 @@ class RecursiveSums(KroneckerSums):
     def last(self) -> Layer:
         return self.layers[-1]
 
-    def sweep(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
+    def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         exact, state = GGN(limit=problem.outputs, tolerance=0.0), self.tensors
-        return sweep(
+        return pass_over(
             problem, self.update, exact, label=label, gradient=gradient, together=True, state=state, rows=self._rows
         )
 
@@ -143,14 +142,14 @@ class RecursiveSums(KroneckerSums):
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         rows = jacobian.rows
-        assert isinstance(rows, LazyRows)
+        assert isinstance(rows, BlockRows)
         if fresh is not None:
             self._forward(rows, fresh)
         outputs = rows.gradient_gram(self.last.block, False, False)
         self._require_finite(outputs, self.last)
         self.tensors["outputs"] += outputs
 
-    def _forward(self, rows: LazyRows, fresh: Tensor) -> None:
+    def _forward(self, rows: BlockRows, fresh: Tensor) -> None:
         """What does not depend on directions, once a sample."""
         weights = None if bool((fresh == 1).all()) else fresh
         self._require_chain(rows.at)
@@ -165,9 +164,9 @@ class RecursiveSums(KroneckerSums):
             self.tensors[f"{layer.place}.slopes"] += (b if weights is None else b * weights[:, None]).T @ b
         self.tensors["weights"] += fresh.sum()
 
-    def _require_chain(self, at: Reading) -> None:
+    def _require_chain(self, at: RecordedPass) -> None:
         """Refuse a network in which a layer hears of others than the one before it."""
-        records, finished = at.finished.records, at.finished
+        records, finished = at.records, at.finished
         own = first_reached(finished)
         if own != [records[self.last.record]]:
             raise refusal(f"the outputs come from {_names(at, own)}, not from {self.last.name} alone")
@@ -195,11 +194,11 @@ class RecursiveSums(KroneckerSums):
         shape = (min(CHECKED, one.f.numel()), *one.f.shape)
         v = torch.randn(shape, dtype=torch.float64, generator=generator).to(one.f)
         trial, exact = RecursiveSums(self.problem), one.jacobian(v).rows
-        assert isinstance(exact, LazyRows)
+        assert isinstance(exact, BlockRows)
         trial.update(one.jacobian_at(self.last.record, v), torch.ones(1, device=v.device).to(trial.tensors["outputs"]))
         for layer, found in zip(self.layers, trial.lefts(), strict=True):
             expected = exact.gradient_gram(layer.block, False, False)
-            rtol = _tolerance(one.finished.records[layer.record].out)  # outputs may have been widened
+            rtol = _tolerance(one.recorded.records[layer.record].out)  # outputs may have been widened
             if not (found - expected).norm() <= rtol * expected.norm():
                 raise refusal(
                     f"for one sample the recursion gives a matrix of norm {found.norm():.6g} at {layer.name}, and "
@@ -225,17 +224,17 @@ class RecursiveSums(KroneckerSums):
         return BlockDiagonal(self.layout, tuple(blocks), tuple(", ".join(block.names) for block in self.blocks))
 
 
-def _slopes(at: Reading, layer: Layer, following: Layer) -> Tensor:
+def _slopes(at: RecordedPass, layer: Layer, following: Layer) -> Tensor:
     """b = ∂a/∂h, (n, d), of what joins two layers; refuses what is not elementwise for the samples at hand.
 
     Where ∂a/∂h is diagonal, and only there, its product with any vector is that with ones times the vector.
     """
-    record, n = at.finished.records[layer.record], at.n
+    record, n = at.records[layer.record], at.n
     rule, call = at.bound[following.record]
     own, own_call = at.bound[layer.record]
     out, out_own = at.plan.steps[following.record].out, at.plan.steps[layer.record].out
-    assert isinstance(rule, Linear)
-    assert isinstance(own, Linear)
+    assert isinstance(rule, MatrixRule)
+    assert isinstance(own, MatrixRule)
     assert out is not None
     assert out_own is not None
     a = call.data
@@ -246,7 +245,7 @@ def _slopes(at: Reading, layer: Layer, following: Layer) -> Tensor:
         assert g is not None
         found.append(own.left(own_call, g.reshape(1, *record.out.shape), out_own, n).reshape(n, -1))
     b, probed = found
-    factor = rule.right(replace(call, data=draw), out, n).reshape(n, -1)
+    factor = rule.right(replace(call, inputs=(draw,)), out, n).reshape(n, -1)
     if factor.shape == b.shape:
         error, size = (probed - b * factor).abs().amax(1), (b * factor).abs().amax(1)
         if bool((error <= _tolerance(a) * size).all()):
@@ -256,11 +255,15 @@ def _slopes(at: Reading, layer: Layer, following: Layer) -> Tensor:
     raise refusal(f"what is between {layer.name} and {following.name} mixes units, or is a layer that was not selected")
 
 
+def _is_plain(rule: Rule | None) -> bool:
+    return isinstance(rule, MatrixRule) and rule.plain
+
+
 def _tolerance(values: Tensor) -> float:
     return tolerance([values.dtype])
 
 
-def _names(at: Reading, records: list) -> str:
+def _names(at: RecordedPass, records: list) -> str:
     """Layers by their parameters, in the order of their calls."""
-    found = [k for k, record in enumerate(at.finished.records) if any(record is r for r in records)]
+    found = [k for k, record in enumerate(at.records) if any(record is r for r in records)]
     return " and ".join(", ".join(sorted(at.plan.steps[k].names)) for k in found) or "no selected layer"

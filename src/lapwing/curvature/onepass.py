@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN, Directions, Factor
+from lapwing.curvature.factor import Directions, Factor
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.regroup import Group, Regrouped
 from lapwing.curvature.resume import Journal, OtherBatches
-from lapwing.curvature.shards import sharded
-from lapwing.curvature.totals import Sums, Totals
+from lapwing.curvature.shards import add_up, add_up_numbers, sharded
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
-from lapwing.model import Batch, Digest, LazyRows, Linearization, tensors_in
-from lapwing.model.batches import Inputs, parts_of
+from lapwing.model import Batch, BlockRows, Digest, Linearization, Plan, batch_size, take, tensors_in
+from lapwing.model.batches import Inputs, concatenate, described, lists_values, parts_of, per_sample
 
 Update = Callable[[Jacobian, Tensor | None], None]
 """Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
@@ -30,9 +29,12 @@ CHUNK = 2**26  # bytes of back-propagated gradients under way at a time: more go
 KEPT = 2**25 - 2**14  # bytes; glibc gives back memory in pieces of twice the largest block that it has seen freed
 SMALL = 2**22  # bytes of gradients below which several directions go into one update
 TOGETHER = 2**28  # where all directions of a sample are wanted at once: backward passes of few samples are slow
+WORTH = 0.6  # share of the directions of a batch that must be needed for running them all at once
+WAITING = 2**27  # bytes of samples that wait
+OVERHEAD = 8  # samples that a backward pass of its own costs
 
 
-def sweep(
+def pass_over(
     problem: Problem,
     update: Update,
     factor: Factor | None = None,
@@ -54,10 +56,10 @@ def sweep(
     `together` hands over all directions of fewer samples, rather than fewer directions of all samples. With
     `state`, the tensors that `update` adds to, an interrupted pass goes on where the problem keeps a journal.
     `rows` makes them in place of `Linearization.jacobian`, of every batch as it comes: no samples are regrouped.
-    `digest`: of its blocks the structure wants no rows, only what `LazyRows.gradient_gram` gives.
+    `digest`: of its blocks the structure wants no rows, only what `BlockRows.gradient_gram` gives.
     """
     factor = factor or problem.factor
-    scored, pieces = gradient and isinstance(factor, GGN), Pieces(problem, row_bytes, together, digest)
+    scored, pieces = gradient and factor.exact, Pieces(problem, row_bytes, together, digest)
     resume = None if state is None else problem.resume
 
     def run() -> Sums:
@@ -127,6 +129,184 @@ class Pieces:
             return at.n * self.row
         explicit = sum(block.size for block in at.plan.blocks if block.kind == "rows")
         return 4 * (at.n * (at.kept_with(self.digest) + explicit) + at.f.numel()) + at.n * self.row_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """What a pass over the data adds up besides the curvature."""
+
+    statistics: Tensor
+    seen: float
+    gradient: Tensor | None
+    notes: tuple[str, ...] = ()
+
+
+class Sums:
+    """Running totals of a pass."""
+
+    def __init__(self) -> None:
+        self.statistics: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.seen = self.curvature = self.dropped = 0.0
+        self.samples = self.directions = 0
+
+    def add(self, statistics: Tensor, chosen: Directions) -> None:
+        self.statistics = statistics if self.statistics is None else self.statistics + statistics
+        self.curvature += chosen.total
+        self.dropped += chosen.dropped
+        self.samples += len(chosen.needed)
+        self.directions += int(chosen.needed.sum())
+
+    def join(self, other: Sums) -> None:
+        """Those of another pass, without gradients."""
+        assert other.statistics is not None
+        self.statistics = other.statistics if self.statistics is None else self.statistics + other.statistics
+        for name in ("seen", "curvature", "dropped", "samples", "directions"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def add_up(self, state: Mapping[str, Tensor], plan: Plan) -> None:
+        """Add up these totals and the tensors of `state` over all processes."""
+        assert self.statistics is not None
+        add_up({**state, **{f"total {name}": t for name, t in vars(self).items() if isinstance(t, Tensor)}}, plan)
+        numbers = {name: v for name, v in vars(self).items() if isinstance(v, int | float)}
+        vars(self).update(add_up_numbers(numbers, self.statistics.device))
+
+    def totals(self) -> Totals:
+        assert self.statistics is not None
+        notes: tuple[str, ...] = ()
+        if self.dropped > 1e-6 * self.curvature:
+            notes = (
+                f"directions: {self.directions / max(self.samples, 1):.2g} a sample, "
+                f"which leaves out {self.dropped / self.curvature:.2g} of the curvature in output space",
+            )
+        return Totals(self.statistics, self.seen, self.gradient, notes)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Samples that are run together."""
+
+    inputs: Inputs
+    directions: Directions
+    score: Tensor | None
+    batches: tuple[int, ...] = ()  # where they come from, for messages
+
+    def parts(self, size: int) -> Iterator[Group]:
+        """In even parts of at most so many samples, at least one."""
+        n = len(self.directions.needed)
+        for rows in torch.arange(n, device=self.directions.needed.device).chunk(-(-n // max(1, size))):
+            yield self if len(rows) == n else self.take(rows)
+
+    def take(self, rows: Tensor) -> Group:
+        """Some of its samples."""
+        n, score = len(self.directions.needed), self.score
+        part = None if score is None else score[rows]
+        return Group(take(self.inputs, rows, n), self.directions.take(rows), part, self.batches)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*tensors_in(self.inputs), self.directions.columns))
+
+
+@dataclass(eq=False)
+class Regrouped:
+    """Waiting samples, by the number of directions they need, whether these begin with the score, and the shapes,
+    names and other arguments of their inputs."""
+
+    size: int = 1  # samples that a group is run with: those of the largest batch so far
+    waiting: dict[tuple, list[Group]] = field(default_factory=dict)
+    taking: bool = False  # whether it took the last batch
+
+    def admit(
+        self, inputs: Inputs, directions: Directions, score: Tensor | None, factor: Factor, number: int = 0
+    ) -> bool:
+        """Take a batch, or decline it where running it as it is costs no more."""
+        n, self.taking = batch_size(inputs), False
+        self.size = max(self.size, n)
+        build = None if directions.order is None else _build(inputs, n)
+        if build is None:
+            return False
+        needed = self._with_scores(directions, score, factor)
+        if float(needed.double().mean()) > WORTH * int(needed.max()):
+            return False
+        self.taking = True
+        batch = Group(inputs, directions, score, (number,))
+        alike = (directions.scale is None, build)
+        for count in needed.unique().tolist():
+            if count:
+                rows = (needed == count).nonzero().flatten()
+                self.waiting.setdefault((_rounded(count), alike), []).append(batch.take(rows))
+        return True
+
+    def _with_scores(self, directions: Directions, score: Tensor | None, factor: Factor) -> Tensor:
+        """Directions needed, at least one where the sample matters to the gradient of the log-likelihood."""
+        if score is None:
+            return directions.needed
+        sizes = score.flatten(1).double().norm(dim=1)
+        ascending = sizes.sort().values
+        tolerance = torch.finfo(score.dtype).eps if factor.tolerance is None else factor.tolerance
+        most = int((ascending.cumsum(0) <= tolerance * sizes.sum()).sum())
+        matters = sizes >= (ascending[most] if most < len(sizes) else torch.inf)
+        return torch.maximum(directions.needed, matters.to(directions.needed))
+
+    def full(self) -> Iterator[Group]:
+        """Groups that have reached their size, and the largest of the others while they take too much memory."""
+        for key in list(self.waiting):
+            if _samples(self.waiting[key]) >= self.size:
+                yield _joined(self.waiting.pop(key))
+        while sum(part.bytes for parts in self.waiting.values() for part in parts) > WAITING:
+            largest = max(self.waiting, key=lambda key: _samples(self.waiting[key]))
+            yield _joined(self.waiting.pop(largest))
+
+    def rest(self) -> Iterator[Group]:
+        """Everything that still waits. A few samples join those that need more rather than run alone."""
+        levels = sorted(self.waiting.items(), key=lambda item: item[0][0])
+        self.waiting = {}
+        for alike in {key[1] for key, _ in levels}:
+            own = [(key[0], parts) for key, parts in levels if key[1] == alike and parts]
+            for (count, parts), following in zip_longest(own, own[1:]):
+                if following and _samples(parts) * (following[0] - count) < OVERHEAD * (count + 2):
+                    following[1].extend(parts)
+                else:
+                    yield _joined(parts)
+
+
+def _build(inputs: Inputs, n: int) -> tuple | None:
+    """A key that batches share if their samples may run together; None where samples cannot be taken out of a batch.
+
+    They cannot where a tensor belongs to the batch as a whole, where a list holds one plain value per sample, or where
+    an argument is an object that cannot be compared.
+    """
+    if not all(per_sample(t, n) for t in tensors_in(inputs)) or lists_values(inputs, n):
+        return None
+    try:
+        return described(inputs, lambda t: (t.shape[1:], t.dtype))
+    except TypeError:
+        return None
+
+
+def _samples(parts: list[Group]) -> int:
+    return sum(len(part.directions.needed) for part in parts)
+
+
+def _rounded(count: int) -> int:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, …: a few wasted directions for larger groups."""
+    power = 1 << max(0, count.bit_length() - 1)
+    return next(level for level in (power, power + power // 2, 2 * power) if level >= count)
+
+
+def _joined(parts: list[Group]) -> Group:
+    if len(parts) == 1:
+        return parts[0]
+    inputs, first = concatenate([part.inputs for part in parts]), parts[0].directions
+    columns = torch.cat([p.directions.columns for p in parts])
+    needed = torch.cat([p.directions.needed for p in parts])
+    order = torch.cat([p.directions.order for p in parts if p.directions.order is not None])
+    scores = [p.score for p in parts if p.score is not None]
+    batches = tuple(sorted({number for part in parts for number in part.batches}))
+    scales = [p.directions.scale for p in parts if p.directions.scale is not None]
+    joined = Directions(columns, needed, first.event, order, torch.cat(scales) if scales else None)
+    return Group(inputs, joined, torch.cat(scores) if scores else None, batches)
 
 
 @dataclass(eq=False)
@@ -221,7 +401,7 @@ class _Pass:
         y, f = problem.prepare(batch, f), f.detach()
         with torch.no_grad():
             asked: dict[str, Any] = {"scored": True} if self.scored else {}
-            if isinstance(self.factor, GGN):
+            if self.factor.exact:
                 asked["reach"] = _reach(batch.inputs, len(f))
             directions = self.factor.choose(likelihood, f, y, batch.weights, problem.generator, **asked)
             score = None
@@ -262,8 +442,8 @@ class _Pass:
         refuses gets the batch too."""
         rows = jacobian.rows
         # what is not finite spreads to the earliest layers
-        if isinstance(rows, LazyRows) and rows.gradients and not rows.finite(0):
-            last = max(k for k in range(len(rows.gradients)) if not rows.finite(k))
+        if isinstance(rows, BlockRows) and rows.gradients and not rows.gradients.finite(0):
+            last = max(k for k in range(len(rows.gradients)) if not rows.gradients.finite(k))
             raise BadData(where + _no_derivative(rows, last))
         try:
             self.update(jacobian, fresh)
@@ -286,8 +466,8 @@ class _Pass:
                 part += g.to_dense().reshape(-1)
 
 
-def _no_derivative(rows: LazyRows, k: int) -> str:
-    layer = f"{rows.at.finished.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
+def _no_derivative(rows: BlockRows, k: int) -> str:
+    layer = f"{rows.at.records[k].name}({', '.join(sorted(rows.at.plan.steps[k].names))})"
     return (
         f"the gradient of the outputs at layer {layer} is not finite, or too large for its square to be, although the "
         "outputs are finite: an operation after it has no derivative there (a square root or a norm at zero), or a "

@@ -1,0 +1,423 @@
+"""A network at a batch: its outputs, and backward passes from them to per-sample rows or to sums over samples.
+
+`torch.autograd.grad(f, inputs, v)` imports sympy to compare two shapes: half a second and 44 MB in the first fit of a
+process. `pull` and `pull_all` differentiate the number vᵀf instead, which gives the same gradients without that import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.linalg import DenseRows, Jacobian, Layout
+from lapwing.model.batches import Inputs, batch_size, call, take
+from lapwing.model.blockrows import BlockRows, Gradients, RecordedPass, small_rows
+from lapwing.model.fixednorm import FixedNorms
+from lapwing.model.module import output_tensor, warnings_here
+from lapwing.model.params import Params
+from lapwing.model.plan import Plan, PlanChanged
+from lapwing.model.rules import Call, RowsRule
+
+BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
+SMALLER = 4  # how many times smaller than its gradients a result must be to be formed as soon as they arrive
+Outputs = Callable[[Tensor], Tensor]  # raw outputs -> (n, *event, c)
+
+# What `autograd.grad(is_grads_batched=True)` maps with; `torch.vmap` has a wrong derivative of `cdist`.
+_vmap = getattr(getattr(torch, "_vmap_internals", None), "_vmap", None)
+
+
+def pull(f: Tensor, inputs: Sequence[Any], v: Tensor, *, create_graph: bool = False) -> tuple[Tensor | None, ...]:
+    """Return vᵀ ∂f/∂input for tensors or edges of f's graph, which is kept; None where f is independent of one."""
+    v = v.to(f.dtype)
+    if create_graph or v.requires_grad:  # v counts as a constant even where it depends on f
+        return torch.autograd.grad(f, inputs, v, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    if v.shape != f.shape:  # a product would broadcast
+        raise RuntimeError(f"cotangents of shape {tuple(v.shape)} for outputs of shape {tuple(f.shape)}")
+    with torch.enable_grad():
+        total = (f * v).sum()
+    return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+
+
+def pull_all(f: Tensor, inputs: Sequence[Any], v: Tensor) -> tuple[Tensor | None, ...]:
+    """Return `pull` for each of the cotangents (r, *f.shape) from one pass, (r, *input.shape) each.
+
+    Raises where vmap has no rule for an operation.
+    """
+    v = v.to(f.dtype)
+    if v.shape[1:] != f.shape:
+        raise RuntimeError(f"cotangents of shape {tuple(v.shape)} for outputs of shape {tuple(f.shape)}")
+    with warnings_here("ignore", UserWarning, "There is a performance drop"):
+        if _vmap is None:
+            return torch.autograd.grad(f, inputs, v, retain_graph=True, allow_unused=True, is_grads_batched=True)
+        cotangents: list[Tensor] = []
+        with torch.enable_grad():
+            total = _Seed.apply(f, cotangents)
+
+        def one(direction: Tensor) -> tuple[Tensor | None, ...]:
+            cotangents[:] = [direction]
+            return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+
+        return _vmap(one, 0, 0, allow_none_pass_through=True)(v)
+
+
+class _Seed(torch.autograd.Function):
+    """A number whose derivative by f is whatever the list holds when the backward pass begins.
+
+    So r directions enter a batched pass without being handed to `autograd.grad`, which would import sympy to look at
+    them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, f: Tensor, cotangents: list[Tensor]) -> Tensor:
+        ctx.cotangents = cotangents
+        return f.new_zeros((), dtype=torch.float32)  # real, whatever f is
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return ctx.cotangents[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return tangent.new_zeros((), dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What to make of the gradients of some matrix blocks as soon as a pass brings them, so that they need not be kept:
+    their sums over the positions of a sample, or the sum of their outer products."""
+
+    kind: Literal["sums", "grams"]
+    blocks: frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Linearization:
+    """A network at a batch: outputs f (n, *event, c) and the rows vᵀJ for any output directions v.
+
+    with network.borrow():
+        at = network.linearize(plan, x)
+        rows = at.jacobian(directions)  # directions (r, n, *event, c) -> one row per sample and direction
+    """
+
+    module: nn.Module
+    inputs: Inputs
+    outputs: Outputs
+    f: Tensor
+    recorded: RecordedPass
+
+    @property
+    def n(self) -> int:
+        return self.recorded.n
+
+    @property
+    def plan(self) -> Plan:
+        return self.recorded.plan
+
+    @property
+    def params(self) -> Params:
+        return self.recorded.params
+
+    def shared(self, directions: int) -> int:
+        """Return how many of so many directions go into one backward pass."""
+        if not self.plan.batched or self.recorded.create_graph:  # torch's batched double backward has gaps
+            return 1
+        return directions if directions * self._elements <= BATCHED_ELEMENTS else 1
+
+    def jacobian(self, directions: Tensor, digest: Digest | None = None) -> Jacobian:
+        """Return rows vᵀ ∂f/∂θ for directions (r, n, *event, c): one row per sample and direction.
+
+        With a digest, its blocks have no rows, only what `BlockRows.gradient_gram` needs.
+        """
+        looped = self._loop(directions) if self.plan.looped else {}
+        if not self._reached(directions):
+            return self._from(BlockRows(self.recorded, self._nothing(len(directions)), len(directions), looped))
+        arriving = _Arriving(self, len(directions), digest)
+        self._bring_in(directions, arriving)
+        return self._from(BlockRows(self.recorded, arriving.gradients(), len(directions), looped))
+
+    def jacobian_at(self, k: int, directions: Tensor) -> Jacobian:
+        """Return the Jacobian with gradients at record k alone, by passes that end there; other records get zeros."""
+        record, r = self.recorded.records[k], directions.shape[0]
+        found = [*self._nothing(r).found]
+        if r and self.f.requires_grad:
+            found[k] = tuple(_shaped(self._pull([record.edge], v)[0], 1, record.out) for v in directions)
+        return self._from(BlockRows(self.recorded, Gradients(tuple(found)), r))
+
+    @property
+    def joined(self) -> bool:
+        """Whether `jacobian_and_vjp` may be used."""
+        return self.plan.joined and self.f.requires_grad
+
+    def jacobian_and_vjp(
+        self, directions: Tensor, v: Tensor, scale: Tensor, digest: Digest | None = None
+    ) -> tuple[Jacobian, dict[str, Tensor | None]]:
+        """Return rows for directions of which the first is `scale` (n,) times v; and Σ vᵀ ∂f/∂θ from its pass."""
+        arriving = _Arriving(self, len(directions), digest)
+        first, weights = self._joint(v)
+        arriving.take(first, 1, scale)
+        del first
+        self._bring_in(directions[1:], arriving)
+        return self._from(BlockRows(self.recorded, arriving.gradients(scale), len(directions))), weights
+
+    def gradients_and_vjp(self, v: Tensor) -> tuple[Gradients, dict[str, Tensor | None]]:
+        """Return ∂(v·f)/∂out of every record, (1, *out.shape), and Σ vᵀ ∂f/∂θ from the same backward pass."""
+        first, weights = self._joint(v)
+        arriving = _Arriving(self, 1, whole=True)
+        arriving.take(first, 1)
+        return arriving.gradients(), weights
+
+    def _joint(self, v: Tensor) -> tuple[tuple[Tensor | None, ...], dict[str, Tensor | None]]:
+        edges, leaves = self._edges, self.recorded.leaves
+        found = self._pull([*edges, *leaves.values()], v)
+        return found[: len(edges)], dict(zip(leaves, found[len(edges) :], strict=True))
+
+    def vjp(self, v: Tensor) -> dict[str, Tensor | None]:
+        """Return Σ vᵀ ∂f/∂θ by parameter, None where f does not depend on it."""
+        leaves = self.recorded.leaves
+        if not self.f.requires_grad:
+            return dict.fromkeys(leaves)
+        return dict(zip(leaves, self._pull([*leaves.values()], v), strict=True))
+
+    def gradients(self, directions: Tensor) -> Gradients:
+        """Return ∂(v·f)/∂out of every record, (r, *out.shape)."""
+        if not self._reached(directions):
+            return self._nothing(len(directions))
+        arriving = _Arriving(self, len(directions), whole=True)
+        self._bring_in(directions, arriving)
+        return arriving.gradients()
+
+    def _from(self, rows: BlockRows) -> Jacobian:
+        return Jacobian(rows, self.plan.layout) if self.params.index is None else self._subnetwork(rows)
+
+    def _subnetwork(self, rows: BlockRows) -> Jacobian:
+        index = self.params.index
+        assert index is not None
+        columns, places = [], []
+        for block, at in zip(self.plan.blocks, range(len(rows)), strict=True):
+            own = block.places.index.to(index.device)
+            keep = torch.isin(own, index).nonzero().flatten()
+            if keep.numel():
+                columns.append(rows[at].dense()[..., keep])
+                places.append(torch.searchsorted(index, own[keep]))
+        order = torch.cat(places).argsort()
+        values = torch.cat(columns, -1)[..., order]
+        return Jacobian((DenseRows(values),), Layout.contiguous([index.numel()]))
+
+    @property
+    def _edges(self) -> list:
+        return [record.edge for record in self.recorded.records]
+
+    def _nothing(self, r: int) -> Gradients:
+        return Gradients(tuple((torch.zeros(()).expand(r, *record.out.shape),) for record in self.recorded.records))
+
+    def _reached(self, directions: Tensor) -> bool:
+        """Whether there is anything to go back from and to."""
+        return bool(self.recorded.records) and bool(len(directions)) and self.f.requires_grad
+
+    def _bring_in(self, directions: Tensor, arriving: _Arriving) -> None:
+        """Run one backward pass per direction, or one for all where they share it."""
+        edges, r = self._edges, directions.shape[0]
+        if 1 < r <= self.shared(r):
+            arriving.take(pull_all(self.f, edges, directions), r)
+            return
+        for v in directions:
+            found = self._pull(edges, v)
+            arriving.take(found, 1)
+            del found  # before the next pass takes as much
+
+    def _pull(self, edges: list, v: Tensor) -> tuple[Tensor | None, ...]:
+        return pull(self.f, edges, v, create_graph=self.recorded.create_graph)
+
+    def _loop(self, directions: Tensor) -> dict[str, Tensor]:
+        """Return rows of the parameters that the tape cannot read, from every sample alone, {name: (n, r, size)}."""
+        wanted = [self.recorded.leaves[name] for name in self.plan.looped]
+        if not len(directions):
+            return {name: p.new_zeros(self.n, 0, p.numel()) for name, p in zip(self.plan.looped, wanted, strict=True)}
+        size, create_graph = batch_size(self.inputs), self.recorded.create_graph
+        rows: list[list[Tensor]] = [[] for _ in wanted]
+        with torch.enable_grad(), FixedNorms():
+            for k in range(self.n):
+                alone = take(self.inputs, slice(k, k + 1), size)
+                f = self.outputs(output_tensor(call(self.module, alone, self.recorded.leaves)))
+                for v in directions[:, k : k + 1]:
+                    grads = pull(f, wanted, v, create_graph=create_graph)
+                    for row, g, p in zip(rows, grads, wanted, strict=True):
+                        row.append(torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten())
+        shape = (self.n, directions.shape[0], -1)
+        return {name: torch.stack(row).reshape(shape) for name, row in zip(self.plan.looped, rows, strict=True)}
+
+    @cached_property
+    def early(self) -> dict[int, tuple[RowsRule, Call]]:
+        """Records whose rows are much smaller than the gradients they are made of (norm layers of images, of tokens).
+
+        Their rows are formed as soon as a pass brings the gradients, which need not be kept.
+        """
+        if self.recorded.create_graph:
+            return {}
+        return {
+            k: (rule, call_)
+            for k, (rule, call_) in self.recorded.bound.items()
+            if isinstance(rule, RowsRule) and SMALLER * self._row(k) * self.n <= self._size(k)
+        }
+
+    def digested(self, digest: Digest | None) -> dict[int, int]:
+        """Return the records of which only the digest is needed, with its size for one direction of all samples.
+
+        These are records all of whose weights are in the digest's blocks, and whose digest is much smaller than their
+        gradients. (Products of several directions are one sum.)
+        """
+        if digest is None or self.recorded.create_graph:
+            return {}
+        names: dict[int, set[str]] = {}
+        for j in digest.blocks:
+            for k, _ in self.plan.blocks[j].uses:
+                names.setdefault(k, set()).update(self.plan.blocks[j].names)
+        sizes = {k: self._digest_size(k, digest) for k, own in names.items() if self.plan.steps[k].names <= own}
+        return {k: size for k, size in sizes.items() if SMALLER * size <= self._size(k)}
+
+    def _digest_size(self, k: int, digest: Digest) -> int:
+        rule, call_ = self.recorded.matrix(k)
+        assert call_.weight is not None
+        q, o, _ = rule.view(call_, call_.weight).shape
+        return q * o * (self.n if digest.kind == "sums" else o)
+
+    def _row(self, k: int) -> int:
+        """Return the size of one row of all weights of a record."""
+        record = self.recorded.records[k]
+        return sum(record.tensors[j].numel() for j in record.live)
+
+    def _size(self, k: int) -> int:
+        return self.recorded.records[k].out.numel()
+
+    @property
+    def _elements(self) -> int:
+        return sum(record.out.numel() for record in self.recorded.records)
+
+    @property
+    def width(self) -> int:
+        """Numbers per sample that one direction brings to all records."""
+        return self._elements // max(self.n, 1)
+
+    @property
+    def kept(self) -> int:
+        """Numbers per sample and direction that stay in memory after a pass: gradients, plus rows already formed."""
+        gone = sum(self._size(k) for k in self.early) // max(self.n, 1)
+        return self.width - gone + sum(self._row(k) for k in self.early)
+
+    def kept_with(self, digest: Digest) -> int:
+        """Return `kept` where gradients are digested."""
+        sizes = self.digested(digest)
+        gone = sum(self._size(k) for k in sizes)
+        return self.kept + (sum(sizes.values()) - gone) // max(self.n, 1)
+
+
+class _Arriving:
+    """Gradients of r directions while backward passes bring them in.
+
+    Rows of norms are written into arrays for all directions as they arrive, and with a digest so is everything else:
+    small tensors of one pass that stay between the large ones of the next would make memory grow. Without a digest,
+    gradients of matrices stay as they came. With `whole`, nothing is formed early.
+    """
+
+    def __init__(self, at: Linearization, r: int, digest: Digest | None = None, whole: bool = False) -> None:
+        self.at, self.r, self.digest, self.taken = at, r, digest, 0
+        self.early = {} if whole else at.early
+        self.digested = at.digested(digest).keys()
+        self.passes: list[tuple[int, tuple[Tensor | None, ...]]] = []
+        self.rows: dict[int, list[Tensor]] = {}  # by record, (n, r, *shape) for each live tensor
+        self.sums: dict[int, Tensor] = {}  # by record, (n, r, q, o) or (q, o, o)
+        self.written: dict[int, Tensor] = {}  # by record, (r, *out.shape)
+
+    @property
+    def gone(self) -> Set[int]:
+        """Records whose gradients are not kept."""
+        return self.rows.keys() | self.sums.keys()
+
+    def take(self, found: tuple[Tensor | None, ...], r: int, scale: Tensor | None = None) -> None:
+        """Take what a pass of r directions found per record, still to be multiplied with `scale` (n,) per sample."""
+        # a batch whose graph lost a record that the self-check saw; a plan that was not checked saw none
+        if any(g is None and reaches for g, reaches in zip(found, self.at.plan.reaching, strict=False)):
+            raise PlanChanged
+        with torch.no_grad():
+            for k in self.early:
+                self._write_rows(k, found[k], r, scale)
+            for k in self.digested:
+                self._write_sums(k, found[k], r, scale)
+            if self.digest is not None:
+                for k, g in enumerate(found):
+                    if k not in self.gone:
+                        self._write_gradient(k, g, r, scale)
+        if self.digest is None:
+            self.passes.append((r, tuple(None if k in self.gone else g for k, g in enumerate(found))))
+        self.taken += r
+
+    def gradients(self, scale: Tensor | None = None) -> Gradients:
+        """Return what all passes brought; `scale` is that of the first."""
+        records = self.at.recorded.records
+        if self.digest is not None:
+            written = tuple((self.written[k],) if k in self.written else () for k in range(len(records)))
+            return Gradients(written, rows=self.rows, sums=self.sums)
+        found = tuple(
+            () if k in self.gone else tuple(_shaped(one[k], r, record.out) for r, one in self.passes)
+            for k, record in enumerate(records)
+        )
+        scales = () if scale is None else tuple(self._scale(k, scale) for k in range(len(records)))
+        return Gradients(found, scales, self.rows, self.sums)
+
+    def _scale(self, k: int, scale: Tensor) -> Tensor | None:
+        out = None if k in self.gone else self.at.plan.steps[k].out
+        return None if out is None else out.spread(scale, self.at.recorded.records[k].out, self.at.n)
+
+    def _write_rows(self, k: int, g: Tensor | None, r: int, scale: Tensor | None) -> None:
+        at, (rule, call_) = self.at.recorded, self.early[k]
+        record = at.records[k]
+        found = small_rows(rule, call_, record, _shaped(g, r, record.out), at.samples(k), at.n)
+        if k not in self.rows:
+            self.rows[k] = [rows.new_empty(at.n, self.r, *rows.shape[2:]) for rows in found]
+        for whole, rows in zip(self.rows[k], found, strict=True):
+            self._place(whole, 1, rows if scale is None else _times(rows, scale))
+
+    def _write_sums(self, k: int, found: Tensor | None, r: int, scale: Tensor | None) -> None:
+        at, (rule, call_) = self.at.recorded, self.at.recorded.matrix(k)
+        record, out = at.records[k], at.samples(k)
+        assert self.digest is not None
+        g = _shaped(found, r, record.out)
+        if self.digest.kind == "sums":
+            summed = rule.left_sum(call_, g, out, at.n).to(at.params.dtype)
+            if k not in self.sums:
+                self.sums[k] = summed.new_empty(at.n, self.r, *summed.shape[2:])
+            self._place(self.sums[k], 1, summed if scale is None else _times(summed, scale))
+            return
+        g = g if scale is None else g * out.spread(scale, record.out, at.n)
+        gram = rule.left_gram(call_, g.to(at.params.dtype), out, at.n)
+        if k in self.sums:
+            self.sums[k] += gram
+        else:
+            self.sums[k] = gram
+
+    def _write_gradient(self, k: int, found: Tensor | None, r: int, scale: Tensor | None) -> None:
+        record = self.at.recorded.records[k]
+        g = _shaped(found, r, record.out)
+        if k not in self.written:
+            self.written[k] = g.new_empty(self.r, *record.out.shape)
+        if scale is not None:
+            g = g * self.at.recorded.samples(k).spread(scale, record.out, self.at.n)
+        self._place(self.written[k], 0, g)
+
+    def _place(self, whole: Tensor, axis: int, part: Tensor) -> None:
+        whole.narrow(axis, self.taken, part.shape[axis]).copy_(part)
+
+
+def _shaped(g: Tensor | None, r: int, out: Tensor) -> Tensor:
+    """Return a record's gradient as (r, *out.shape); zeros where the pass did not reach it."""
+    return out.new_zeros(()).expand(r, *out.shape) if g is None else g.reshape(r, *out.shape)
+
+
+def _times(rows: Tensor, scale: Tensor) -> Tensor:
+    """Return rows (n, ...) times one number per sample."""
+    return rows * scale.to(rows).reshape(-1, *(1,) * (rows.ndim - 1))

@@ -1,0 +1,28 @@
+"""The code blocks of pages that promise it run as they stand, one after the other."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ("extending.md",)
+
+
+def sections() -> list[tuple[str, str]]:
+    """(page and heading, the code of that section), for every section that has code."""
+    found = []
+    for page in PAGES:
+        for part in re.split(r"^## ", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            code = "\n".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL))
+            found.append((f"{page}: {part.splitlines()[0]}", code))
+    return [(name, code) for name, code in found if code]
+
+
+@pytest.mark.parametrize(("name", "code"), sections(), ids=[name for name, _ in sections()])
+def test_the_code_of_a_section_runs(
+    name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, name, "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out.strip(), "a section prints what came out"
