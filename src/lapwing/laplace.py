@@ -48,8 +48,8 @@ from lapwing.model.fingerprint import Watch
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
-from lapwing.predictive.ensemble import Ensemble
 from lapwing.predictive.predictive import Options, Predictive
+from lapwing.predictive.sampled import Ensemble
 from lapwing.summary import summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
