@@ -16,9 +16,8 @@ import torch
 from benchmarks.workloads import WORKLOADS, Task
 from lapwing.likelihoods import Categorical
 from lapwing.model import Linearization, Network, Params
-from lapwing.model.rules import bands
-from lapwing.model.rules.autocorrelation import multiplications
 from lapwing.model.rules.convolution import Convolution
+from lapwing.model.rules.patches import band_cost, correlation_cost
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,9 @@ def layer(at: Linearization, record: int, q: int, o: int, i: int) -> Layer:
     if isinstance(rule, Convolution) and call.weight is not None:
         (height, width), options = call.weight.shape[2:], call.options
         if rule.correlates(call):
-            square = multiplications(call.data.shape, (height, width), options["edges"])
+            square = correlation_cost(call.data.shape, (height, width), options["edges"])
         elif rule.banded(call):
-            square = bands.multiplications(call.data.shape, (height, width), t, options["stride"], options["edges"])
+            square = band_cost(call.data.shape, (height, width), t, options["stride"], options["edges"])
     return Layer(q, o, i, t, square)
 
 

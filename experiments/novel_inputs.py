@@ -23,7 +23,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.evaluation.metrics import auroc
-from lapwing.predictive.sketched import sketched_score
+from lapwing.extras.sketched import sketched_score
 
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)

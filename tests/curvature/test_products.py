@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lapwing.model import Batches, Network, Params
-from lapwing.model.forward import forward_mode
+from lapwing.model.forward import Recording, Tangents, Values, forward_mode
 from lapwing.model.kernels import attention
 from lapwing.model.products import Products
-from lapwing.model.tangents import Recording, Tangents, Values
 
 
 class Causal(nn.Module):

@@ -7,10 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from lapwing.linalg import rows
-from lapwing.model.rules import autocorrelation, bands
-from lapwing.model.rules.autocorrelation import patch_gram, pays
+from lapwing.model.rules import Samples
 from lapwing.model.rules.convolution import Axis, Convolution, TransposedConvolution
-from lapwing.model.samples import Samples
+from lapwing.model.rules.patches import PIXELS, band_gram, band_pays, correlation_gram, correlation_pays
 
 
 @pytest.mark.parametrize("ones", [False, True])
@@ -61,10 +60,10 @@ def test_covariances_without_transposed_patches(ones: bool, groups: int) -> None
         torch.testing.assert_close(rule.left_gram(call, g, Samples(0), 5), truth, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("pixels", [1, autocorrelation.PIXELS])
+@pytest.mark.parametrize("pixels", [1, PIXELS])
 def test_covariances_by_products_of_images(pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel and padding, where it pays and where it does not."""
-    monkeypatch.setattr(autocorrelation, "PIXELS", pixels)
+    monkeypatch.setattr("lapwing.model.rules.patches.PIXELS", pixels)
     generator = torch.Generator().manual_seed(0)
     sizes, kernels = ((1, 1), (2, 5), (7, 4)), ((1, 1), (3, 3), (2, 4), (5, 1))
     edges = ((0, 0), (1, 1), (0, 2), (5, 3))
@@ -75,7 +74,7 @@ def test_covariances_by_products_of_images(pixels: int, monkeypatch: pytest.Monk
         x = torch.randn(3, 2, h, w, dtype=torch.float64, generator=generator)
         patches = F.unfold(F.pad(x, (*beside, *above)), (kh, kw))
         truth = torch.einsum("nit,njt->ij", patches, patches)
-        found = patch_gram(x, (kh, kw), (above, beside))
+        found = correlation_gram(x, (kh, kw), (above, beside))
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12, msg=f"{(h, w)} {(kh, kw)} {above} {beside}")
         tried += 1
     assert tried > 100
@@ -97,7 +96,7 @@ def test_covariances_by_products_of_rows(chunk: int, monkeypatch: pytest.MonkeyP
         x = torch.randn(3, 2, h, w, dtype=torch.float64, generator=generator)
         patches = F.unfold(F.pad(x, (*beside, *above)), (kh, kw), (1, dilation), 0, stride)
         truth = torch.einsum("nit,njt->ij", patches, patches)
-        found = bands.band_gram(x, (kh, kw), stride, dilation, (above, beside))
+        found = band_gram(x, (kh, kw), stride, dilation, (above, beside))
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
         tried += 1
     assert tried > 500
@@ -106,8 +105,8 @@ def test_covariances_by_products_of_rows(chunk: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_convolutions_use_products_of_rows(ones: bool, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, own = [], bands.band_gram
-    monkeypatch.setattr(bands, "band_gram", lambda *a: calls.append(a) or own(*a))
+    calls, own = [], band_gram
+    monkeypatch.setattr("lapwing.model.rules.convolution.band_gram", lambda *a: calls.append(a) or own(*a))
     x = torch.randn(4 * repeats, 3, 15, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight = torch.zeros(5, 3, 5, 3, dtype=torch.float64)
     for stride, padding, dilation in ((1, 0, 1), (2, (2, 1), 1), ((1, 3), "valid", (1, 2))):
@@ -135,17 +134,18 @@ def test_convolutions_use_products_of_rows(ones: bool, repeats: int, monkeypatch
 
 def test_products_of_rows_are_for_few_numbers() -> None:
     none = ((0, 0), (0, 0))
-    assert bands.pays(torch.Size((1, 6, 14, 14)), (5, 5), (1, 1), none)
-    assert not bands.pays(torch.Size((1, 6, 14, 14)), (1, 1), (1, 1), none)  # patches are pixels
-    assert not bands.pays(torch.Size((1, 6, 5, 9)), (5, 5), (1, 1), none)  # one row of patches
-    assert not bands.pays(torch.Size((1, 256, 14, 14)), (3, 3), (2, 2), none)  # 60 MB of products
+    assert band_pays(torch.Size((1, 6, 14, 14)), (5, 5), (1, 1), none)
+    assert not band_pays(torch.Size((1, 6, 14, 14)), (1, 1), (1, 1), none)  # patches are pixels
+    assert not band_pays(torch.Size((1, 6, 5, 9)), (5, 5), (1, 1), none)  # one row of patches
+    assert not band_pays(torch.Size((1, 256, 14, 14)), (3, 3), (2, 2), none)  # 60 MB of products
 
 
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_convolutions_use_products_of_images(ones: bool, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("lapwing.model.rules.convolution.patch_gram", lambda *a: calls.append(a) or patch_gram(*a))
+    counted = lambda *a: calls.append(a) or correlation_gram(*a)  # noqa: E731
+    monkeypatch.setattr("lapwing.model.rules.convolution.correlation_gram", counted)
     x = torch.randn(4 * repeats, 8, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rule, weight = Convolution(2), torch.zeros(5, 8, 3, 3, dtype=torch.float64)
     patches = F.unfold(x, 3, padding=1)
@@ -168,13 +168,13 @@ def test_convolutions_use_products_of_images(ones: bool, repeats: int, monkeypat
 def test_products_of_images_keep_their_digits() -> None:
     """Positive pixels in float32, as after a ReLU: the norm of the error against float64."""
     x = torch.randn(44, 16, 32, 32, generator=torch.Generator().manual_seed(0)).relu()
-    exact = patch_gram(x.double(), (3, 3), ((1, 1), (1, 1)))
-    error = torch.linalg.matrix_norm(patch_gram(x, (3, 3), ((1, 1), (1, 1))) - exact, 2)
+    exact = correlation_gram(x.double(), (3, 3), ((1, 1), (1, 1)))
+    error = torch.linalg.matrix_norm(correlation_gram(x, (3, 3), ((1, 1), (1, 1))) - exact, 2)
     assert float(error / torch.linalg.matrix_norm(exact, 2)) < 1e-6
 
 
 def test_products_of_images_are_for_images_larger_than_kernels() -> None:
     around = ((1, 1), (1, 1))
-    assert pays(torch.Size((1, 16, 32, 32)), (3, 3), around)
-    assert not pays(torch.Size((1, 6, 14, 14)), (5, 5), ((0, 0), (0, 0)))
-    assert not pays(torch.Size((1, 16, 8, 8)), (1, 1), ((0, 0), (0, 0)))
+    assert correlation_pays(torch.Size((1, 16, 32, 32)), (3, 3), around)
+    assert not correlation_pays(torch.Size((1, 6, 14, 14)), (5, 5), ((0, 0), (0, 0)))
+    assert not correlation_pays(torch.Size((1, 16, 8, 8)), (1, 1), ((0, 0), (0, 0)))

@@ -21,10 +21,9 @@ from lapwing.curvature.structure import layout_of
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
 from lapwing.model import Block, BlockRows, Linearization, RecordedPass, batch_size, take
+from lapwing.model.agreement import tolerance
 from lapwing.model.linearization import pull
-from lapwing.model.precision import tolerance
-from lapwing.model.rules import RULES
-from lapwing.model.rules.linear import Linear
+from lapwing.model.rules import RULES, MatrixRule, Rule
 from lapwing.model.tape import first_reached
 
 CHECKED = 4  # output directions of the self-check
@@ -99,7 +98,7 @@ def _require_linear(problem: Problem, block: Block) -> int:
     called = " and ".join(dict.fromkeys(getattr(steps[k].func, "__name__", "") for k in used))
     if len(used) > 1:
         raise refusal(f"{names} is used {len(used)} times ({called})")
-    if block.kind != "matrix" or not isinstance(RULES.get(steps[used[0]].func), Linear):
+    if block.kind != "matrix" or not _is_plain(RULES.get(steps[used[0]].func)):
         raise refusal(f"{names} is the parameter of {called}; select the weights (and biases) of linear layers alone")
     if kept_as(block) != "kron":
         raise refusal(f"{names} has a side beyond {LARGEST_FACTOR:,}")
@@ -234,8 +233,8 @@ def _slopes(at: RecordedPass, layer: Layer, following: Layer) -> Tensor:
     rule, call = at.bound[following.record]
     own, own_call = at.bound[layer.record]
     out, out_own = at.plan.steps[following.record].out, at.plan.steps[layer.record].out
-    assert isinstance(rule, Linear)
-    assert isinstance(own, Linear)
+    assert isinstance(rule, MatrixRule)
+    assert isinstance(own, MatrixRule)
     assert out is not None
     assert out_own is not None
     a = call.data
@@ -246,7 +245,7 @@ def _slopes(at: RecordedPass, layer: Layer, following: Layer) -> Tensor:
         assert g is not None
         found.append(own.left(own_call, g.reshape(1, *record.out.shape), out_own, n).reshape(n, -1))
     b, probed = found
-    factor = rule.right(replace(call, data=draw), out, n).reshape(n, -1)
+    factor = rule.right(replace(call, inputs=(draw,)), out, n).reshape(n, -1)
     if factor.shape == b.shape:
         error, size = (probed - b * factor).abs().amax(1), (b * factor).abs().amax(1)
         if bool((error <= _tolerance(a) * size).all()):
@@ -254,6 +253,10 @@ def _slopes(at: RecordedPass, layer: Layer, following: Layer) -> Tensor:
     if not bool(b.sum().isfinite()):
         return b
     raise refusal(f"what is between {layer.name} and {following.name} mixes units, or is a layer that was not selected")
+
+
+def _is_plain(rule: Rule | None) -> bool:
+    return isinstance(rule, MatrixRule) and rule.plain
 
 
 def _tolerance(values: Tensor) -> float:

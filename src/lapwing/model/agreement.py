@@ -1,68 +1,45 @@
-"""Whether products J v agree with reverse mode: u·(J v) = (Jᵀu)·v.
-
-Forward mode and double backward follow other code than the backward pass that defines the rows: they ignore
-`torch.no_grad()` inside a network, or stop at a custom function that is differentiable once.
-"""
+"""Whether two ways to the same numbers agree, by the precision that a network really computes in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from lapwing.model.linearization import pull
-from lapwing.model.params import Params
-from lapwing.model.samples import close
-
-Push = Callable[[Tensor], tuple[Tensor, Tensor] | None]
-"""Tangents (s, P) → f (n, *event, c) and J v (s, n, *event, c), or None where an operation has no such derivative."""
-
-SMALLEST = 1e-3  # gradients of a parameter below this part of the largest count for less
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
 
 
-def agrees(push: Push, f: Tensor, leaves: list[Tensor], params: Params, rtol: float) -> bool:
-    """Compare two products with the gradients of recorded outputs f, which are the truth.
+class Types(TorchFunctionMode):
+    """Remembers the floating-point types of what operations return while a pass runs."""
 
-    One product goes along the gradient, each parameter with the same weight: what the product lacks shows. The other
-    goes along all weights at random, and is compared in its own direction: what does not belong there shows.
-    """
-    generator = torch.Generator().manual_seed(0)
-    u = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
-    across = torch.randn(params.size, generator=generator, dtype=torch.float64).to(f.device) / params.size**0.5
-    gradient = _gradient(f, leaves, params, u)
-    along = _picked(_balanced(gradient, params), params)
-    try:
-        found = push(torch.stack([along, across]).to(params.dtype))
-    except (NotImplementedError, RuntimeError):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for result in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(result, Tensor) and result.is_floating_point():
+                self.seen.add(result.dtype)
+        return out
+
+
+def tolerance(types: Iterable[torch.dtype]) -> float:
+    """Return how far numbers of the least precise of some types may differ, relative to the largest entry."""
+    narrowest = min(types, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float64)
+    return TOLERANCES.get(narrowest, 5e-2)
+
+
+def close(a: Tensor, b: Tensor, rtol: float) -> bool:
+    """Whether two tensors are equal up to rtol of the largest entry; integers must be exactly equal."""
+    if a.shape != b.shape:
         return False
-    if found is None or not close(found[0], f, rtol):
-        return False
-    first, second = found[1].detach().double()
-    expected = _picked(gradient, params) @ along
-    if not (expected.isfinite() and (u.double() * first).sum().sub(expected).abs() <= rtol * expected):
-        return False
-    size = second.norm()
-    if size == 0:
-        return True
-    back = _picked(_gradient(f, leaves, params, (second / size).to(f)), params) @ across
-    return bool((size - back).abs() <= rtol * size)
-
-
-def _gradient(f: Tensor, leaves: list[Tensor], params: Params, u: Tensor) -> Tensor:
-    """uᵀJ of all weights, (total,) float64."""
-    found = pull(f, leaves, u) if f.requires_grad else (None,) * len(leaves)
-    parts = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(found, leaves, strict=True)]
-    return params.flatten(dict(zip(params.names, parts, strict=True))).double()
-
-
-def _balanced(gradient: Tensor, params: Params) -> Tensor:
-    """The gradient of every parameter divided by its square: each adds 1 to the product with the gradient."""
-    parts = gradient.split(params.sizes)
-    norms = torch.stack([part.norm() for part in parts])
-    scales = norms.clamp(min=SMALLEST * float(norms.max())).square()
-    return torch.cat([part / (scale if scale > 0 else 1.0) for part, scale in zip(parts, scales, strict=True)])
-
-
-def _picked(whole: Tensor, params: Params) -> Tensor:
-    return whole if params.index is None else whole[params.index]
+    a, b = a.detach(), b.detach()
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    finite = b[b.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return bool(((a == b) | ((a - b).abs() <= rtol * scale)).all())

@@ -15,9 +15,8 @@ from lapwing.linalg.rows import added
 from lapwing.model.batches import map_tensors
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, Source, Step, bind
-from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule
+from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule, Samples
 from lapwing.model.rules.rule import gram_by_group
-from lapwing.model.samples import Samples
 from lapwing.model.tape import Pass, Record
 
 Use = tuple[int, MatrixRule, Call, Samples]
@@ -189,7 +188,7 @@ class BlockRows(Sequence[Rows]):
     def _positions(self, k: int) -> int:
         """Return the positions per sample of a record; 0 where samples are not the first axis of its arguments."""
         (rule, call_), record, out = self.at.matrix(k), self.at.records[k], self.at.samples(k)
-        first = not out.axis and record.out.shape[0] == call_.data.shape[0] == self.n
+        first = not out.axis and all(len(t) == self.n for t in (record.out, *call_.inputs))
         return rule.positions(call_, self.n) if first else 0
 
     def _terms(self, block: Block, start: int, length: int) -> tuple[Term, ...]:
@@ -210,7 +209,7 @@ class BlockRows(Sequence[Rows]):
         """Return gradients (length, r, t, groups, out) and inputs (length, 1, t, groups, in) of some samples."""
         (rule, call_), out = self.at.matrix(k), self.at.samples(k)
         if length < self.n:
-            call_ = replace(call_, data=call_.data.narrow(0, start, length))
+            call_ = replace(call_, inputs=tuple(t.narrow(0, start, length) for t in call_.inputs))
             g = self.gradients.narrow(k, start, length)
         else:
             g = self.gradients[k]
@@ -246,7 +245,7 @@ class BlockRows(Sequence[Rows]):
         """
         uses = list(self._uses(block, swapped))
         _, rule, call_, out = uses[0]
-        if len(uses) > 1 or not rule.data_alone:
+        if len(uses) > 1 or not rule.plain:
             return self._input_gram(block, uses, reduce, weights)
         data = call_.data
         key = (data.data_ptr(), data.shape, data.stride(), data.dtype, out, block.bias, reduce, id(weights))

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel
+from lapwing.model.agreement import close
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.module import borrowed, output_tensor
 from lapwing.model.params import Params
-from lapwing.model.samples import close
 from lapwing.model.skeleton import ATOMIC, written_by_forward
 
 DEPTH = 6  # how far a look follows objects into each other

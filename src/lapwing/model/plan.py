@@ -13,13 +13,14 @@ from typing import Literal
 from torch import Tensor
 
 from lapwing.linalg import Layout, Places
+from lapwing.model.agreement import close
 from lapwing.model.order import orders, places_of
 from lapwing.model.params import Params
-from lapwing.model.rules import RULES, Call, MatrixRule, Rule
-from lapwing.model.samples import Samples, locate
+from lapwing.model.rules import RULES, Call, MatrixRule, Rule, Samples
 from lapwing.model.tape import Pass, Record, parameters_behind, unseen_parameters
 
 Method = Literal["rule", "generic", "loop"]
+AMBIGUOUS = "samples and positions cannot be told apart by their values"
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,18 +158,20 @@ def dynamic_plan(params: Params, note: str) -> Plan:
 
 
 def bind(record: Record) -> tuple[Rule, Call] | None:
-    """The rule for a record and its arguments by role, or None where no rule applies."""
+    """Return the rule for a record and its arguments by role, or None where no rule applies."""
     rule = RULES.get(record.func)
     if rule is None:
         return None
     try:
         call = rule.bind(*record.args, **record.kwargs)
-    except TypeError:
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # not the signature, but something inside
         return None
     live = {id(record.tensors[k]) for k in record.live}
-    if call is not None and id(call.data) in live and "swapped" in call.options:
-        call = call.options["swapped"]
-    if call is None or id(call.data) in live or call.weight is call.bias:
+    if call is not None and id(call.data) in live and call.swapped is not None:
+        call = call.swapped
+    if call is None or any(id(t) in live for t in call.inputs) or call.weight is call.bias:
         return None
     roles = {id(t) for t in (call.weight, call.bias) if t is not None}
     return (rule, call) if live <= roles else None
@@ -221,12 +224,60 @@ def _read(record: Record, alone: Record, sources: tuple[Source, ...], n: int, wh
         return Step(record.func, "loop", None, none, sources, "its output has no sample axis")
     if record.touched():
         return Step(record.func, "loop", out, args, sources, "an argument is overwritten later")
-    bound = bind(record)
-    if bound is not None and bound[0].accepts(bound[1], out, record.out.ndim):
-        return Step(record.func, "rule", out, args, sources)
+    reason = ""
+    try:
+        if _ruled(record, out, args):
+            return Step(record.func, "rule", out, args, sources)
+    except Exception as error:
+        reason = f"its rule {raised(error)}"
     if record.inplace:
         return Step(record.func, "loop", out, args, sources, "it works in place")
-    return Step(record.func, "generic", out, args, sources)
+    return Step(record.func, "generic", out, args, sources, reason)
+
+
+def _ruled(record: Record, out: Samples, args: tuple[Samples | None, ...]) -> bool:
+    """Whether a rule reads a record: it takes the call, and every data tensor has samples where the output has them."""
+    bound = bind(record)
+    if bound is None:
+        return False
+    rule, call = bound
+    if len(call.inputs) > 1:
+        places = {id(t): held for t, held in zip(record.tensors, args, strict=True)}
+        held = [places.get(id(t)) for t in call.inputs]
+        if not all(h is not None and (h.axis, h.minor) == (out.axis, out.minor) for h in held):
+            return False
+    if isinstance(rule, MatrixRule) and call.weight is not None:
+        rule.view(call, call.weight)
+    return rule.accepts(call, out, record.out.ndim)
+
+
+def raised(error: Exception) -> str:
+    """Say that something raised an exception, with its type and message."""
+    return f"raised {type(error).__name__}: {error}"
+
+
+def locate(whole: Tensor, single: Tensor, n: int, which: int, rtol: float) -> Samples | None:
+    """Find the sample axis of a tensor from a batch of n and from sample `which` alone; None if there is none.
+
+    The axis is the one whose size grew by n; where it is flattened together with others, values tell whether samples
+    are the outer or the inner index. Raises `LookupError` when sizes fit but the values of the sample do not.
+    """
+    if whole.ndim != single.ndim:
+        raise LookupError("its number of dimensions depends on the batch")
+    changed = [d for d in range(whole.ndim) if whole.shape[d] != single.shape[d]]
+    if not changed:
+        return None
+    if len(changed) > 1 or whole.shape[changed[0]] != n * single.shape[changed[0]]:
+        raise LookupError(f"its shape goes from {tuple(single.shape)} for one sample to {tuple(whole.shape)} for {n}")
+    axis = changed[0]
+    one = single.shape[axis] == 1
+    layouts = [Samples(axis, told=False)] if one else [Samples(axis), Samples(axis, minor=True)]
+    fitting = [layout for layout in layouts if close(layout.first(whole, n)[which], single, rtol)]
+    if not fitting:
+        raise LookupError("its value for a sample depends on the other samples of the batch")
+    if len(fitting) > 1:
+        raise LookupError(AMBIGUOUS)
+    return fitting[0]
 
 
 def make_plan(

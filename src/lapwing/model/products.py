@@ -11,11 +11,10 @@ from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
 from lapwing.model.batches import Batch, Batches, Inputs, batch_size, per_sample, take, tensors_in
-from lapwing.model.forward import forward_mode, lacks_derivative, push_forward
+from lapwing.model.forward import Values, forward_mode, lacks_derivative, push_forward
 from lapwing.model.kernels import differentiable_kernels, elementary_attention
 from lapwing.model.linearization import pull, pull_all
 from lapwing.model.network import Network
-from lapwing.model.tangents import Values
 
 SMALL = 20_000  # weights up to which several vectors share one vectorized pass
 BLOCK = 3  # vectors from which, in networks with attention, one graph of the gradient pays for both directions

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedModel
+from lapwing.model.agreement import Types, close, tolerance
 from lapwing.model.batches import Inputs, Path, batch_size, lists_values, map_named, named_tensors, share, take
-from lapwing.model.precision import Types, tolerance
-from lapwing.model.samples import close
 
 FEW = 4  # samples that are run without the others of their batch
 

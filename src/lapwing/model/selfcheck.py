@@ -7,26 +7,48 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData, UnsupportedModel
+from lapwing.errors import BadData, LapwingError, UnsupportedModel
 from lapwing.linalg import Rows
+from lapwing.model.agreement import Types, close, tolerance
 from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.blockrows import Gradients, RecordedPass
 from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.module import output_tensor, warnings_here
 from lapwing.model.params import Params
-from lapwing.model.plan import Plan, Step, aligned, dynamic_plan, make_plan, read_steps, unseen_names
-from lapwing.model.precision import Types, tolerance
+from lapwing.model.plan import (
+    AMBIGUOUS,
+    Plan,
+    PlanChanged,
+    Step,
+    aligned,
+    dynamic_plan,
+    make_plan,
+    raised,
+    read_steps,
+    unseen_names,
+)
 from lapwing.model.roles import APART, NOT_DETERMINISTIC
-from lapwing.model.samples import AMBIGUOUS, close
 from lapwing.model.tape import Pass, run
 
 BATCHED_SAMPLE = 2**14  # numbers of all directions and layers of a sample up to which directions share a pass
 CHECK_SAMPLES = 4
 PIECE = 2**18  # numbers of a row that are copied in a wider type at a time
+
+
+class Fault(NamedTuple):
+    """What is wrong with the rows of a parameter: norms by autograd and from the tape, or the exception on the way."""
+
+    expected: float = 0.0
+    got: float = 0.0
+    raised: str = ""
+
+    def __str__(self) -> str:
+        return self.raised or f"disagreed with autograd (norm {self.got:.4g} instead of {self.expected:.4g})"
 
 
 class SelfCheck:
@@ -204,8 +226,8 @@ class SelfCheck:
         """Rows from the tape, by block; kept in factors where they are of a matrix."""
         return list(self._linearization(plan, whole, f).jacobian(directions).rows)
 
-    def _wrong(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, tuple[float, float]]:
-        """Parameters whose rows are not autograd's, with the norms of both.
+    def _wrong(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, Fault]:
+        """Return the parameters whose rows are not autograd's.
 
         Rows of a direction are compared in a sum over samples with weights: those of autograd are then one backward
         pass, and as no two weights are alike, rows of the wrong sample show. What differs there is compared sample by
@@ -213,12 +235,12 @@ class SelfCheck:
         """
         blocks = self._blocks(plan, whole, f, directions)
         graph = self.plain
-        wrong: dict[str, tuple[float, float]] = {}
+        wrong: dict[str, Fault] = {}
         for weights in (self._weights(len(directions)), self._one_by_one(len(directions))):
             norms = torch.stack([self._norms(plan, blocks, graph, directions, w.to(f)) for w in weights]).norm(dim=0)
             total = norms[:, 0].norm()  # not finite: half precision overflows, and any error would be allowed
             wrong = {
-                name: (float(expected), float(got))
+                name: Fault(float(expected), float(got))
                 for name, (expected, got, error) in zip(self.leaves, norms, strict=True)
                 if not (total.isfinite() and error <= self.rtol * (expected + 1e-2 * total))
             }
@@ -247,15 +269,15 @@ class SelfCheck:
 
     def _settle(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
         """Go from rule to generic rule to a loop over samples until the numbers are right."""
-        bad: dict[str, tuple[float, float]] = {}
+        bad: dict[str, Fault] = {}
         for downgrade in (_to_generic, _to_loop, None):
             bad = self._attempt(plan, whole, f, directions)
             if not bad:
                 return plan
             if downgrade is None:
                 break
-            plan = downgrade(plan, whole, self.params, list(bad))
-        name, (expected, got) = min(bad.items(), key=lambda item: math.isfinite(item[1][0]))
+            plan = downgrade(plan, whole, self.params, bad)
+        name, (expected, got, _) = min(bad.items(), key=lambda item: math.isfinite(item[1][0]))
         if not math.isfinite(expected):
             raise BadData(
                 f"the gradient of the outputs with respect to {name!r} is not finite in the first batch, although the "
@@ -272,12 +294,14 @@ class SelfCheck:
             "that uses it mixes samples or is not deterministic; freeze the parameter or evaluate that part per sample."
         )
 
-    def _attempt(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, tuple[float, float]]:
-        """Parameters whose rows are wrong; a rule that raises counts against all its parameters."""
+    def _attempt(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, Fault]:
+        """Return the parameters whose rows are wrong; a rule that raises counts against all its parameters."""
         try:
             return self._wrong(plan, whole, f, directions)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-            broken: set[str] = set()
+        except (LapwingError, PlanChanged):
+            raise
+        except Exception:
+            broken: dict[str, Fault] = {}
             for k, step in enumerate(plan.steps):
                 if step.method != "loop":
                     try:
@@ -285,11 +309,11 @@ class SelfCheck:
                         trial = make_plan(whole, only, self.params, set(plan.looped), plan.notes, False)
                         for rows in self._blocks(trial, whole, f, directions):
                             rows.narrow(0, min(2, self.n)).dense()
-                    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-                        broken |= step.names
+                    except Exception as error:
+                        broken |= dict.fromkeys(sorted(step.names), Fault(raised=raised(error)))
             if not broken:
                 raise
-            return dict.fromkeys(sorted(broken), (0.0, 0.0))
+            return broken
 
     def _try_batched(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
         """Several directions in one backward pass, where vmap has a rule for every operation and gets it right; not in
@@ -371,20 +395,26 @@ def _reaching(whole: Pass, f: Tensor) -> tuple[bool, ...]:
     return tuple(g is not None for g in torch.autograd.grad(f.sum(), edges, retain_graph=True, allow_unused=True))
 
 
-def _to_generic(plan: Plan, whole: Pass, params: Params, bad: list[str]) -> Plan:
-    steps = tuple(
-        replace(s, method="generic", reason="its rule disagreed with autograd")
-        if s.method == "rule" and not s.names.isdisjoint(bad)
-        else s
-        for s in plan.steps
-    )
-    notes = (*plan.notes, f"generic rows for {', '.join(bad)}: the rule of their operation disagreed with autograd")
-    return make_plan(whole, steps, params, set(plan.looped), notes, plan.batched)
+def _to_generic(plan: Plan, whole: Pass, params: Params, bad: dict[str, Fault]) -> Plan:
+    """Replay the calls of rules that were wrong, and say which rules these are."""
+    steps, notes = list(plan.steps), [*plan.notes]
+    for k, step in enumerate(plan.steps):
+        found = [bad[name] for name in sorted(step.names) if name in bad]
+        if step.method == "rule" and found:
+            steps[k] = replace(step, method="generic", reason=f"its rule {found[0]}")
+            notes.append(_generic_note(steps[k]))
+    return make_plan(whole, tuple(steps), params, set(plan.looped), tuple(dict.fromkeys(notes)), plan.batched)
 
 
-def _to_loop(plan: Plan, whole: Pass, params: Params, bad: list[str]) -> Plan:
-    notes = (*plan.notes, f"a loop over samples for {', '.join(bad)}: rows from the tape disagreed with autograd")
-    return make_plan(whole, plan.steps, params, set(plan.looped) | set(bad), notes, plan.batched)
+def _to_loop(plan: Plan, whole: Pass, params: Params, bad: dict[str, Fault]) -> Plan:
+    """Run every sample alone for parameters whose replayed calls were wrong too."""
+    note = f"a loop over samples for {', '.join(bad)}: replaying their operation {next(iter(bad.values()))}"
+    return make_plan(whole, plan.steps, params, set(plan.looped) | set(bad), (*plan.notes, note), plan.batched)
+
+
+def _generic_note(step: Step) -> str:
+    names, operation = ", ".join(sorted(step.names)), getattr(step.func, "__name__", step.func)
+    return f"{operation} is replayed per sample for the rows of {names}, which is slow: {step.reason}"
 
 
 def _notes(whole: Pass, steps: tuple[Step, ...], unseen: set[str]) -> tuple[str, ...]:
@@ -394,4 +424,6 @@ def _notes(whole: Pass, steps: tuple[Step, ...], unseen: set[str]) -> tuple[str,
     for record, step in zip(whole.records, steps, strict=True):
         if step.method == "loop":
             notes.append(f"a loop over samples for {', '.join(sorted(step.names))} in {record.name}: {step.reason}")
+        elif step.method == "generic" and step.reason:
+            notes.append(_generic_note(step))
     return tuple(dict.fromkeys(notes))

@@ -1,40 +1,34 @@
-"""The registry: one rule an operation. A new rule is one class and one line here."""
-
-from collections.abc import Callable
+"""One rule per torch operation: how its calls become rows of a Jacobian. `register` adds yours."""
 
 import torch
 from torch.nn import functional as F
 
-from lapwing.model.rules import norm
+from lapwing.model.rules import elementwise, linear
 from lapwing.model.rules.convolution import Convolution, TransposedConvolution
-from lapwing.model.rules.elementwise import PReLU, Product, Sum
-from lapwing.model.rules.embedding import Embedding
-from lapwing.model.rules.linear import Addmm, Linear, Matmul
-from lapwing.model.rules.norm import Norm
-from lapwing.model.rules.rule import Call, MatrixRule, RowsRule, Rule
+from lapwing.model.rules.elementwise import Norm, PReLU, Product, Sum
+from lapwing.model.rules.linear import Embedding, Linear
+from lapwing.model.rules.rule import RULES, Call, MatrixRule, RowsRule, Rule, Samples, register, with_ones
 
 T = torch.Tensor
 
-RULES: dict[Callable, Rule] = {
-    F.linear: Linear(),
-    **dict.fromkeys((torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__), Matmul()),
-    **dict.fromkeys((torch.addmm, T.addmm), Addmm()),
-    F.conv1d: Convolution(1),
-    F.conv2d: Convolution(2),
-    F.conv3d: Convolution(3),
-    F.conv_transpose1d: TransposedConvolution(1),
-    F.conv_transpose2d: TransposedConvolution(2),
-    F.conv_transpose3d: TransposedConvolution(3),
-    F.embedding: Embedding(),
-    F.layer_norm: Norm(norm.layer_norm, trailing=True),
-    F.rms_norm: Norm(norm.rms_norm, trailing=True),
-    F.group_norm: Norm(norm.group_norm, trailing=False),
-    F.batch_norm: Norm(norm.batch_norm, trailing=False),
-    F.instance_norm: Norm(norm.instance_norm, trailing=False),
-    **dict.fromkeys((F.prelu, torch.prelu, T.prelu), PReLU()),
-    **dict.fromkeys((torch.add, T.add, T.add_, T.__add__, T.__radd__, T.__iadd__), Sum()),
-    **dict.fromkeys((torch.sub, T.sub, T.sub_, T.__sub__, T.__isub__), Sum(-1)),
-    **dict.fromkeys((torch.mul, T.mul, T.__mul__, T.__rmul__), Product()),
-}
+register(Linear(linear.read_linear), F.linear)
+register(Linear(linear.read_matmul, transposed=True), torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__)
+register(Linear(linear.read_addmm, transposed=True), torch.addmm, T.addmm)
+register(Convolution(1), F.conv1d)
+register(Convolution(2), F.conv2d)
+register(Convolution(3), F.conv3d)
+register(TransposedConvolution(1), F.conv_transpose1d)
+register(TransposedConvolution(2), F.conv_transpose2d)
+register(TransposedConvolution(3), F.conv_transpose3d)
+register(Embedding(), F.embedding)
+register(Norm(elementwise.layer_norm, trailing=True), F.layer_norm)
+register(Norm(elementwise.rms_norm, trailing=True), F.rms_norm)
+register(Norm(elementwise.group_norm, trailing=False), F.group_norm)
+register(Norm(elementwise.batch_norm, trailing=False), F.batch_norm)
+register(Norm(elementwise.instance_norm, trailing=False), F.instance_norm)
+register(PReLU(), F.prelu, torch.prelu, T.prelu)
+register(Sum(), torch.add, T.add, T.add_, T.__add__, T.__radd__, T.__iadd__)
+register(Sum(-1), torch.sub, T.sub, T.sub_, T.__sub__, T.__isub__)
+register(Product(), torch.mul, T.mul, T.__mul__, T.__rmul__)
 
-__all__ = ["RULES", "Call", "MatrixRule", "RowsRule", "Rule"]
+__all__ = ["RULES", "Call", "MatrixRule", "RowsRule", "Rule", "Samples", "register", "with_ones"]

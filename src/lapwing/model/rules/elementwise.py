@@ -1,17 +1,23 @@
-"""Sums and products of data with a parameter, broadcast as torch does, and PReLU."""
+"""Operations with few parameters: sums and products with a parameter, PReLU, and norm layers.
+
+A norm layer is y = x̂ · w + b, where the normalized input x̂ does not depend on w and b.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from lapwing.model.rules.rule import Call, RowsRule
-from lapwing.model.samples import Samples
+from lapwing.model.rules.rule import Call, RowsRule, Samples
 
 
 def _reduce(g: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """(n, r, *rest) summed over the axes along which a tensor of this shape was broadcast -> (n, r, *shape)."""
+    """Sum (n, r, *rest) over the axes along which a tensor of this shape was broadcast, to (n, r, *shape)."""
     extra = g.ndim - 2 - len(shape)
     if extra:
         g = g.sum(tuple(range(2, 2 + extra)))
@@ -23,22 +29,16 @@ class Elementwise(RowsRule):
     """out = data ± weight (the weight is in the role of a bias) or data · weight."""
 
     def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
-        some = call.weight if call.weight is not None else call.bias
-        assert some is not None
+        some = call.small
         axis = samples.axis - (ndim - some.ndim)  # the sample axis, seen from the weight
         return some.ndim <= ndim and (axis < 0 or some.shape[axis] == 1)
 
     def weight_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
-        assert call.weight is not None
-        return _reduce(samples.first(g * self.slope(call), n, skip=1), tuple(call.weight.shape))
+        return _reduce(samples.first(g * call.data, n, skip=1), tuple(call.small.shape))
 
     def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         assert call.bias is not None
         return call.options.get("sign", 1) * _reduce(samples.first(g, n, skip=1), tuple(call.bias.shape))
-
-    def slope(self, call: Call) -> Tensor:
-        """∂out/∂weight, elementwise, of the output's shape."""
-        return call.data
 
 
 class Sum(Elementwise):
@@ -50,7 +50,8 @@ class Sum(Elementwise):
     def bind(self, input: Any, other: Any, *, alpha: float = 1, **kwargs: Any) -> Call | None:
         if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
             return None
-        return Call(input, None, other, {"sign": self.sign * alpha, "swapped": Call(other, None, input)})
+        swapped = Call((other,), None, input)
+        return Call((input,), None, other, {"sign": self.sign * alpha}, swapped)
 
 
 class Product(Elementwise):
@@ -59,22 +60,124 @@ class Product(Elementwise):
     def bind(self, input: Any, other: Any, **kwargs: Any) -> Call | None:
         if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
             return None
-        return Call(input, other, None, {"swapped": Call(other, input, None)})
+        return Call((input,), other, swapped=Call((other,), input))
 
 
 class PReLU(Elementwise):
     """max(0, x) + w · min(0, x), one weight or one per channel (axis 1)."""
 
     def bind(self, input: Tensor, weight: Tensor) -> Call | None:
-        return Call(input, weight, None)
+        return Call((input,), weight)
 
     def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
-        assert call.weight is not None
-        return samples.axis == 0 or call.weight.numel() == 1
+        return samples.axis == 0 or call.small.numel() == 1
 
     def weight_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
-        assert call.weight is not None
         g = samples.first(g * call.data.clamp(max=0), n, skip=1)  # (n, r, m, channels, *space) when the axis is 0
-        if call.weight.numel() == 1:
+        if call.small.numel() == 1:
             return g.flatten(2).sum(2, keepdim=True)
         return g.flatten(4).sum(-1).sum(2) if g.ndim > 4 else g.sum(2)
+
+
+class Norm(RowsRule):
+    """Weights over one channel axis, or over the trailing axes (layer norm, RMS norm)."""
+
+    def __init__(self, read: Callable[..., tuple], trailing: bool) -> None:
+        self.read = read
+        self.trailing = trailing
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call | None:
+        data, weight, bias, normalized, *statistics = self.read(*args, **kwargs)
+        options = {"normalized": cache(normalized), "statistics": cache(statistics[0]) if statistics else None}
+        return Call((data,), weight, bias, options)
+
+    def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
+        some = call.small
+        return samples.axis < ndim - some.ndim if self.trailing else samples.axis == 0
+
+    def weight_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        return self._sum(call, g * call.options["normalized"](), samples, n)
+
+    def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        return self._sum(call, g, samples, n)
+
+    def rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> tuple[Tensor, Tensor]:
+        """Read g and the inputs once for both, by torch's kernel with a channel per sample and channel."""
+        statistics = call.options.get("statistics")
+        if statistics is None or g.shape[1] != n or samples.axis or g.ndim < 4 or torch.is_grad_enabled():
+            return super().rows(call, g, samples, n)
+        mean, variance, eps = statistics(n)
+        channels, space = g.shape[2], g.shape[3:]
+        # contiguous, because PyTorch 2.13 misreads a batch of one with the memory layout of tokens
+        own, x = (1, n * channels, *space), call.data.reshape(1, n * channels, *space).contiguous()
+        pairs = []
+        for one in g:
+            _, weight, bias = torch.ops.aten.native_batch_norm_backward(
+                one.reshape(own).contiguous(), x, None, mean, variance, None, None, False, eps, [False, True, True]
+            )
+            pairs.append((weight, bias))
+        weights, biases = zip(*pairs, strict=True)
+        shape = (len(g), n, channels)
+        return (
+            torch.stack(weights).reshape(shape).transpose(0, 1),
+            torch.stack(biases).reshape(shape).transpose(0, 1),
+        )
+
+    def _sum(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        some = call.small
+        g = samples.first(g, n, skip=1)
+        if not self.trailing:  # (n, r, m, channels, *space)
+            g = g.flatten(4).sum(-1) if g.ndim > 4 else g
+            return g.sum(2)
+        return g.reshape(n, g.shape[1], -1, *some.shape).sum(2)
+
+
+def layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple:
+    return input, weight, bias, lambda: F.layer_norm(input, normalized_shape, None, None, eps)
+
+
+def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> tuple:
+    return input, weight, None, lambda: F.rms_norm(input, normalized_shape, None, eps)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple:
+    return input, weight, bias, lambda: F.group_norm(input, num_groups, None, None, eps)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple:
+    # momentum 0: computing x̂ again must not move the running statistics
+    normalized = partial(F.batch_norm, input, running_mean, running_var, None, None, training, 0.0, eps)
+    if training or running_mean is None or running_var is None or not input.is_floating_point():
+        return input, weight, bias, normalized
+    return input, weight, bias, normalized, lambda n: (running_mean.repeat(n), running_var.repeat(n), eps)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple:
+    return (
+        input,
+        weight,
+        bias,
+        lambda: F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, 0.0, eps),
+    )

@@ -1,8 +1,14 @@
-"""What a rule is: how one torch operation turns inputs and back-propagated gradients into rows of a Jacobian."""
+"""What a rule is: how one torch operation turns inputs and back-propagated gradients into rows of a Jacobian.
+
+A rule of your own is one class and one registration, `register(MyRule(), torch.my_operation)`; docs/extending.md shows
+one. Rules make a fit fast, never right or wrong: what a rule declines is read by replaying the recorded call for one
+sample after the other, and the self-check of every fit compares the rows of a rule with autograd.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,75 +16,136 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg.gram import gram
-from lapwing.model.samples import Samples
+
+RULES: dict[Callable, Rule] = {}
+"""The rule of each torch function that has one; see `register`."""
+
+
+def register(rule: Rule, *functions: Callable) -> None:
+    """Let a rule read the calls of some torch functions, in place of the rule they had.
+
+    >>> register(Linear(read_linear), torch.nn.functional.linear)  # doctest: +SKIP
+    """
+    RULES.update(dict.fromkeys(functions, rule))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Which axis of a tensor holds the samples of a batch.
+
+    The axis may hold n samples times m positions, flattened as (n, m), or as (m, n) when `minor`. `told` is False where
+    m was 1 (sequences of length 1), which says nothing about the order for larger m.
+    """
+
+    axis: int
+    minor: bool = False
+    told: bool = True
+
+    def first(self, x: Tensor, n: int, skip: int = 0) -> Tensor:
+        """Move the samples to the front: (skip dims, ..., n·m, ...) -> (n, skip dims, ..., m, ...)."""
+        axis = self.axis + skip
+        m = x.shape[axis] // n
+        if not self.minor:
+            return x.unflatten(axis, (n, m)).movedim(axis, 0)
+        return x.unflatten(axis, (m, n)).movedim(axis + 1, 0)
+
+    def spread(self, values: Tensor, x: Tensor, n: int) -> Tensor:
+        """Shape one number per sample, (n,), so that it multiplies a tensor x with samples on this axis."""
+        m = x.shape[self.axis] // n
+        values = values.repeat(m) if self.minor else values.repeat_interleave(m)
+        return values.reshape(-1, *(1,) * (x.ndim - 1 - self.axis)).to(x.dtype)
+
+    def fits(self, shape: torch.Size, n: int) -> bool:
+        """Whether a tensor of this shape can hold n samples so."""
+        return self.axis < len(shape) and (shape[self.axis] % n == 0 if self.told or n == 1 else shape[self.axis] == n)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of a recorded call by role: one data tensor, one weight, perhaps a bias, and options."""
+    """The arguments of a recorded call by role: data tensors, a weight, perhaps a bias, and options.
 
-    data: Tensor
+    Where either of two arguments may be the weight (a sum, a product), `swapped` is the call with both exchanged.
+    """
+
+    inputs: tuple[Tensor, ...]  # every tensor that depends on the data, samples where the output has them
     weight: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    swapped: Call | None = None
+
+    @property
+    def data(self) -> Tensor:
+        """The first data tensor, which is the only one of most operations."""
+        return self.inputs[0]
+
+    @property
+    def small(self) -> Tensor:
+        """The weight, or the bias where there is no weight."""
+        found = self.bias if self.weight is None else self.weight
+        assert found is not None
+        return found
 
 
 class Rule(ABC):
-    """Rules are speed, never correctness: what a rule declines goes to the generic one."""
+    """How the calls of one operation are read. Subclass `MatrixRule` or `RowsRule`."""
 
     @abstractmethod
     def bind(self, *args: Any, **kwargs: Any) -> Call | None:
-        """Read the call, or decline."""
+        """Sort the arguments of a call into roles, with the operation's own signature; None declines the call."""
 
     def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
-        """Whether the sample axis of the output (of `ndim` dimensions) is one the rule can handle."""
+        """Whether the rule can handle an output of `ndim` dimensions whose samples are on this axis."""
         return True
 
     @abstractmethod
     def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
-        """g (r, *output) -> (n, r, *bias.shape)."""
+        """Return the rows of the bias: g (r, *output) -> (n, r, *bias.shape)."""
 
 
 class MatrixRule(Rule):
-    """An operation that is linear in a weight matrix: J[n, r] = Σ_t left[n, r, t] ⊗ right[n, t]."""
+    """An operation that is linear in a weight matrix: J[n, r] = Σ_t left[n, r, t] ⊗ right[n, t].
 
-    data_alone: ClassVar[bool] = False  # whether `right` depends on the data and the place of samples alone
+    Required are `bind`, `view`, `left` and `right`. The others have defaults in terms of these; a rule replaces them by
+    a cheaper way to the same numbers.
+    """
+
+    plain: ClassVar[bool] = False  # whether `right` holds the data as they are, one vector per position
 
     @abstractmethod
     def view(self, call: Call, weight: Tensor) -> Tensor:
-        """A tensor of the weight's shape as (groups, out, in)."""
+        """Reshape a tensor of the weight's shape to (groups, out, in)."""
 
     @abstractmethod
     def left(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
-        """g (r, *output) -> (n, r, t, groups, out)."""
+        """Return the gradients per position: g (r, *output) -> (n, r, t, groups, out)."""
 
     @abstractmethod
     def right(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
-        """(n, 1, t, groups, in), with a last column of ones if the bias is folded in."""
+        """Return what the weight multiplies, (n, 1, t, groups, in); `ones` appends a 1 for the bias."""
 
     def left_sum(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
-        """Σ_t left, (n, r, groups, out)."""
+        """Return Σ_t left, (n, r, groups, out)."""
         return self.left(call, g, samples, n).sum(2)
 
     def right_sum(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
-        """Σ_t right, (n, groups, in)."""
+        """Return Σ_t right, (n, groups, in)."""
         return self.right(call, samples, n, ones).sum(2)[:, 0]
 
     def left_gram(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
-        """Σ_{n,r,t} left leftᵀ, (groups, out, out)."""
+        """Return Σ_{n,r,t} left leftᵀ, (groups, out, out)."""
         return gram_by_group(self.left(call, g, samples, n).flatten(0, 2))
 
     def right_gram(
         self, call: Call, samples: Samples, n: int, ones: bool, weights: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, int]:
-        """Σ_{n,t} w[n] right rightᵀ, (groups, in, in), in a type; and t."""
+        """Return Σ_{n,t} w[n] right rightᵀ, (groups, in, in), in the given dtype, and t."""
         right = self.right(call, samples, n, ones)[:, 0].to(dtype)
         if weights is not None:
             right = right * weights.to(right).sqrt()[:, None, None, None]
         return gram_by_group(right.flatten(0, 1)), right.shape[1]
 
     def positions(self, call: Call, n: int) -> int:
-        """t, the number of positions a sample."""
+        """Return t, the number of positions per sample."""
         return call.data.shape[:-1].numel() // n
 
     def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
@@ -87,23 +154,23 @@ class MatrixRule(Rule):
         return summed.reshape(*summed.shape[:2], *call.bias.shape)
 
 
+class RowsRule(Rule):
+    """An operation with few parameters: their rows are written out."""
+
+    @abstractmethod
+    def weight_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        """Return the rows of the weight: g (r, *output) -> (n, r, *weight.shape)."""
+
+    def rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of weight and bias together, for rules that can share work between them."""
+        return self.weight_rows(call, g, samples, n), self.bias_rows(call, g, samples, n)
+
+
 def gram_by_group(rows: Tensor) -> Tensor:
-    """Σ of outer products, (rows, groups, d) -> (groups, d, d)."""
+    """Sum outer products: (rows, groups, d) -> (groups, d, d)."""
     return gram(rows.transpose(0, 1))
 
 
 def with_ones(x: Tensor, value: float = 1.0) -> Tensor:
-    """A last column of ones (or of another value)."""
+    """Append a last column of ones (or of another value)."""
     return torch.cat([x, x.new_full((*x.shape[:-1], 1), value)], -1)
-
-
-class RowsRule(Rule):
-    """An operation whose parameters are few: explicit rows."""
-
-    @abstractmethod
-    def weight_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
-        """g (r, *output) -> (n, r, *weight.shape)."""
-
-    def rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> tuple[Tensor, Tensor]:
-        """Those of weight and bias together, where a rule can share work."""
-        return self.weight_rows(call, g, samples, n), self.bias_rows(call, g, samples, n)
