@@ -46,9 +46,10 @@ from lapwing.linalg import PSD, Diagonal, Jacobian, move
 from lapwing.linalg.generators import require_generator
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
-from lapwing.model.batches import Batch, Inputs, as_tensors, detached
+from lapwing.model.batches import Batch
 from lapwing.model.convention import Convention
 from lapwing.model.fingerprint import Watch
+from lapwing.model.inputs import Inputs, as_tensors, detached
 from lapwing.model.module import outside_inference
 from lapwing.model.products import Products
 from lapwing.posterior import (

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network
-from lapwing.model.batches import Inputs
 from lapwing.model.fingerprint import Watch
+from lapwing.model.inputs import Inputs
 from lapwing.model.module import outside_inference
 from lapwing.predictive import Prediction, predict_targets
 from lapwing.predictive.sampled import sampled_function, warn_of_collapse

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods.marginal import safe_sqrt
-from lapwing.model.autocast import outside_autocast
+from lapwing.model.module import outside_autocast
 from lapwing.predictive.fixed import base_points, fixed_generator
 from lapwing.predictive.softmax import DenseSpread, SharedSpread, Spread
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lapwing.linalg import PSD, Diagonal
 from lapwing.model import Linearization, Network, Plan, PlanChanged
-from lapwing.model.batches import Inputs
+from lapwing.model.inputs import Inputs
 from lapwing.model.linearization import pull
 
 

@@ -21,8 +21,8 @@ from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import Marginal, MixtureMarginal
 from lapwing.linalg.generators import require_generator
-from lapwing.model.autocast import outside_autocast
 from lapwing.model.convention import are_tokens, shift
+from lapwing.model.module import outside_autocast
 from lapwing.predictive.fixed import fixed_generator
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction
 from lapwing.predictive.links import LINKS, ClassLaw, entropy, inner_law

@@ -11,7 +11,7 @@ from torch.distributions import Categorical as CategoricalLaw
 
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network, batch_size, take
-from lapwing.model.batches import Inputs
+from lapwing.model.inputs import Inputs
 from lapwing.predictive.function import SampledFunction
 from lapwing.predictive.links import inner_law, log_class_probs
 
