@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import lapwing
 from lapwing.cli import datasets, networks
 from lapwing.evaluation.metrics import auroc
-from lapwing.predictive.sketched import sketched_score
+from lapwing.extras.sketched import sketched_score
 
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)

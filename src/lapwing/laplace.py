@@ -62,10 +62,9 @@ from lapwing.posterior import (
     resolve_temperature,
 )
 from lapwing.predictive import Prediction, predict_targets
-from lapwing.predictive.ensemble import Ensemble
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
-from lapwing.predictive.sampled import sampled_function, warn_of_collapse
+from lapwing.predictive.sampled import Ensemble, sampled_function, warn_of_collapse
 from lapwing.summary import summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve

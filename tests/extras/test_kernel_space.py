@@ -12,9 +12,9 @@ import lapwing
 from lapwing.curvature import GGN, pose
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.extras.nullspace import project_to_nullspace
+from lapwing.extras.sketched import CountSketch, sketched_score
 from lapwing.likelihoods import resolve_likelihood
 from lapwing.model import Batches, Network, Params
-from lapwing.predictive.sketched import CountSketch, sketched_score
 
 
 def posed(name: str, n: int):

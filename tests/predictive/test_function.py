@@ -7,8 +7,7 @@ import torch
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.predictive import GaussianFunction, MixtureFunction, SampledFunction
-from lapwing.predictive.fixed import base_points
-from lapwing.predictive.function import symmetric_root
+from lapwing.predictive.function import base_points, symmetric_root
 
 
 def spd(*shape, rank=None, seed=0):

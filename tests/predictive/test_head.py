@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.predictive.head import shared_root
-from lapwing.predictive.linearized import contrasts
+from lapwing.predictive.linearized import contrasts, shared_root
 
 CLASSES = 70  # beyond 64 outputs covariances are not formed
 

@@ -120,7 +120,7 @@ def test_weights() -> None:
     torch.testing.assert_close(Mixture(three, "evidence").probabilities, expected)
     total = (torch.tensor([0.0, -1.0, -2.0]).double().exp() * WEIGHTS).sum().log()
     torch.testing.assert_close(Mixture(three, WEIGHTS).log_evidence(), total)
-    with pytest.raises(UnsupportedOperation, match="no prior"):
+    with pytest.raises(UnsupportedOperation, match="not a prior"):
         Mixture(three, "evidence").log_evidence()
     alone = Mixture(three[:1]).predict(None)
     torch.testing.assert_close(alone.probs, three[0].predict(None).probs)

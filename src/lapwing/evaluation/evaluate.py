@@ -14,8 +14,7 @@ from tqdm import tqdm
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evaluation.meter import measure
-from lapwing.evaluation.report import Gallery, Outside, Report, Result
-from lapwing.evaluation.scoring import Items, Task, task_of
+from lapwing.evaluation.report import Gallery, Items, Outside, Report, Result
 from lapwing.evaluation.temperature import TemperatureScaled, device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches
@@ -65,8 +64,8 @@ def evaluate(
         readers = {"test": Reader(data, run, split, f"{name}: test", progress)}
         for place, others in (ood or {}).items():
             readers[f"ood {place}"] = Reader(others, run, split, f"{name}: {place}", progress)
-        results[name], task = evaluate_one(run, readers, novelty=bool(ood) if novelty is None else novelty)
-    return Report(results, task, bins)
+        results[name] = evaluate_one(run, readers, novelty=bool(ood) if novelty is None else novelty)
+    return Report(results, bins)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,23 +153,24 @@ class Reader:
         return tqdm(source, self.label, total, leave=False, disable=hide, delay=0 if self.progress else 1)
 
 
-def evaluate_one(run: Run, readers: Mapping[str, Reader], novelty: bool = True) -> tuple[Result, Task]:
-    """Scores of one model on "test" and each "ood …". The clock runs while the test set is predicted and scored."""
+def evaluate_one(run: Run, readers: Mapping[str, Reader], novelty: bool = True) -> Result:
+    """Score one model on "test" and each "ood …". The clock runs while the test set is predicted and scored."""
     scores, cost = measure(lambda: Scores.of(run, readers["test"].labeled(), novelty), run.device)
     outside = {}
     for key, reader in readers.items():
         if key.startswith("ood "):
             seen = Scores.of(run, reader.unlabeled(), novelty)
             outside[key.removeprefix("ood ")] = Outside(seen.uncertainty, seen.novelty, seen.gallery)
-    result = Result(scores.items, scores.uncertainty, scores.novelty, outside, cost, scores.count, scores.gallery)
-    return result, scores.task
+    return Result(
+        scores.kind, scores.items, scores.uncertainty, scores.novelty, outside, cost, scores.count, scores.gallery
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """The scores of one pass over a data set."""
 
-    task: Task
+    kind: type[Prediction]
     items: Items
     uncertainty: Tensor
     novelty: Tensor | None
@@ -186,7 +186,7 @@ class Scores:
         novelties = [part.novelty for part in parts if part.novelty is not None]
         galleries = [part.gallery for part in parts if part.gallery is not None]
         return cls(
-            parts[0].task,
+            parts[0].kind,
             items,
             torch.cat([part.uncertainty for part in parts]),
             torch.cat(novelties) if novelties else None,
@@ -198,17 +198,16 @@ class Scores:
 def one_batch(run: Run, inputs: Any, targets: Any | None, novelty: bool = True) -> Scores:
     """Scores of one batch, flat, in float64 on the CPU; what the likelihood ignores is left out."""
     prediction = run.predict(inputs)
-    task = task_of(prediction)
     y = prediction.likelihood.targets(prediction.function.mean, targets) if targets is not None else None
     mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)
-    uncertainty = task.uncertainty(prediction)
-    items = {} if y is None else task.items(prediction, y)
+    uncertainty = prediction.uncertainty
+    items = {} if y is None else prediction.scores(y)
     return Scores(
-        task,
+        type(prediction),
         {name: flat(values, mask) for name, values in items.items()},
         flat(uncertainty, mask),
         novelty_of(prediction) if novelty else None,
-        gallery_of(task, prediction, inputs, y, uncertainty),
+        gallery_of(prediction, inputs, y, uncertainty),
         batch_size(inputs),
     )
 
@@ -226,15 +225,13 @@ def novelty_of(prediction: Prediction) -> Tensor | None:
         return None
 
 
-def gallery_of(
-    task: Task, prediction: Prediction, inputs: Any, y: Tensor | None, uncertainty: Tensor
-) -> Gallery | None:
+def gallery_of(prediction: Prediction, inputs: Any, y: Tensor | None, uncertainty: Tensor) -> Gallery | None:
     """The most uncertain pictures of a batch, where inputs are pictures and there is one uncertainty each."""
     if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
         return None
     scores = uncertainty.detach().reshape(len(inputs), -1).double().mean(-1).cpu()
     order = scores.argsort(descending=True)[:PICTURES]
-    captions = tuple(task.caption(prediction, y, int(index)) for index in order)
+    captions = tuple(prediction.caption(int(index), y) for index in order)
     return Gallery(inputs[order.to(inputs.device)].detach().cpu(), scores[order], captions)
 
 

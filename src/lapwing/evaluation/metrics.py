@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData
+from lapwing.likelihoods.marginal import normal_crps, sample_crps
 
 __all__ = [
     "Reliability",
@@ -118,9 +119,7 @@ def crps(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
     the sign reversed: less is better).
     """
     mean, stddev, targets = _values(mean, stddev, targets)
-    z = (targets - mean) / stddev
-    density = torch.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
-    return (stddev * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean()
+    return normal_crps(mean, stddev, targets).mean()
 
 
 def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
@@ -131,13 +130,8 @@ def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
     n = samples.shape[0]
     if n < 2:
         raise BadData(f"the score needs at least 2 samples, got {n}")
-    samples, targets = samples.double(), targets.double()
     _same(samples[0], targets)
-    error = (samples - targets).abs().mean(0)
-    # Σ_{i<j} (x_(j) − x_(i)) = Σ_i (2i − n − 1) x_(i) over sorted draws, i from 1
-    rank = 2 * torch.arange(1, n + 1, dtype=torch.float64, device=samples.device) - n - 1
-    spread = torch.einsum("n,n...->...", rank, samples.sort(0).values) / (n * (n - 1))
-    return (error - spread).mean()
+    return sample_crps(samples, targets).mean()
 
 
 def coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> Tensor:

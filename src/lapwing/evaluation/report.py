@@ -13,12 +13,34 @@ from torch import Tensor
 from lapwing.errors import BadData
 from lapwing.evaluation import html, metrics, plots
 from lapwing.evaluation.meter import Cost
-from lapwing.evaluation.scoring import LEVELS, Classes, Column, Items, Task
 from lapwing.model.writing import replacing
+from lapwing.predictive import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Items = Mapping[str, Tensor]  # the scores of all items, by name
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the report: a metric, and whether more of it is better (None: neither)."""
+
+    name: str
+    more_is_better: bool | None
+
+
+SCORES = (
+    Column("accuracy", True),
+    Column("nll", False),
+    Column("ece", False),
+    Column("brier", False),
+    Column("entropy", None),
+    Column("rmse", False),
+    Column("crps", False),
+    Column("coverage95", None),
+    Column("stddev", None),
+)
 COST_COLUMNS = (Column("seconds", False), Column("peak_mb", False))
 TITLES = {"nll": "NLL", "ece": "ECE", "rmse": "RMSE", "crps": "CRPS", "brier": "Brier", "peak_mb": "peak MB"}
 
@@ -43,8 +65,9 @@ class Outside:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What one model did: scores of the test items, of the outside items, and what predicting the test set cost."""
+    """The scores of one model on test items and outside items, and what predicting the test set cost."""
 
+    kind: type[Prediction]  # of its predictions
     items: Items
     uncertainty: Tensor
     novelty: Tensor | None
@@ -65,8 +88,12 @@ class Report:
     """
 
     results: Mapping[str, Result]
-    task: Task
     bins: int = 15
+
+    @property
+    def kind(self) -> type[Prediction]:
+        """The kind of prediction that was scored: of classes, labels or numbers."""
+        return list(self.results.values())[-1].kind
 
     def columns(self) -> tuple[Column, ...]:
         """The columns that at least one model fills, in order."""
@@ -77,12 +104,12 @@ class Report:
             for name, more in (("auroc", True), ("fpr95", False), ("auroc_novelty", True))
         )
         rows = [self.row(name) for name in self.results]
-        return tuple(c for c in (*self.task.columns, *outside, *COST_COLUMNS) if any(c.name in row for row in rows))
+        return tuple(c for c in (*SCORES, *outside, *COST_COLUMNS) if any(c.name in row for row in rows))
 
     def row(self, name: str) -> dict[str, float]:
         """The values of one model by column."""
         result = self.results[name]
-        row = self.task.summary(result.items, self.bins)
+        row = summary(result.items, self.bins)
         for place, outside in result.outside.items():
             row[f"auroc {place}"] = metrics.auroc(result.uncertainty, outside.uncertainty).item()
             row[f"fpr95 {place}"] = metrics.fpr95(result.uncertainty, outside.uncertainty).item()
@@ -119,7 +146,7 @@ class Report:
                     if f"{metric} {place}" in row:
                         places[place][metric] = row.pop(f"{metric} {place}")
             models[name] = {**row, "items": result.count, "ood": places}
-        return {"task": type(self.task).__name__.lower(), "bins": self.bins, "models": models}
+        return {"task": self.kind.kind, "bins": self.bins, "models": models}
 
     def figures(self) -> dict[str, Figure]:
         """The pictures by name. Those of images show the last model, the one that is usually looked at."""
@@ -146,6 +173,15 @@ class Report:
             part.write_text(page, encoding="utf-8")
         return path
 
+    @property
+    def _items(self) -> Items:
+        return next(iter(self.results.values())).items
+
+    @property
+    def _labels(self) -> bool:
+        """Whether labels were predicted, which are right or wrong."""
+        return "correct" in self._items
+
     def _chosen(self, names: tuple[str, ...]) -> tuple[Column, ...]:
         known = {column.name: column for column in self.columns()}
         missing = [name for name in names if name not in known]
@@ -167,11 +203,11 @@ class Report:
     def _legend(self) -> str:
         count = next(iter(self.results.values())).count
         words = [f"{count:,} test items; NLL in nats per item."]
-        if isinstance(self.task, Classes):
+        if self._labels:
             words.append(f"ECE: expected calibration error of the top class, {self.bins} equal-width bins.")
         if any(result.outside for result in self.results.values()):
             words.append(
-                f"AUROC and FPR95: test against outside items by {self.task.uncertainty_name}; FPR95 is the share of "
+                f"AUROC and FPR95: test against outside items by {self.kind.uncertainty_name}; FPR95 is the share of "
                 "outside items accepted when 95 % of test items are."
             )
             if any(result.novelty is not None for result in self.results.values()):
@@ -181,7 +217,7 @@ class Report:
 
     def _pictures(self) -> list[tuple[str, str, Figure]]:
         pictures = [self._calibration()]
-        label = self.task.uncertainty_name
+        label = self.kind.uncertainty_name
         outside = {name: {p: o.uncertainty for p, o in r.outside.items()} for name, r in self.results.items()}
         if any(outside.values()):
             inside = {name: result.uncertainty for name, result in self.results.items()}
@@ -195,22 +231,23 @@ class Report:
         return pictures + self._galleries()
 
     def _calibration(self) -> tuple[str, str, Figure]:
-        if isinstance(self.task, Classes):
+        if self._labels:
             curves = {n: (r.items["confidence"], r.items["correct"]) for n, r in self.results.items()}
             text = "Accuracy among predictions of similar confidence. Points on the dashed line are calibrated."
             return "Reliability", text, plots.reliability(curves, self.bins)
-        shares = {n: [r.items[f"covered {level}"].mean().item() for level in LEVELS] for n, r in self.results.items()}
+        levels = [float(key.removeprefix("covered ")) for key in self._items if key.startswith("covered ")]
+        shares = {n: [r.items[f"covered {level}"].mean().item() for level in levels] for n, r in self.results.items()}
         text = "Share of targets inside central intervals. Below the dashed line a model is overconfident."
-        return "Coverage", text, plots.coverage(LEVELS, shares)
+        return "Coverage", text, plots.coverage(levels, shares)
 
     def _galleries(self) -> list[tuple[str, str, Figure]]:
         name, result = list(self.results.items())[-1]
         galleries = {"test": result.gallery, **{place: o.gallery for place, o in result.outside.items()}}
-        arrow = "truth → prediction, and its probability" if type(self.task) is Classes else "uncertainty"
+        arrow = "truth → prediction, and its probability" if self.kind.kind == "classes" else "uncertainty"
         return [
             (
                 f"Most uncertain: {place}",
-                f"The {len(gallery.captions)} items with the highest {self.task.uncertainty_name} under {name} "
+                f"The {len(gallery.captions)} items with the highest {self.kind.uncertainty_name} under {name} "
                 f"({arrow if place == 'test' else 'prediction and its probability'}).",
                 plots.uncertain_images(gallery.images, gallery.scores, gallery.captions),
             )
@@ -219,8 +256,23 @@ class Report:
         ]
 
 
+def summary(items: Items, bins: int) -> dict[str, float]:
+    """Return the value of each column from the scores of all items (`Prediction.scores`).
+
+    The NLL is that of all labels or outputs of an item together; the other scores count each of them.
+    """
+    row = {"nll": -items["log_prob"].mean().item()}
+    if "correct" in items:
+        row["accuracy"] = items["correct"].mean().item()
+        row["ece"] = metrics.reliability(items["confidence"], items["correct"], bins).gap.item()
+    if "square" in items:
+        row["rmse"] = items["square"].mean().sqrt().item()
+        row["coverage95"] = items["covered 0.95"].mean().item()
+    return row | {name: items[name].mean().item() for name in ("brier", "entropy", "crps", "stddev") if name in items}
+
+
 def title(column: str) -> str:
-    """How a column is headed."""
+    """Return the heading of a column."""
     name, _, place = column.partition(" ")
     if not place:
         return TITLES.get(name, name)
@@ -230,7 +282,7 @@ def title(column: str) -> str:
 
 
 def cell(column: str, value: float | None) -> str:
-    """How a value is printed."""
+    """Return a value as it is printed."""
     if value is None or math.isnan(value):
         return "–"
     if column == "accuracy":

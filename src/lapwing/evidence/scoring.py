@@ -11,7 +11,7 @@ from lapwing.errors import UnsupportedOperation, positive
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import normal_nodes
 from lapwing.predictive import GaussianFunction, predict_targets
-from lapwing.predictive.fixed import base_points
+from lapwing.predictive.function import base_points
 
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""

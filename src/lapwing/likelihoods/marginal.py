@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -50,10 +50,18 @@ class Marginal(ABC):
 
     @abstractmethod
     def quantile(self, level: float) -> Tensor:
-        """y with p(output ≤ y) = level, output by output."""
+        """Return y with p(output ≤ y) = level, output by output."""
+
+    @abstractmethod
+    def cdf(self, y: Tensor) -> Tensor:
+        """Return p(output ≤ y), output by output."""
 
     def entropy(self) -> Tensor | None:
-        """(B, *event), or None where there is no closed form."""
+        """Return the entropy, (B, *event), or None where there is no closed form."""
+        return None
+
+    def crps(self, y: Tensor) -> Tensor | None:
+        """Return the continuous ranked probability score of each output, or None where there is no closed form."""
         return None
 
 
@@ -89,6 +97,12 @@ class NormalMarginal(Marginal):
         score = torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
         return self.mean + score * (self.aleatoric + self.epistemic).sqrt()
 
+    def cdf(self, y: Tensor) -> Tensor:
+        return torch.special.ndtr((y - self.mean) / (self.aleatoric + self.epistemic).sqrt())
+
+    def crps(self, y: Tensor) -> Tensor:
+        return normal_crps(self.mean, (self.aleatoric + self.epistemic).sqrt(), y)
+
 
 @dataclass(frozen=True, eq=False)
 class MixtureMarginal(Marginal):
@@ -121,10 +135,19 @@ class MixtureMarginal(Marginal):
         lower, upper = self._bracket()
         for _ in range(80):
             middle = (lower + upper) / 2
-            parts = self.components.cdf(middle)
-            reached = (parts * self._log_weights(parts.ndim).exp()).sum(0) >= level
+            reached = self.cdf(middle) >= level
             lower, upper = torch.where(reached, lower, middle), torch.where(reached, middle, upper)
         return upper.to(self.mean.dtype)
+
+    def cdf(self, y: Tensor) -> Tensor:
+        parts = self.components.cdf(y.to(self.log_weights.dtype))
+        return (parts * self._log_weights(parts.ndim).exp()).sum(0)
+
+    def crps(self, y: Tensor) -> Tensor | None:
+        law = self.components
+        if len(self.log_weights) > 1 or not isinstance(law, Normal):
+            return None
+        return normal_crps(law.loc[0], law.scale[0], y)
 
     def entropy(self) -> Tensor | None:
         """For one output with Gaussian components: −Σ_q w_q E_q[log p(y)], y at Gauss–Hermite nodes."""
@@ -152,6 +175,73 @@ class MixtureMarginal(Marginal):
             raise UnsupportedOperation("the variance of y given f is not finite: no bracket for its quantiles.")
         bound = getattr(self.components.support, "lower_bound", None)
         return lower if bound is None else lower.clamp(min=bound), upper
+
+
+@dataclass(frozen=True, eq=False)
+class BlendedMarginal(Marginal):
+    """y ~ Σ_k w_k p_k(y): several whole marginals, such as those of the members of an ensemble, mixed by weight."""
+
+    mean: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    parts: tuple[Marginal, ...]
+    weights: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[Marginal], weights: Tensor) -> BlendedMarginal:
+        """Mix by the law of total variance: E[Var] over the parts is aleatoric, Var of their means epistemic."""
+        mean = torch.stack([w * part.mean for w, part in zip(weights, parts)]).sum(0)
+        aleatoric = torch.stack([w * part.aleatoric for w, part in zip(weights, parts)]).sum(0)
+        spread = [w * (part.epistemic + (part.mean - mean).square()) for w, part in zip(weights, parts)]
+        return cls(mean, aleatoric, torch.stack(spread).sum(0), tuple(parts), weights)
+
+    def log_prob(self, y: Tensor) -> Tensor | None:
+        values = [part.log_prob(y) for part in self.parts]
+        known = [value for value in values if value is not None]
+        return log_mix(known, self.weights) if len(known) == len(values) else None
+
+    def quantile(self, level: float) -> Tensor:
+        """Bisect between the smallest and the largest quantile of the parts."""
+        each = torch.stack([part.quantile(level) for part in self.parts])
+        lower, upper = each.amin(0).double(), each.amax(0).double()
+        for _ in range(60):
+            middle = (lower + upper) / 2
+            reached = self.cdf(middle) >= level
+            lower, upper = torch.where(reached, lower, middle), torch.where(reached, middle, upper)
+        return upper.to(self.mean.dtype)
+
+    def cdf(self, y: Tensor) -> Tensor:
+        return torch.stack([w * part.cdf(y) for w, part in zip(self.weights, self.parts)]).sum(0)
+
+
+def log_mix(values: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Return log Σ_k w_k exp(values_k)."""
+    stacked = torch.stack(list(values))
+    return (stacked + weights.log().to(stacked).reshape(-1, *(1,) * (stacked.ndim - 1))).logsumexp(0)
+
+
+def normal_crps(mean: Tensor, stddev: Tensor, y: Tensor) -> Tensor:
+    """Return the continuous ranked probability score of N(mean, stddev²), in the units of y, in float64.
+
+    σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π] with z = (y − μ)/σ (Gneiting and Raftery 2007, Eq. 21 with the sign reversed: less
+    is better).
+    """
+    mean, stddev, y = mean.double(), stddev.double(), y.double()
+    z = (y - mean) / stddev
+    density = torch.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+    return stddev * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
+
+
+def sample_crps(samples: Tensor, y: Tensor) -> Tensor:
+    """Estimate the same score from draws (n, *shape of y), n ≥ 2: E|X − y| − ½ E|X − X′|, in float64.
+
+    The second term averages over pairs of different draws (divided by n(n − 1)), which makes it unbiased.
+    """
+    samples, y, n = samples.double(), y.double(), samples.shape[0]
+    error = (samples - y).abs().mean(0)
+    # Σ_{i<j} (x_(j) − x_(i)) = Σ_i (2i − n − 1) x_(i) over sorted draws, i from 1
+    rank = 2 * torch.arange(1, n + 1, dtype=torch.float64, device=samples.device) - n - 1
+    return error - torch.einsum("n,n...->...", rank, samples.sort(0).values) / (n * (n - 1))
 
 
 def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,20 +112,26 @@ class LognormalPoisson(Marginal):
         return (log_normal + log_poisson).logsumexp(0) + (width * 2 * SPACING).log()
 
     def quantile(self, level: float) -> Tensor:
-        """The smallest count whose probability not to be exceeded reaches the level, by bisection."""
-        x, log_weights = normal_nodes(self.center.double())
-        x, log_weights = x[log_weights > math.log(1e-12)], log_weights[log_weights > math.log(1e-12)]
-        shape = (-1,) + (1,) * self.center.ndim
-        rate = (self.center.double() + safe_sqrt(self.spread.double()) * x.reshape(shape)).exp()
-        weights = log_weights.exp().reshape(shape)
+        """Return the smallest count whose probability not to be exceeded reaches the level, by bisection."""
+        rate, weights = self._rates()
         lower = torch.full_like(self.center, -1.0, dtype=torch.float64)
         upper = (rate + 40 * rate.sqrt() + 40).amax(0).ceil()
         while bool((upper - lower > 1).any()):
             middle = ((lower + upper) / 2).floor()
-            at_most = (weights * torch.special.gammaincc(middle.clamp(min=0) + 1, rate)).sum(0)
-            reached = (at_most >= level) & (middle >= 0)
+            reached = (_at_most(middle, rate, weights) >= level) & (middle >= 0)
             lower, upper = torch.where(reached, lower, middle), torch.where(reached, middle, upper)
         return upper.to(self.center.dtype)
+
+    def cdf(self, y: Tensor) -> Tensor:
+        return torch.where(y >= 0, _at_most(y.double().floor(), *self._rates()), 0.0)
+
+    def _rates(self) -> tuple[Tensor, Tensor]:
+        """Return rates at nodes of the log rate, (Q, B, *event, K), and their weights."""
+        x, log_weights = normal_nodes(self.center.double())
+        x, log_weights = x[log_weights > math.log(1e-12)], log_weights[log_weights > math.log(1e-12)]
+        shape = (-1,) + (1,) * self.center.ndim
+        rate = (self.center.double() + safe_sqrt(self.spread.double()) * x.reshape(shape)).exp()
+        return rate, log_weights.exp().reshape(shape)
 
     def entropy(self) -> Tensor | None:
         """For one output: the sum over counts below 64, and beyond, where p is smooth, the integral."""
@@ -141,3 +147,8 @@ class LognormalPoisson(Marginal):
         weights = torch.cat([torch.ones_like(y[:64]), weights.reshape(shape) * large * (last - first) / 2])
         log_p = self._log_mass(y)
         return -(weights * log_p.exp() * log_p).sum(0)[..., 0].to(self.center.dtype)
+
+
+def _at_most(y: Tensor, rate: Tensor, weights: Tensor) -> Tensor:
+    """Return Σ_q w_q p(count ≤ y) over Poisson rates."""
+    return (weights * torch.special.gammaincc(y.clamp(min=0) + 1, rate)).sum(0)

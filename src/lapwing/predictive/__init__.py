@@ -1,13 +1,18 @@
-"""From weights to outputs to targets."""
+"""From weights to outputs to targets: distributions of f, links to y, and predictions."""
 
-from lapwing.predictive.function import FunctionDistribution, GaussianFunction, MixtureFunction, SampledFunction
+from lapwing.predictive.function import FunctionDistribution, GaussianFunction
+from lapwing.predictive.links import ClassLaw, register_link
+from lapwing.predictive.mixture import MixtureFunction
 from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.sampled import SampledFunction
 
 __all__ = [
+    "ClassLaw",
     "FunctionDistribution",
     "GaussianFunction",
     "MixtureFunction",
     "Prediction",
     "SampledFunction",
     "predict_targets",
+    "register_link",
 ]

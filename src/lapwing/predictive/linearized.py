@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import TooLarge
-from lapwing.linalg import PSD, Jacobian
+from lapwing.linalg import PSD, Diagonal, Jacobian
 from lapwing.linalg.rows import chunks
 from lapwing.model import Linearization, Network, Plan, PlanChanged, batch_size, dynamic_plan, take
 from lapwing.model.inputs import Inputs
+from lapwing.model.linearization import pull
 from lapwing.model.module import outside_inference
 from lapwing.predictive.function import GaussianFunction
-from lapwing.predictive.head import shared_root
 
 CLOSED_FORM = 64
 """Outputs a sample up to which everything comes from covariances; beyond, `sample` takes one JVP a draw."""
@@ -229,3 +229,40 @@ def _require(needed: int, memory: int, what: str) -> None:
             f"{what} needs {needed / 1e9:.3g} GB, the budget is {memory / 1e9:.3g} GB. Use .function.variance or "
             ".function.sample(n), predict fewer inputs at once, or raise memory= in fit."
         )
+
+
+def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """Return R (C, C) and s (B, C) with covariance R diag(s²) Rᵀ of f at every input, for a last layer on its own.
+
+    This needs outputs W a of one weight matrix, and a precision whose eigenvectors are products. No covariance of the
+    outputs is formed. None for other networks, selections and structures.
+    """
+    if len(plan.blocks) != 1 or plan.looped or network.params.index is not None:
+        return None
+    block = plan.blocks[0]
+    if block.kind != "matrix" or len(block.uses) != 1 or block.uses[0][1]:
+        return None
+    try:
+        with network.borrow(), torch.enable_grad():
+            at = network.linearize(plan, inputs)
+    except PlanChanged:
+        return None
+    uses = at.plan.blocks[0].uses if at.plan.blocks else ()  # of a plan made for these inputs, where it is another
+    if len(uses) != 1 or not _last(at, uses[0][0]):
+        return None
+    a = at.recorded.right(uses[0][0], block.bias)[:, 0].detach()
+    if a.shape[1:3] != (1, 1):
+        return None
+    if precision.is_diagonal:
+        precision = Diagonal(block.places.take(precision.diagonal()))
+    return precision.output_root(a[:, 0, 0])
+
+
+def _last(at: Linearization, k: int) -> bool:
+    """Check by values and by a backward pass whether outputs (B, C) are those of a record, unchanged."""
+    record = at.recorded.records[k]
+    if at.f.ndim != 2 or record.out.shape != at.f.shape or not torch.equal(record.out, at.f):
+        return False
+    v = torch.randn(at.f.shape, generator=torch.Generator().manual_seed(0)).to(at.f)
+    (g,) = pull(at.f, [record.edge], v)
+    return g is not None and torch.equal(g.to(v), v)

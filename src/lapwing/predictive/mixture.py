@@ -2,22 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.likelihoods.marginal import Marginal, MixtureMarginal, NormalMarginal
-from lapwing.predictive.function import MixtureFunction
-from lapwing.predictive.links import ClassLaw
-from lapwing.predictive.prediction import ClassPrediction, LabelPrediction, Prediction, ValuePrediction
+from lapwing.model.module import outside_autocast
+from lapwing.predictive.function import FunctionDistribution, fixed_generator
+from lapwing.predictive.prediction import Prediction
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class MixtureFunction(FunctionDistribution):
+    """Σ_k w_k p_k(f): several posteriors of one problem, for instance a Laplace approximation at each of K modes."""
+
+    parts: tuple[FunctionDistribution, ...]
+    weights: Tensor
+
+    def __init__(self, parts: Sequence[FunctionDistribution], weights: Tensor | None = None) -> None:
+        like = parts[0].mean
+        weights = like.new_ones(len(parts)) if weights is None else weights.to(like)
+        object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "weights", weights / weights.sum())
+
+    @property
+    def has_covariance(self) -> bool:
+        return False
+
+    def scaled(self, factor: float) -> MixtureFunction:
+        return MixtureFunction([part.scaled(factor) for part in self.parts], self.weights)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return torch.stack([w * part.mean for w, part in zip(self.weights, self.parts)]).sum(0)
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """Law of total variance."""
+        terms = [w * (p.variance + (p.mean - self.mean).square()) for w, p in zip(self.weights, self.parts)]
+        return torch.stack(terms).sum(0)
+
+    @cached_property
+    @outside_autocast
+    def covariance(self) -> Tensor:
+        terms = []
+        for w, part in zip(self.weights, self.parts):
+            shift = part.mean - self.mean
+            terms.append(w * (part.item_covariance + shift[..., :, None] * shift[..., None, :]))
+        return torch.stack(terms).sum(0)
+
+    @outside_autocast
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        device = self.weights.device
+        generator = fixed_generator(device) if generator is None else generator
+        which = torch.multinomial(self.weights.detach(), n, replacement=True, generator=generator)
+        draws = self.mean.new_empty(n, *self.mean.shape)
+        for k, part in enumerate(self.parts):
+            chosen = which == k
+            draws[chosen] = part.sample(int(chosen.sum()), generator)
+        return draws
+
+    def blocks(self, n: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
+        """Yield a share of n points per part in proportion to its weight (rounded by largest remainder)."""
+        exact = self.weights.detach().double() * n
+        counts = exact.floor().long()
+        counts[(exact - counts).argsort(descending=True)[: n - int(counts.sum())]] += 1
+        for part, count in zip(self.parts, counts.tolist()):
+            if count:
+                yield from part.blocks(count, generator)
 
 
 class Component(Protocol):
-    """What a mixture needs of a `Laplace` object."""
+    """A member of a mixture, such as a `Laplace` object."""
 
     def predict(self, x: Any, **options: Any) -> Prediction: ...
 
@@ -45,7 +105,7 @@ class Mixture:
             raise BadData("a mixture needs at least one member")
         if isinstance(self.weights, str):
             if self.weights not in ("uniform", "evidence"):
-                raise ValueError(f"weights={self.weights!r}: use 'uniform', 'evidence' or a tensor, one a member")
+                raise ValueError(f"weights={self.weights!r}: use 'uniform', 'evidence' or a tensor, one per member")
             return
         weights = torch.as_tensor(self.weights)
         if weights.shape != (len(self.members),) or not bool((weights >= 0).all() & (weights.sum() > 0)):
@@ -53,7 +113,7 @@ class Mixture:
 
     @property
     def probabilities(self) -> Tensor:
-        """w, (K,) float64, summing to one."""
+        """The weights w, (K,) float64, summing to one."""
         if isinstance(self.weights, Tensor):
             return self.weights.double() / self.weights.double().sum()
         if self.weights == "uniform":
@@ -66,19 +126,19 @@ class Mixture:
         return getattr(self.members[0], "network", None)
 
     def predict(self, x: Any, **options: Any) -> Prediction:
-        """The mixture of the members' predictions at x."""
+        """Return the mixture of the members' predictions at x."""
         return mix([member.predict(x, **options) for member in self.members], self.probabilities)
 
     def log_evidence(self) -> Tensor:
-        """log Σ_k w_k p(D|M_k) of the mixture as one model, with its weights as prior probabilities of the members."""
+        """Return log Σ_k w_k p(D|M_k): the evidence of the mixture, its weights as prior probabilities of members."""
         if self.weights == "evidence":
-            raise UnsupportedOperation("weights that come from the evidence are no prior; use 'uniform' or a tensor")
+            raise UnsupportedOperation("weights that come from the evidence are not a prior; use 'uniform' or a tensor")
         each = torch.stack([member.log_evidence() for member in self.members])
         return (each + self.probabilities.log().to(each)).logsumexp(0)
 
 
 def mix(parts: Sequence[Prediction], weights: Tensor) -> Prediction:
-    """Σ_k w_k p_k(y) of predictions of the same kind at the same inputs."""
+    """Mix predictions of the same kind at the same inputs: Σ_k w_k p_k(y)."""
     first = parts[0]
     kinds = {type(part).__name__ for part in parts}
     if len(kinds) > 1 or any(part.function.mean.shape != first.function.mean.shape for part in parts):
@@ -99,75 +159,6 @@ def mix(parts: Sequence[Prediction], weights: Tensor) -> Prediction:
         scalar=first.scalar,
         shifted=first.shifted,
     )
-    # The mixture's law replaces the one that the prediction would compute from `function` by Monte Carlo.
-    if isinstance(first, ClassPrediction | LabelPrediction):
-        mixed.__dict__["_law"] = _mixed_law([part._law for part in parts], weights)
-    elif isinstance(first, ValuePrediction):
-        mixed.__dict__["_marginal"] = _mixed_marginal([part._marginal for part in parts], weights)
-    else:
-        raise UnsupportedOperation(f"predictions of type {type(first).__name__} cannot be mixed")
+    # What is known exactly replaces what the prediction would compute from `function` by Monte Carlo.
+    mixed.__dict__.update(first.mixed(parts, weights))
     return mixed
-
-
-def _mixed_law(laws: Sequence[ClassLaw], weights: Tensor) -> ClassLaw:
-    """log Σ w p, and Σ w E[entropy]: the members' entropies are what remains when member and f are known."""
-    log_probs = _log_mix([law.log_probs for law in laws], weights)
-
-    def expected() -> Tensor:
-        return torch.stack([w * law.expected_entropy() for w, law in zip(weights, laws)]).sum(0)
-
-    return ClassLaw(log_probs, expected)
-
-
-def _log_mix(values: Sequence[Tensor], weights: Tensor) -> Tensor:
-    stacked = torch.stack(list(values))
-    return (stacked + weights.log().to(stacked).reshape(-1, *(1,) * (stacked.ndim - 1))).logsumexp(0)
-
-
-def _mixed_marginal(parts: Sequence[Marginal], weights: Tensor) -> BlendedMarginal:
-    """Law of total variance: E[Var] over members, and Var of what members expect."""
-    mean = torch.stack([w * part.mean for w, part in zip(weights, parts)]).sum(0)
-    aleatoric = torch.stack([w * part.aleatoric for w, part in zip(weights, parts)]).sum(0)
-    spread = [w * (part.epistemic + (part.mean - mean).square()) for w, part in zip(weights, parts)]
-    return BlendedMarginal(mean, aleatoric, torch.stack(spread).sum(0), tuple(parts), weights)
-
-
-@dataclass(frozen=True, eq=False)
-class BlendedMarginal(Marginal):
-    """y ~ Σ_k w_k p_k(y) of whole marginals p_k."""
-
-    mean: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
-    parts: tuple[Marginal, ...]
-    weights: Tensor
-
-    def log_prob(self, y: Tensor) -> Tensor | None:
-        values = [part.log_prob(y) for part in self.parts]
-        known = [value for value in values if value is not None]
-        return _log_mix(known, self.weights) if len(known) == len(values) else None
-
-    def quantile(self, level: float) -> Tensor:
-        """By bisection between the smallest and the largest of the members' quantiles."""
-        each = torch.stack([part.quantile(level) for part in self.parts])
-        lower, upper = each.amin(0).double(), each.amax(0).double()
-        for _ in range(60):
-            middle = (lower + upper) / 2
-            reached = self.cdf(middle) >= level
-            lower, upper = torch.where(reached, lower, middle), torch.where(reached, middle, upper)
-        return upper.to(self.mean.dtype)
-
-    def cdf(self, y: Tensor) -> Tensor:
-        """p(output ≤ y), output by output."""
-        return torch.stack([w * _cdf(part, y) for w, part in zip(self.weights, self.parts)]).sum(0)
-
-
-def _cdf(part: Marginal, y: Tensor) -> Tensor:
-    if isinstance(part, NormalMarginal):
-        return torch.special.ndtr((y - part.mean) / (part.aleatoric + part.epistemic).sqrt())
-    if isinstance(part, MixtureMarginal):
-        values = part.components.cdf(y.to(part.log_weights))
-        return (values * part._log_weights(values.ndim).exp()).sum(0)
-    if isinstance(part, BlendedMarginal):
-        return part.cdf(y)
-    raise UnsupportedOperation(f"{type(part).__name__} has no distribution function")

@@ -5,33 +5,36 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
-from torch.distributions import Poisson as PoissonLaw
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.likelihood import masked
-from lapwing.likelihoods.marginal import Marginal, MixtureMarginal
+from lapwing.likelihoods.marginal import BlendedMarginal, Marginal, MixtureMarginal, sample_crps
 from lapwing.linalg.generators import require_generator
 from lapwing.model.convention import are_tokens, shift
 from lapwing.model.module import outside_autocast
-from lapwing.predictive.fixed import fixed_generator
-from lapwing.predictive.function import FunctionDistribution, GaussianFunction
-from lapwing.predictive.links import LINKS, ClassLaw, entropy, inner_law
+from lapwing.predictive.function import FunctionDistribution, fixed_generator
+from lapwing.predictive.links import ClassLaw, choose_link, entropy, inner_law, law_of
 
 TARGETS = 1024
 """Draws of y, at least, where its law has no quantiles or entropy in closed form."""
 
 COARSE = 0.01
 """Estimated total variation of probabilities from their exact values at which a prediction warns."""
+
+LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
+"""Central intervals whose coverage is scored."""
+
+DRAWS = 256  # of y, for a CRPS without closed form
 
 _CLASSES = ("probs", "label", "confidence")
 _VALUES = ("variance", "stddev", "interval")
@@ -42,10 +45,18 @@ class Prediction(ABC):
     """p(y | x) = ∫ p(y | f) p(f) df for a batch of inputs. Built by `predict_targets`.
 
     Shapes: y is (B, *event) for classes and (B, *event, K) for K labels, counts or values; without the K where the
-    network returned (B,) (`scalar`). `entropy` and `log_prob` are one number an item, (B, *event), except that several
+    network returned (B,) (`scalar`). `entropy` and `log_prob` are one number per item, (B, *event), except that several
     binary labels have an entropy each. Everything but `sample` is the same for an item whatever else is in the batch,
-    unless a generator was given.
+    unless a generator was given. Reports and files ask a prediction for its `scores`, `uncertainty` and `fields`.
+
+    Example: `p = la.predict(x); p.mean, p.epistemic, p.log_prob(y)`
     """
+
+    kind: ClassVar[str] = "targets"
+    """What is predicted, in a word: "classes", "labels" or "numbers"."""
+
+    uncertainty_name: ClassVar[str] = "uncertainty"
+    """What `uncertainty` is, in words."""
 
     function: FunctionDistribution
     likelihood: Likelihood
@@ -64,7 +75,7 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def entropy(self) -> Tensor:
-        """Of p(y), in nats; the differential entropy for values."""
+        """The entropy of p(y), in nats; the differential entropy for values."""
 
     @property
     @abstractmethod
@@ -95,6 +106,30 @@ class Prediction(ABC):
     def log_prob_of_targets(self, y: Any) -> Tensor:
         """log p(y) of targets that stand at the position that predicts them."""
 
+    @property
+    @abstractmethod
+    def uncertainty(self) -> Tensor:
+        """How uncertain y is, (B, *event) or (B,): the score for strange inputs that every model has."""
+
+    @abstractmethod
+    def scores(self, y: Tensor) -> dict[str, Tensor]:
+        """Score canonical targets y: one tensor per name, with one entry per item, label or output.
+
+        `evaluate` makes its columns of them: "log_prob" becomes the NLL, "correct" the accuracy, and so on.
+        """
+
+    @abstractmethod
+    def fields(self, level: float = 0.95) -> dict[str, Tensor]:
+        """Return what files hold of this prediction, by name, one row per item; intervals have this level."""
+
+    @abstractmethod
+    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
+        """Mix predictions of this kind exactly: cached values for the prediction that stands for Σ_k w_k p_k(y)."""
+
+    def caption(self, index: int, y: Tensor | None = None) -> str:
+        """Return words for item `index` of the batch, for a picture of it; y are canonical targets."""
+        return f"{float(self.uncertainty[index].mean()):.2f}"
+
     @cached_property
     @outside_autocast
     def novelty(self) -> Tensor:
@@ -107,14 +142,16 @@ class Prediction(ABC):
 
     @outside_autocast
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, *shape of y) draws: f from `function` (joint over inputs where it is), then y given f. Without a
-        generator they come from a fixed seed, the same at every call."""
+        """Draw y, (n, *shape of y): f from `function` (joint over inputs where that is), then y given f.
+
+        Without a generator the draws come from a fixed seed and are the same at every call.
+        """
         require_generator(generator, self.function.mean.device)
         generator = fixed_generator(self.function.mean.device) if generator is None else generator
         return self._outside(self.likelihood.sample_target(self.function.sample(n, generator), generator))
 
     def _outside(self, values: Tensor) -> Tensor:
-        """Without the last dimension where the network returned (B,) and targets are (B, 1) inside."""
+        """Drop the last dimension where the network returned (B,), whose targets are (B, 1) inside."""
         return values[..., 0] if self.scalar and self._event_shape == (1,) else values
 
     @cached_property
@@ -122,7 +159,7 @@ class Prediction(ABC):
         return self.likelihood.law(self.function.mean).event_shape
 
     def _generator(self) -> torch.Generator | None:
-        """Fresh at each use, so that results do not depend on the order in which they are asked for."""
+        """Return a fresh generator per use, so that results do not depend on the order of questions."""
         return None if self.seed is None else torch.Generator(self.function.mean.device).manual_seed(self.seed)
 
     @cached_property
@@ -132,7 +169,7 @@ class Prediction(ABC):
 
     @outside_autocast
     def _mixture_log_prob(self, y: Tensor) -> Tensor:
-        """log (1/S) Σ_s p(y | f_s) for canonical targets."""
+        """Return log (1/S) Σ_s p(y | f_s) for canonical targets."""
         points = self._points
         parts = self.likelihood.log_prob(points, y[None])
         return parts.logsumexp(0) - math.log(len(points))
@@ -153,12 +190,15 @@ class Prediction(ABC):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassPrediction(Prediction):
-    """Over classes, (B, *event): Categorical, BradleyTerry and every likelihood whose conditional is categorical."""
+    """A prediction of classes, (B, *event): of every likelihood whose conditional is categorical."""
+
+    kind: ClassVar[str] = "classes"
+    uncertainty_name: ClassVar[str] = "entropy"
 
     @cached_property
     @outside_autocast
     def _law(self) -> ClassLaw:
-        law = LINKS[self.link](self.function, self.likelihood, self.samples, self._generator())
+        law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
         if self.samples is None and law.error is not None and bool((law.error > COARSE).any()):
             warnings.warn(_coarse(law.error), stacklevel=2)
         return law
@@ -214,18 +254,47 @@ class ClassPrediction(Prediction):
         index = y if mask is None else y.masked_fill(~mask, 0)
         return masked(log_probs.gather(-1, index.long()[..., None])[..., 0], mask)
 
+    @property
+    def uncertainty(self) -> Tensor:
+        return torch.special.entr(self.probs).sum(-1)
+
+    def scores(self, y: Tensor) -> dict[str, Tensor]:
+        """Return log_prob, confidence, whether the label is correct, Brier score and entropy, each (B, *event)."""
+        probs, soft = self.probs, y
+        if y.shape != probs.shape:  # an ignored index becomes some class, and the caller leaves the item out
+            soft = torch.nn.functional.one_hot(y.clamp(0, probs.shape[-1] - 1), probs.shape[-1])
+        return {"log_prob": self.log_prob_of_targets(y), **_label_scores(probs, soft.to(probs))}
+
+    def fields(self, level: float = 0.95) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in _LABEL_FIELDS}
+
+    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
+        return {"_law": ClassLaw.mixed([part._law for part in parts], weights)}
+
+    def caption(self, index: int, y: Tensor | None = None) -> str:
+        """Return "truth → label" and the probability of the label."""
+        if self.probs.ndim != 2:
+            return super().caption(index, y)
+        probability, label = self.probs[index].max(-1)
+        truth = "" if y is None else f"{int(y[index] if y.ndim == 1 else y[index].argmax())} → "
+        return f"{truth}{int(label)}\np {float(probability):.2f}"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabelPrediction(Prediction):
-    """Over binary labels: `probs`, `label` and `confidence` have the shape of y.
+    """A prediction of binary labels: `probs`, `label` and `confidence` have the shape of y.
 
     Several labels have an entropy and a split each, (B, *event, K); a single logit has those of its item, (B, *event).
     """
 
+    kind: ClassVar[str] = "labels"
+    uncertainty_name: ClassVar[str] = "entropy of all labels"
+
     @cached_property
     @outside_autocast
     def _law(self) -> ClassLaw:
-        return LINKS[self.link](self.function, self.likelihood, self.samples, self._generator())
+        law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
+        return law
 
     @cached_property
     def probs(self) -> Tensor:
@@ -267,7 +336,7 @@ class LabelPrediction(Prediction):
         return values[..., 0] if self._event_shape == (1,) else values
 
     def log_prob_of_targets(self, y: Any) -> Tensor:
-        """Several labels together by Monte Carlo, since they share f; soft ones as Σ q log p of each label."""
+        """Return log p of several labels together by Monte Carlo, since they share f; Σ q log p for soft labels."""
         y = self.likelihood.targets(self.function.mean, y)
         if self._event_shape.numel() > 1 and bool(((y == 0) | (y == 1)).all()):
             return self._mixture_log_prob(y)
@@ -275,19 +344,48 @@ class LabelPrediction(Prediction):
         parts = torch.where(y > 0, y * log_probs[..., 1], 0.0) + torch.where(y < 1, (1 - y) * log_probs[..., 0], 0.0)
         return parts.sum(-1) if self._event_shape else parts
 
+    @property
+    def uncertainty(self) -> Tensor:
+        entropies = torch.special.entr(_both(self.mean)).sum(-1)
+        return entropies.flatten(1).sum(-1) if entropies.ndim > 1 else entropies
+
+    def scores(self, y: Tensor) -> dict[str, Tensor]:
+        """Return log_prob per item, and the scores of a class per label, each a choice between two classes."""
+        p = self.mean
+        return {"log_prob": self.log_prob_of_targets(y), **_label_scores(_both(p), _both(y.reshape(p.shape).to(p)))}
+
+    def fields(self, level: float = 0.95) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in _LABEL_FIELDS}
+
+    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
+        return {"_law": ClassLaw.mixed([part._law for part in parts], weights)}
+
+    def caption(self, index: int, y: Tensor | None = None) -> str:
+        return f"p {float(self.mean[index].max()):.2f}"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ValuePrediction(Prediction):
-    """Over numbers: Gaussian (closed form), heteroscedastic and counts (quadrature), any other by Monte Carlo."""
+    """A prediction of numbers: in closed form (Gaussian), by quadrature (counts, varying noise) or Monte Carlo.
+
+    Example: `p.mean, p.stddev, p.interval(0.9)`
+    """
+
+    kind: ClassVar[str] = "numbers"
+    uncertainty_name: ClassVar[str] = "standard deviation"
 
     @cached_property
     @outside_autocast
     def _marginal(self) -> Marginal:
-        marginal = None if self.link == "mc" else self.likelihood.marginal(self.function)
+        marginal: Marginal | None = None
+        if self.link in ("exact", "quadrature"):
+            marginal = self.likelihood.marginal(self.function)
+        elif self.link not in ("mc", "mixture"):
+            marginal = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
         return self._sampled_marginal() if marginal is None else marginal
 
     def _sampled_marginal(self) -> Marginal:
-        """(1/S) Σ_s p(y | f_s)."""
+        """Return (1/S) Σ_s p(y | f_s)."""
         points = self._points
         law = inner_law(self.likelihood, points)
         centers = law.mean
@@ -307,7 +405,7 @@ class ValuePrediction(Prediction):
 
     @property
     def variance(self) -> Tensor:
-        """Of y, the noise included."""
+        """The variance of y, the noise included."""
         return self._outside(self._marginal.aleatoric + self._marginal.epistemic)
 
     @property
@@ -327,7 +425,7 @@ class ValuePrediction(Prediction):
         return self._outside(self._marginal.epistemic)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Lower and upper bound of the central interval that holds each output with this probability."""
+        """Return lower and upper bounds of the central interval that holds each output with this probability."""
         if not 0 < level < 1:
             raise ValueError(f"interval level {level}: it is a probability between 0 and 1, such as 0.95.")
         levels = ((1 - level) / 2, (1 + level) / 2)
@@ -349,7 +447,7 @@ class ValuePrediction(Prediction):
     @cached_property
     @outside_autocast
     def entropy(self) -> Tensor:
-        """Closed form for Gaussians, quadrature for one output, else −E[log p(y)] over draws of y."""
+        """The differential entropy: closed form for Gaussians, quadrature for one output, else from draws of y."""
         value = self._marginal.entropy()
         if value is None:
             value = -torch.stack([self._log_prob(y) for y in self._targets[:512]]).mean(0)
@@ -358,10 +456,10 @@ class ValuePrediction(Prediction):
     @cached_property
     @outside_autocast
     def _targets(self) -> Tensor:
-        """(S, *shape of y), y_s ~ p(y | f_s): every item with the same random numbers, whatever batch it is in.
+        """Draws y_s ~ p(y | f_s), (S, *shape of y): the same random numbers for every item, whatever its batch.
 
-        Where f has fewer points than `TARGETS` (one, of a network without a posterior), each of them is drawn from as
-        often as the others.
+        Where f has fewer points than `TARGETS` (a network without a posterior has one), each point gets equally many
+        draws.
         """
         points = self._points
         points = points.repeat(-(-TARGETS // len(points)), *[1] * (points.ndim - 1))
@@ -369,6 +467,58 @@ class ValuePrediction(Prediction):
         device = points.device
         draws = [self.likelihood.sample_target(items[:, i], fixed_generator(device)) for i in range(items.shape[1])]
         return torch.stack(draws, 1).reshape(len(points), *points.shape[1:-1], *draws[0].shape[1:])
+
+    @property
+    def uncertainty(self) -> Tensor:
+        return (self.variance.flatten(1).sum(-1) if self.variance.ndim > 1 else self.variance).sqrt()
+
+    def scores(self, y: Tensor) -> dict[str, Tensor]:
+        """Return log_prob per item; squared error, CRPS, standard deviation and coverage of intervals per output."""
+        mean = self.mean
+        truth = y.reshape(mean.shape)
+        covered = {}
+        for level in LEVELS:
+            lower, upper = self.interval(level)
+            covered[f"covered {level}"] = (lower <= truth) & (truth <= upper)
+        return {
+            "log_prob": self.log_prob_of_targets(y),
+            "square": (mean - truth).square(),
+            "crps": self._crps(y, truth),
+            "stddev": self.variance.sqrt(),
+            **covered,
+        }
+
+    def _crps(self, y: Tensor, truth: Tensor) -> Tensor:
+        """Return the CRPS per output: closed form, or from draws that are the same at every call."""
+        score = self._marginal.crps(y)
+        return sample_crps(self.sample(DRAWS), truth) if score is None else score
+
+    def fields(self, level: float = 0.95) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in ("mean", "stddev", "epistemic", "aleatoric")}
+        found["lower"], found["upper"] = self.interval(level)
+        return found
+
+    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
+        return {"_marginal": BlendedMarginal.of([part._marginal for part in parts], weights)}
+
+
+_LABEL_FIELDS = ("label", "confidence", "entropy", "epistemic", "probs")
+
+
+def _label_scores(probs: Tensor, soft: Tensor) -> dict[str, Tensor]:
+    """Score probabilities (…, K) against soft labels (…, K); each score is (…)."""
+    confidence, label = probs.max(-1)
+    return {
+        "confidence": confidence,
+        "correct": label == soft.argmax(-1),
+        "brier": (probs - soft).square().sum(-1),
+        "entropy": torch.special.entr(probs).sum(-1),
+    }
+
+
+def _both(p: Tensor) -> Tensor:
+    """Return (…, 2) probabilities of no and yes from those of yes."""
+    return torch.stack([1 - p, p], -1)
 
 
 def _coarse(error: Tensor) -> str:
@@ -391,7 +541,7 @@ def predict_targets(
     shifted: bool = False,
     generator: torch.Generator | None = None,
 ) -> Prediction:
-    """The prediction that follows from a distribution of f: of classes, labels or values, as p(y | f) is.
+    """Return the prediction that follows from a distribution of f: of classes, labels or numbers, as p(y | f) is.
 
     `link="auto"` takes what is exact or nearly so (closed form, quadrature in one dimension), else Monte Carlo in
     output space. `scalar`: the network returned (B,). `shifted`: position t predicts the label at t + 1.
@@ -415,29 +565,3 @@ def predict_targets(
         scalar=scalar,
         shifted=shifted,
     )
-
-
-def choose_link(link: str, function: FunctionDistribution, likelihood: Likelihood) -> str:
-    """The link asked for if it is possible; for "auto" the best that is."""
-    possible = [name for name in likelihood.links if _possible(name, function, likelihood)]
-    if link == "auto":
-        return "quadrature" if "quadrature" in possible else possible[0]
-    if link not in possible:
-        raise UnsupportedOperation(
-            f'link="{link}" is not possible for {type(likelihood).__name__} with {function.mean.shape[-1]} outputs and '
-            f'{type(function).__name__}: use "auto", {", ".join(repr(name) for name in possible)}.'
-        )
-    return link
-
-
-def _possible(name: str, function: FunctionDistribution, likelihood: Likelihood) -> bool:
-    """Quadrature and closed forms are for Gaussian f; two classes and two parameters a target need its covariance."""
-    if name not in ("exact", "quadrature"):
-        return True
-    if not isinstance(function, GaussianFunction):
-        return False
-    law = inner_law(likelihood, function.mean)
-    if name == "exact" or isinstance(law, BernoulliLaw | PoissonLaw):
-        return True
-    pairs = not isinstance(law, CategoricalLaw) or function.mean.shape[-1] == 2
-    return pairs and function.has_covariance

@@ -14,21 +14,13 @@ from torch import Tensor
 from lapwing.errors import BadData
 from lapwing.model.writing import replacing
 from lapwing.predictive import Prediction
-from lapwing.predictive.prediction import ClassPrediction, LabelPrediction, ValuePrediction
 
 Fields = Mapping[str, Tensor]
 
 
 def fields_of(prediction: Prediction, *, level: float = 0.95, novelty: bool = False) -> Fields:
-    """What is written of a prediction, by name, one row an item: what the attributes of `Prediction` say."""
-    names = ("mean", "entropy", "epistemic", "aleatoric")
-    if isinstance(prediction, ClassPrediction | LabelPrediction):
-        names = ("label", "confidence", "entropy", "epistemic", "probs")  # type: ignore[assignment]
-    elif isinstance(prediction, ValuePrediction):
-        names = ("mean", "stddev", "epistemic", "aleatoric")
-    fields = {name: getattr(prediction, name) for name in names}
-    if isinstance(prediction, ValuePrediction):
-        fields["lower"], fields["upper"] = prediction.interval(level)
+    """Return what is written of a prediction, by name, one row per item."""
+    fields = prediction.fields(level)
     if novelty:
         fields["novelty"] = prediction.novelty
     return {name: value.detach().cpu() for name, value in fields.items()}

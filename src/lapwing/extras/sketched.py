@@ -49,7 +49,7 @@ class SketchedScore:
     basis: Tensor  # (k, size), orthonormal
 
     def __call__(self, inputs: Inputs, samples: int = 16) -> Tensor:
-        """One score a sample, (B,), summed over outputs."""
+        """Return one score per sample, (B,), summed over outputs."""
         total = batch_size(inputs)
         parts = [take(inputs, slice(k, k + samples), total) for k in range(0, total, samples)]
         return torch.cat([self._score(part) for part in parts])
@@ -75,7 +75,7 @@ def sketched_score(
     generator: torch.Generator | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> SketchedScore:
-    """`rank` Lanczos steps on the curvature, keeping three vectors and the sketches of the rest.
+    """Take `rank` Lanczos steps on the curvature, keeping three vectors and the sketches of the others.
 
     Without re-orthogonalization Lanczos vectors lose orthogonality but not their span; their *sketches* are
     orthonormalized at the end, which is the paper's idea: the score needs the subspace only.
