@@ -48,7 +48,7 @@ def test_after_an_error_in_a_pass(error: BaseException) -> None:
 def test_rows_that_nobody_reads_to_the_end() -> None:
     """A traceback may keep a generator alive for ever; the next pass must not run the copy that it was using."""
     la = lapwing.fit(nn.Sequential(nn.Linear(4, 3)), (X, Y), "classification", structure="diag")
-    rows = la._linearized(X).jacobians(X)
+    rows = la._predictive.linearized(X).jacobians(X)
     next(rows)
     assert held() == 0
     assert sum(len(at.f) for at, _ in rows) == len(X) - 4

@@ -226,6 +226,13 @@ class Network:
             raise PlanChanged
         return anew
 
+    def plan_of_first(self, inputs: Inputs) -> Plan:
+        """Return the plan made for the first inputs that asked for one; make it for these if there is none yet."""
+        if "first" not in self._plans:
+            with self.borrow():
+                self._plans["first"] = self.plan(detached(inputs))
+        return self._plans["first"]
+
     def leaves(self) -> dict[str, Tensor]:
         """The selected parameters of the borrowed copy, by name."""
         live = dict(self.lent.named_parameters())
