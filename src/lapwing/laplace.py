@@ -39,8 +39,8 @@ from lapwing.evidence.partition import partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg.generators import require_generator
 from lapwing.model import Batches, Network, Params, Plan
-from lapwing.model.batches import Inputs
 from lapwing.model.fingerprint import Watch
+from lapwing.model.inputs import Inputs
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
