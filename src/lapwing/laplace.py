@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, UnsupportedOperation, require_whole
+from lapwing.errors import BadData, UnsupportedOperation, require_generator, require_whole
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
@@ -37,7 +37,6 @@ from lapwing.evidence import (
 from lapwing.evidence.linear_mode import LinearMode, linear_mode
 from lapwing.evidence.partition import partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.linalg.generators import require_generator
 from lapwing.model import Batches, Network, Params, Plan
 from lapwing.model.fingerprint import Watch
 from lapwing.model.inputs import Inputs
