@@ -10,6 +10,8 @@ import lapwing
 
 ROOMS = (
     "errors",
+    "writing",
+    "storage",
     "linalg",
     "model",
     "likelihoods",
@@ -18,7 +20,7 @@ ROOMS = (
     "predictive",
     "evidence",
     "evaluation",
-    "interfaces",
+    "saving",
     "extras",
     "summary",
     "laplace",
