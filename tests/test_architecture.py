@@ -27,6 +27,7 @@ ROOMS = (
     "fitting",
     "training",
     "cli",
+    "testing",
 )
 CORE = {"torch", "numpy", "safetensors", "tqdm"}
 PACKAGE = Path(lapwing.__file__).parent
