@@ -189,16 +189,16 @@ class PSD(ABC):
     def diagonal(self) -> Tensor:
         """diag A, (P,)."""
 
-    @abstractmethod
     def inverse_diagonal(self) -> Tensor:
         """diag A⁻¹, (P,): marginal variances when A is a precision."""
+        return self.solve(torch.eye(self.size, dtype=self.dtype, device=self.device)).diagonal()
 
-    @abstractmethod
     def smallest_eigenvalue(self) -> Tensor:
         """The smallest eigenvalue, a float64 scalar.
 
         A lower bound for `LowRank` and for a Kronecker product with a row-and-column prior.
         """
+        return torch.linalg.eigvalsh(self.dense().double()).min()
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
