@@ -10,7 +10,7 @@ from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem, available_memory, pose, with_noise_ratios
-from lapwing.curvature.structure import Accumulator, Structure, resolve_structure
+from lapwing.curvature.structure import Accumulator, Estimate, Structure, accumulate, layout_of, resolve_structure
 
 __all__ = [
     "EKFAC",
@@ -20,6 +20,7 @@ __all__ = [
     "Curvature",
     "Diag",
     "EmpiricalFisher",
+    "Estimate",
     "Factor",
     "Full",
     "Functional",
@@ -32,10 +33,12 @@ __all__ = [
     "Problem",
     "Structure",
     "Totals",
+    "accumulate",
     "available_memory",
     "choose_structure",
     "estimate_curvature",
     "extend_curvature",
+    "layout_of",
     "pose",
     "resolve_factor",
     "resolve_structure",

@@ -2,5 +2,6 @@
 
 from lapwing.testing.matrices import MatrixLaws
 from lapwing.testing.rules import RuleLaws
+from lapwing.testing.structures import StructureLaws
 
-__all__ = ["MatrixLaws", "RuleLaws"]
+__all__ = ["MatrixLaws", "RuleLaws", "StructureLaws"]
