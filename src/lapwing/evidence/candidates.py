@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evidence.descent import SUBSET, fit_logits
-from lapwing.evidence.scoring import (
+from lapwing.evidence.heldout import (
     SCALING,
+    Batch,
+    Sweep,
     best_logit_temperature,
     check_logit_temperature,
 )
-from lapwing.evidence.sweep import Batch, Sweep
+from lapwing.evidence.search import SUBSET, fit_logits
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 
