@@ -41,8 +41,8 @@ from lapwing.linalg import move
 from lapwing.linalg.generators import require_generator
 from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan
-from lapwing.model.batches import Inputs
 from lapwing.model.fingerprint import Watch
+from lapwing.model.inputs import Inputs
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction

@@ -19,9 +19,8 @@ from lapwing.evidence.fixed_point import BOUNDS, Moved, move
 from lapwing.evidence.groups import KINDS, Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batch, Batches, Network, Params, batch_size, select_names, take
-from lapwing.model.autocast import outside_autocast
-from lapwing.model.batches import Inputs, call
-from lapwing.model.module import output_tensor
+from lapwing.model.inputs import Inputs
+from lapwing.model.module import call, output_tensor, outside_autocast
 from lapwing.posterior import Belief, Prior, resolve_prior
 
 BATCH = "batch"  # structure="batch": the stochastic bound of one batch

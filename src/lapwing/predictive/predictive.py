@@ -14,8 +14,9 @@ from tqdm import tqdm
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Plan, batch_size, tensors_in
-from lapwing.model.batches import Batch, Inputs, as_tensors
+from lapwing.model.batches import Batch
 from lapwing.model.convention import Convention
+from lapwing.model.inputs import Inputs, as_tensors
 from lapwing.posterior import Belief
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
