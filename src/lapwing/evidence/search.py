@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.evidence.candidates import GRID, Candidates, box_of, check_learned, default_learn, log_spreads, noise_grid
+from lapwing.evidence.candidates import (
+    GRID,
+    Candidates,
+    box_of,
+    check_learned,
+    default_learn,
+    fit_logits,
+    log_spreads,
+    noise_grid,
+)
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import (
     Batch,
@@ -265,10 +274,8 @@ def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -
     return tuple(messages)
 
 
-SUBSET = 1000  # data that a first guess of the logit temperature looks at
 EDGE = 1e-3  # of its range that a start outside or at the end is moved inside: the sigmoid never reaches an end
 TOLERANCE = 1e-5  # nats an item that are not worth a step
-STEP = 0.2  # of log s, between the points of a parabola
 
 
 def descend(
@@ -335,26 +342,6 @@ def descend(
     tau, T, dispersion, logits = (value.detach() for value in values())
     found = dispersion.item() if "noise" in moving else setting.dispersion
     return Setting(tau, T.item(), found, logit_temperature=logits.item()), count
-
-
-def fit_logits(sweep: Sweep, setting: Setting, bar: float = math.inf, near: float | None = None) -> Setting:
-    """The setting with a better logit temperature, the lowest point of a parabola through three losses.
-
-    As it is where its loss reaches `bar`: no logit temperature mends that. Held `near` one by `held_near`.
-    """
-
-    def loss(point: float) -> float:
-        found = sweep.nll(replace(setting, logit_temperature=math.exp(point)))
-        return found if near is None else found + held_near(torch.tensor(math.exp(point)), near).item() / len(sweep.f)
-
-    u = math.log(setting.logit_temperature)
-    here = loss(u)
-    if not here < bar:
-        return setting
-    below, above = (loss(point) for point in (u - STEP, u + STEP))
-    bend = below - 2 * here + above
-    move = STEP / 2 * (below - above) / bend if bend > 0 else math.copysign(2 * STEP, below - above)
-    return replace(setting, logit_temperature=math.exp(u + min(max(move, -3 * STEP), 3 * STEP)))
 
 
 def wider(setting: Setting, settings: Iterable[Setting]) -> Setting | None:
