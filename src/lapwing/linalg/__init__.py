@@ -9,9 +9,9 @@ from lapwing.linalg.layout import Layout
 from lapwing.linalg.lowrank import LowRank
 from lapwing.linalg.matrixrows import Extent, MatrixRows, Term
 from lapwing.linalg.places import Places
-from lapwing.linalg.psd import PSD, Diagonal
+from lapwing.linalg.psd import PSD, Diagonal, unpack_sound
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
-from lapwing.linalg.storage import move, once, pack, pack_layout, unpack, unpack_layout, unpack_sound
+from lapwing.storage import move, once, pack, unpack
 
 __all__ = [
     "PSD",
@@ -33,8 +33,6 @@ __all__ = [
     "move",
     "once",
     "pack",
-    "pack_layout",
     "unpack",
-    "unpack_layout",
     "unpack_sound",
 ]

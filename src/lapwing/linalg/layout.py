@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.linalg.places import Places
+from lapwing.storage import tensor_of
 
 
 class Layout:
@@ -82,6 +84,23 @@ class Layout:
         if self.size != other.size or len(self.places) != len(other.places):
             return False
         return all(a.same_as(b) for a, b in zip(self.places, other.places, strict=True))
+
+    def describe(self, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
+        """What a file holds, in JSON; indices that cannot be told in few numbers go to the tensors."""
+        blocks: list[Any] = []
+        for k, place in enumerate(self.places):
+            if place.explicit is not None:
+                tensors[f"{key}.{k}"] = place.explicit
+            blocks.append({"tensor": f"{key}.{k}"} if place.explicit is not None else place.spec())
+        return {"size": self.size, "blocks": blocks}
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
+        """The layout that `describe` told of."""
+        explicit = [isinstance(item, Mapping) and "tensor" in item for item in description["blocks"]]
+        pairs = zip(description["blocks"], explicit, strict=True)
+        places = [tensor_of(tensors, item) if written else Places.from_spec(item) for item, written in pairs]
+        return cls(description["size"], places)
 
     def __repr__(self) -> str:
         return f"Layout({self.size}, {len(self.places)} blocks)"
