@@ -120,10 +120,6 @@ class Factor(ABC):
                 "GGN(limit=...) to insist."
             )
 
-    def count(self, f: Tensor) -> int:
-        """How many directions there will be at outputs f."""
-        return self.width(f[0].numel())
-
 
 FACTORS: dict[str, type[Factor]] = {}
 F = TypeVar("F", bound=type[Factor])
