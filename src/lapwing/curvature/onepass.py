@@ -1,7 +1,7 @@
 """One pass over the data, for every structure: run a batch, choose directions in output space, hand over rows.
 
-A backward pass costs the same for every sample of a batch, needed or not. Confident classifiers need nine directions for
-a few samples and none for most, so samples that need equally many directions wait for each other and share a batch.
+A backward pass costs the same for every sample of a batch, needed or not. Confident classifiers need nine directions
+for a few samples and none for most, so samples that need equally many directions wait for each other and share a batch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ MakeRows = Callable[[Linearization, Tensor], Jacobian]
 """Makes the rows of a linearized network for directions (r, n, *event, c)."""
 
 CHUNK = 2**26  # bytes of back-propagated gradients in memory at a time: larger blocks go back to the system when freed
-KEPT = (
-    2**25 - 2**14
-)  # bytes; glibc returns memory to the system in pieces of twice the largest block that it has seen freed
+KEPT = 2**25 - 2**14  # bytes; glibc returns memory in pieces of twice the largest block that it has seen freed
 SMALL = 2**22  # bytes of gradients below which several directions go into one update
 TOGETHER = 2**28  # bytes in memory where all directions of a sample come at once: few samples make slow backward passes
 WORTH = 0.6  # share of the directions of a batch that must be needed to run the batch as it is
@@ -108,7 +106,7 @@ class Pieces:
 
     @property
     def row(self) -> int:
-        """Bytes per direction of one sample: of gradients in one backward pass, or of those that stay where all come."""
+        """Bytes per direction of one sample: all gradients of a backward pass, or those that stay if `together`."""
         plan = self.problem.plan
         return max(4 * (plan.kept if self.together else plan.width) + self.row_bytes, 1)
 
@@ -449,8 +447,8 @@ class _Pass:
                 fresh = None
 
     def _hand_over(self, jacobian: Jacobian, fresh: Tensor | None, where: str) -> None:
-        """Hand rows to the structure. Rows that are not finite (a square root at zero) are refused with batch and layer;
-        errors of the structure get the batch too."""
+        """Hand rows to the structure. Rows that are not finite (a square root at zero) are refused with batch and
+        layer; errors of the structure get the batch too."""
         rows = jacobian.rows
         # values that are not finite spread to the earliest layers
         if isinstance(rows, BlockRows) and rows.gradients and not rows.gradients.finite(0):
