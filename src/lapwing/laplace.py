@@ -597,7 +597,7 @@ class Laplace:
     def _tune_evidence(self, data: Any, learn: Any, prior: str, grid: Any, common: dict[str, Any]) -> Tuning:
         bound = "excess" in self.curvature.state
         if not learn:
-            default = ("prior", "noise") if self.likelihood.learns_noise and not bound else ("prior",)
+            default = ("prior", "noise") if self.likelihood.learns_dispersion and not bound else ("prior",)
             learn = tuple(dict.fromkeys((*default, *(grid or {}))))
         learn = tuple(learn)
         if "temperature" in learn:

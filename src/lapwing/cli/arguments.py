@@ -16,8 +16,7 @@ from lapwing.errors import BadData, UnsupportedModel
 from lapwing.fitting import load
 from lapwing.interfaces.storage import read
 from lapwing.laplace import Laplace
-from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.likelihoods.registry import NAMES
+from lapwing.likelihoods import NAMES, Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model.writing import require_writable
 
 LEARNED = ("prior", "temperature", "logit_temperature", "noise")

@@ -178,14 +178,14 @@ def pose(
 
 
 def with_noise_ratios(problem: Problem) -> Problem:
-    """Estimate the noise of several outputs before the pass, whose curvature depends on the ratios between them.
+    """Estimate an unknown dispersion before the pass where the curvature depends on it, as on ratios between outputs.
 
-    This takes one forward pass over the data; of data that can be read only once the first batch has to do. One output
-    needs neither: a common factor of the noise is free after the pass.
+    This takes one forward pass over the data; where they can be read only once, the first batch has to do. A common
+    factor of the noise is free after the pass and needs neither.
     """
     likelihood, network = problem.likelihood, problem.network
     outputs = problem.outputs // math.prod(problem.event)
-    if likelihood.known or outputs == 1:
+    if not likelihood.estimates_first(outputs):
         return problem
     first = None if problem.batches.reiterable else problem.first
     total = torch.zeros(1, dtype=torch.float64, device=network.params.device)

@@ -51,7 +51,7 @@ def tune_loo(
     fit estimated, and what `grid` has candidates for.
     """
     if learn is None:
-        default = ("prior", "noise") if likelihood.learns_noise else ("prior",)
+        default = ("prior", "noise") if likelihood.learns_dispersion else ("prior",)
         learn = tuple(dict.fromkeys((*default, *(grid or {}))))
     if curvature.dispersion_power != 1:
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")

@@ -31,7 +31,7 @@ LOGIT_RANGE = (0.05, 20.0)
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
     """What held-out data choose unless told otherwise."""
-    if likelihood.learns_noise:
+    if likelihood.learns_dispersion:
         return ("prior", "temperature", "noise")
     return ("prior", "temperature", "logit_temperature") if likelihood.has_logits else ("prior", "temperature")
 
