@@ -494,7 +494,7 @@ def test_yesterdays_posterior_as_a_prior(tmp_path: Path) -> None:
     whole, free = fitted("full"), fitted("matrixfree")
     torch.testing.assert_close(free.log_evidence(), whole.log_evidence())
     assert free.effective_parameters == pytest.approx(whole.effective_parameters, rel=1e-8)
-    curved, prior = whole.curvature.dense(), whole._resolved_prior[1].dense()
+    curved, prior = whole.curvature.dense(), whole.belief.resolved_prior[1].dense()
     exact = torch.linalg.solve(curved + prior, curved).trace()
     assert free.effective_parameters == pytest.approx(float(exact), rel=1e-8)
     temperature = torch.tensor(1.0, requires_grad=True)

@@ -11,9 +11,9 @@ from lapwing.evidence import Groups, Tuning, log_evidence, tune_evidence
 from lapwing.evidence.by_evidence import _fit, _objective
 from lapwing.evidence.newton import maximize
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
-from lapwing.linalg import Dense, Diagonal, LowRank
+from lapwing.linalg import PSD, Dense, Diagonal, LowRank
 from lapwing.posterior import Prior, Tempered
-from tests.evidence.problems import Handmade, Problem, linear, mlp
+from tests.evidence.problems import OF_THE_BELIEF, Handmade, Problem, believed, linear, mlp
 
 
 def groups_of(problem: Problem, kind: str) -> Groups:
@@ -30,7 +30,13 @@ def evidence_of(problem: Problem, structure: str, prior: Prior, likelihood: Like
 
 def run(problem: Problem, structure: str, kind: str, **kwargs: Any) -> Tuning:
     groups = groups_of(problem, kind)
-    return tune_evidence(problem.curvature(structure), problem.likelihood, groups, mean=problem.theta, **kwargs)
+    given = {name: kwargs.pop(name) for name in OF_THE_BELIEF if name in kwargs}
+    return tune_evidence(problem.belief(groups, structure, **given), groups, **kwargs)
+
+
+def by_hand(matrix: PSD, theta: torch.Tensor, groups: Groups, start: float = 1.0) -> Tuning:
+    curvature = Handmade(matrix, torch.zeros(1).double())
+    return tune_evidence(believed(curvature, Categorical(), groups, theta, start=start), groups)
 
 
 CASES = [
@@ -56,9 +62,9 @@ def test_derivatives(structure: str, kind: str, noise: bool) -> None:
     problem = mlp(Gaussian(0.5), n=12, hidden=3)
     groups = groups_of(problem, kind)
     curvature = problem.curvature(structure)
-    fit = _fit(curvature, problem.likelihood, Tempered(0.6), noise)
-    squares = groups.total((problem.theta - 0.1).square())
-    objective, _ = _objective(curvature, groups, squares, fit, Tempered(0.6))
+    belief = problem.belief(groups, structure, center=0.1, temperature=0.6)
+    fit = _fit(belief, noise)
+    objective, _ = _objective(belief, groups, fit)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(groups.count + noise, dtype=torch.float64, generator=generator)
 
@@ -183,8 +189,7 @@ def test_infinite_and_uninformed_precisions_are_capped_and_named() -> None:
     layout_groups = Groups.layerwise((("a",), ("b",), ("c",)), ("a", "b", "c"), (2, 2, 2))
     theta = torch.tensor([1.0, 2.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     matrix = Diagonal(torch.tensor([5.0, 5.0, 5.0, 5.0, 0.0, 0.0], dtype=torch.float64))
-    curvature = Handmade(matrix, torch.zeros(1).double())
-    tuning = tune_evidence(curvature, Categorical(), layout_groups, mean=theta, start=0.25)
+    tuning = by_hand(matrix, theta, layout_groups, start=0.25)
     precision = tuning.setting.precision
     assert tuning.converged
     assert precision[1] == pytest.approx(1e10)
@@ -198,7 +203,9 @@ def test_zero_residuals_cap_the_noise() -> None:
     problem = linear(noise=1e-3)
     curvature = problem.curvature()
     perfect = Handmade(curvature.matrix, torch.tensor([25.0, 0.0], dtype=torch.float64))
-    tuning = tune_evidence(perfect, Gaussian(1.0), Groups.scalar(4), mean=problem.theta, learn=("prior", "noise"))
+    groups = Groups.scalar(4)
+    belief = believed(perfect, Gaussian(1.0), groups, problem.theta)
+    tuning = tune_evidence(belief, groups, learn=("prior", "noise"))
     assert any("noise runs to its bound" in m for m in tuning.messages)
 
 
@@ -208,17 +215,15 @@ def test_low_rank_and_many_groups() -> None:
     low, dense = LowRank(basis, values, torch.zeros(40).double()), Dense((basis.T * values) @ basis)
     theta = torch.randn(40, dtype=torch.float64)
     for groups in (Groups.scalar(40), Groups(torch.arange(40) // 10, 4)):
-        found = [
-            tune_evidence(Handmade(m, torch.zeros(1).double()), Categorical(), groups, mean=theta) for m in (low, dense)
-        ]
+        found = [by_hand(m, theta, groups) for m in (low, dense)]
         torch.testing.assert_close(found[0].setting.precision, found[1].setting.precision, rtol=1e-4, atol=0)
 
 
 def test_majorized_newton_agrees_with_the_exact_one() -> None:
     problem = mlp(Categorical(), n=12, outputs=3, hidden=3)
-    curvature, groups = problem.curvature("full"), groups_of(problem, "parameterwise")
-    fit = _fit(curvature, problem.likelihood, Tempered(1.0), False)
-    objective, _ = _objective(curvature, groups, problem.theta.square(), fit, Tempered(1.0))
+    groups = groups_of(problem, "parameterwise")
+    belief = problem.belief(groups)
+    objective, _ = _objective(belief, groups, _fit(belief, False))
     start = torch.zeros(groups.count, dtype=torch.float64)
     bounds = start - 23, start + 23
     exact = maximize(objective, start, *bounds)
@@ -228,9 +233,8 @@ def test_majorized_newton_agrees_with_the_exact_one() -> None:
 
 def test_indefinite_hessian_stays_where_it_has_a_posterior() -> None:
     matrix = Dense(torch.diag(torch.tensor([3.0, 1.0, -0.5], dtype=torch.float64)))
-    curvature = Handmade(matrix, torch.zeros(1).double())
     theta = torch.full((3,), 0.6, dtype=torch.float64)
-    tuning = tune_evidence(curvature, Categorical(), Groups.scalar(3), mean=theta, start=5.0)
+    tuning = by_hand(matrix, theta, Groups.scalar(3), start=5.0)
     assert tuning.setting.precision > 0.5
     assert torch.isfinite(tuning.scores).all()
 
@@ -242,10 +246,7 @@ def test_float32_curvature_with_rounding_below_zero(start: float) -> None:
     matrix = Dense(rows.T @ rows)
     assert torch.linalg.eigvalsh(matrix.matrix.double()).min() < 0
     theta, groups = torch.randn(60).double(), Groups(torch.arange(60) // 20, 3)
-    found = [
-        tune_evidence(Handmade(m, torch.zeros(1).double()), Categorical(), groups, mean=theta, start=start)
-        for m in (matrix, Dense(rows.double().T @ rows.double()))
-    ]
+    found = [by_hand(m, theta, groups, start=start) for m in (matrix, Dense(rows.double().T @ rows.double()))]
     assert found[0].converged
     torch.testing.assert_close(found[0].setting.precision, found[1].setting.precision, rtol=1e-2, atol=0)
 
@@ -257,7 +258,7 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedOperation, match="Categorical has no noise"):
         run(problem, "full", "scalar", learn=("noise",))
     with pytest.raises(IncompatiblePrior, match="groups of 3"):
-        tune_evidence(problem.curvature(), problem.likelihood, Groups.scalar(3), mean=problem.theta[:3])
+        tune_evidence(problem.belief(groups_of(problem, "scalar")), Groups.scalar(3))
     with pytest.raises(IncompatiblePrior, match="block 0"):
         run(problem, "ekfac", "parameterwise")
     with pytest.raises(ValueError, match="no block holds"):

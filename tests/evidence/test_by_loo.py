@@ -1,19 +1,28 @@
 """Leave-one-out against refits without each datum."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributions import Normal
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.evidence import Groups, tune_loo
+from lapwing.evidence import Groups, Tuning, tune_loo
 from lapwing.evidence.sweep import Batch
-from lapwing.likelihoods import Categorical, Gaussian
+from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows
-from tests.evidence.problems import Handmade, Problem, linear, mlp
+from tests.evidence.problems import OF_THE_BELIEF, Handmade, Problem, believed, linear, mlp
 
 
 def batches(problem: Problem) -> list[Batch]:
     return [(problem.f, problem.y, DenseRows(problem.jacobian))]
+
+
+def run(curvature: Handmade, likelihood: Likelihood, data: list[Batch], **kwargs: Any) -> Tuning:
+    groups = Groups.scalar(curvature.matrix.size)
+    given = {name: kwargs.pop(name) for name in OF_THE_BELIEF if name in kwargs}
+    belief = believed(curvature, likelihood, groups, torch.zeros(groups.size), **given)
+    return tune_loo(belief, groups, data, **kwargs)
 
 
 def test_exact_for_linear_regression_at_its_mode() -> None:
@@ -34,9 +43,7 @@ def test_exact_for_linear_regression_at_its_mode() -> None:
             variance = x[n] @ torch.linalg.solve(precision, x[n])
             total -= Normal(mean, (variance + noise**2).sqrt()).log_prob(y[n]).item()
         expected.append(total / len(x))
-    tuning = tune_loo(
-        problem.curvature(), problem.likelihood, Groups.scalar(4), batches(problem), start=tau, grid={"prior": taus}
-    )
+    tuning = run(problem.curvature(), problem.likelihood, batches(problem), start=tau, grid={"prior": taus})
     assert tuning.method == "loo"
     assert tuning.scores[:3].tolist() == pytest.approx(expected, rel=1e-4)
     assert "experimental" in tuning.messages[0]
@@ -58,15 +65,13 @@ def test_temperature_counts_a_datum_t_times() -> None:
         variance = x[n] @ torch.linalg.solve(precision, x[n])
         total -= Normal(mean, (variance + 0.16).sqrt()).log_prob(y[n]).item()
     data = [(f, problem.y, DenseRows(problem.jacobian))]
-    tuning = tune_loo(
-        problem.curvature(), Gaussian(0.4), Groups.scalar(4), data, start=0.7, temperature=2.0, grid={"prior": (0.7,)}
-    )
+    tuning = run(problem.curvature(), Gaussian(0.4), data, start=0.7, temperature=2.0, grid={"prior": (0.7,)})
     assert tuning.scores[0].item() == pytest.approx(total / len(x), rel=1e-4)
 
 
 def test_classification_sees_further_than_the_training_data() -> None:
     problem = mlp(Categorical(), outputs=3)
-    tuning = tune_loo(problem.curvature(), problem.likelihood, Groups.scalar(problem.theta.numel()), batches(problem))
+    tuning = run(problem.curvature(), problem.likelihood, batches(problem))
     inside = -problem.likelihood.log_prob(problem.f, problem.y).mean().item()
     assert tuning.baselines["MAP"] > inside
     assert torch.isfinite(tuning.scores).all()
@@ -76,7 +81,7 @@ def test_leverage_of_one_is_clamped_and_reported() -> None:
     """A diagonal curvature far below the truth: every datum seems to determine its own output."""
     problem = mlp(Gaussian(0.1), n=10)
     small = Handmade(problem.matrix("diag").scale(0.01), problem.curvature().statistics)
-    tuning = tune_loo(small, problem.likelihood, Groups.scalar(problem.theta.numel()), batches(problem), start=1e-3)
+    tuning = run(small, problem.likelihood, batches(problem), start=1e-3)
     assert any("not to be trusted" in m for m in tuning.messages)
     assert torch.isfinite(tuning.scores).all()
 
@@ -85,4 +90,4 @@ def test_refuses_an_empirical_fisher() -> None:
     problem = linear()
     empirical = Handmade(problem.matrix("full"), problem.curvature().statistics, dispersion_power=2)
     with pytest.raises(UnsupportedOperation, match="factor 'ggn'"):
-        tune_loo(empirical, problem.likelihood, Groups.scalar(4), batches(problem))
+        run(empirical, problem.likelihood, batches(problem))

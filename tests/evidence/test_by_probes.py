@@ -11,6 +11,7 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.errors import UnsupportedOperation
 from lapwing.evidence import Groups, tune_evidence
 from lapwing.evidence.by_probes import tune_probes
+from lapwing.evidence.partition import partition
 
 
 def fits(structure: object) -> tuple[lapwing.Laplace, lapwing.Laplace]:
@@ -25,10 +26,9 @@ def fits(structure: object) -> tuple[lapwing.Laplace, lapwing.Laplace]:
 @pytest.mark.parametrize("kind", ["scalar", "layerwise"])
 def test_it_finds_the_maximum_of_the_full_evidence(kind: str, learn: tuple[str, ...]) -> None:
     full, free = fits(MatrixFree(rank=60, probes=8, tolerance=1e-8))
-    groups = full._groups(kind)
-    options = {"mean": full.params.flat.double(), "learn": learn}
-    truth = tune_evidence(full.curvature, full.likelihood, groups, **options)
-    found = tune_probes(free.curvature, free.likelihood, groups, tolerance=1e-4, iterations=300, **options)
+    groups = partition(kind, full.curvature.names, full.params)
+    truth = tune_evidence(full.belief, groups, learn=learn)
+    found = tune_probes(free.belief, groups, tolerance=1e-4, iterations=300, learn=learn)
     assert found.converged
     torch.testing.assert_close(found.setting.precision, truth.setting.precision, rtol=1e-2, atol=0)
     torch.testing.assert_close(found.scores[1], truth.scores[1], rtol=1e-4, atol=1e-3)
@@ -38,12 +38,12 @@ def test_it_finds_the_maximum_of_the_full_evidence(kind: str, learn: tuple[str, 
 
 def test_it_says_when_it_stops_early_and_what_it_is_for() -> None:
     full, free = fits(MatrixFree(rank=8, probes=2, steps=2))
-    mean = full.params.flat.double()
-    found = tune_probes(free.curvature, free.likelihood, Groups.scalar(full.params.size), mean=mean, iterations=1)
+    groups = Groups.scalar(full.params.size)
+    found = tune_probes(free.belief, groups, iterations=1)
     assert not found.converged
     assert any("not converged" in message for message in found.messages)
     with pytest.raises(UnsupportedOperation, match="matrixfree"):
-        tune_probes(full.curvature, full.likelihood, Groups.scalar(full.params.size), mean=mean)
+        tune_probes(full.belief, groups)
 
 
 def test_tune_comes_here_for_matrix_free_posteriors() -> None:
@@ -56,18 +56,10 @@ def test_tune_comes_here_for_matrix_free_posteriors() -> None:
 
 def test_samples_give_the_same_within_monte_carlo_error() -> None:
     full, free = fits(MatrixFree(rank=40, columns=64, tolerance=1e-5))
-    options = {"mean": full.params.flat.double()}
-    groups = full._groups("layerwise")
-    truth = tune_evidence(full.curvature, full.likelihood, groups, **options)
-    found = tune_probes(
-        free.curvature,
-        free.likelihood,
-        groups,
-        samples=64,
-        tolerance=2e-2,
-        start=truth.setting.precision * 1.5,
-        **options,
-    )
+    groups = partition("layerwise", full.curvature.names, full.params)
+    truth = tune_evidence(full.belief, groups)
+    near = groups.applied(free.belief, truth.setting.precision * 1.5)
+    found = tune_probes(near, groups, samples=64, tolerance=2e-2)
     assert found.converged
     torch.testing.assert_close(found.setting.precision, truth.setting.precision, rtol=0.2, atol=0)
     assert float(found.scores[1]) == pytest.approx(float(truth.scores[1]), abs=0.3)

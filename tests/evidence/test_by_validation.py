@@ -20,7 +20,7 @@ from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
 from lapwing.posterior import Prior, Tempered, factored_precision
 from lapwing.predictive import GaussianFunction, predict_targets
-from tests.evidence.problems import Problem, mlp
+from tests.evidence.problems import OF_THE_BELIEF, Problem, mlp
 
 STRUCTURES = ("full", "diag", "blockdiag", "kron", "ekfac")
 
@@ -49,7 +49,8 @@ def groups_of(problem: Problem, kind: str) -> Groups:
 def run(problem: Problem, structure: str, kind: str = "scalar", **kwargs: Any) -> Tuning:
     batches = kwargs.pop("batches", None) or held_out(problem)[1]
     groups = groups_of(problem, kind)
-    return tune_validation(problem.curvature(structure), problem.likelihood, groups, batches, **kwargs)
+    given = {name: kwargs.pop(name) for name in OF_THE_BELIEF if name in kwargs}
+    return tune_validation(problem.belief(groups, structure, **given), groups, batches, **kwargs)
 
 
 def brute_force(
@@ -444,10 +445,10 @@ def test_other_likelihoods_and_event_dimensions() -> None:
     f, _, rows = held_out(problem, n=12, size=12)[1][0]
     batch = (f.reshape(12, 2, 3), torch.arange(24).reshape(12, 2) % 3, rows)
     batch[1][0, 0] = -100
+    groups = groups_of(problem, "scalar")
     tuning = tune_validation(
-        problem.curvature("ekfac"),
-        tokens.likelihood,
-        groups_of(problem, "scalar"),
+        tokens.belief(groups, "ekfac"),
+        groups,
         [batch],
         grid={"prior": (0.3,), "temperature": (2.0,)},
         learn=("prior", "temperature"),
@@ -475,12 +476,10 @@ def test_memory_and_refusals() -> None:
     with pytest.raises(ValueError, match="positive"):
         run(problem, "full", grid={"prior": (0.0, 1.0)})
     with pytest.raises(BadData, match="no batch"):
-        tune_validation(problem.curvature(), problem.likelihood, groups_of(problem, "scalar"), [])
+        run(problem, "full", batches=iter(()))
     gaussian = mlp(Gaussian(0.3))
     with pytest.raises(BadData, match="no batch"):
-        tune_validation(
-            gaussian.curvature(), gaussian.likelihood, groups_of(gaussian, "scalar"), iter(()), learn=("noise",)
-        )
+        run(gaussian, "full", batches=iter(()), learn=("noise",))
     f, y, rows = held_out(problem)[1][0]
     with pytest.raises(ValueError, match="do not fit outputs"):
         run(problem, "full", batches=[(f[:2], y[:2], rows)])
@@ -492,9 +491,7 @@ def test_data_are_read_once() -> None:
     def once() -> Iterator[Batch]:
         yield from held_out(problem)[1]
 
-    tuning = tune_validation(
-        problem.curvature(), problem.likelihood, groups_of(problem, "scalar"), once(), learn=("prior", "noise")
-    )
+    tuning = run(problem, "full", batches=once(), learn=("prior", "noise"))
     assert len(tuning.settings) == 10 * 15 + 3
 
 

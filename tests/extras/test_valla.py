@@ -16,7 +16,7 @@ TAU = 0.7
 
 
 def bound(la: lapwing.Laplace) -> Tensor:
-    return variational_bound(la.curvature, la._resolved_prior, la.likelihood, mean=la.params.flat)
+    return variational_bound(la.belief)
 
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:

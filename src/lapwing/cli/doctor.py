@@ -29,8 +29,7 @@ from lapwing.curvature.kron import kept_as
 from lapwing.errors import LapwingError, TooLarge
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, last_layer, select_names
-from lapwing.model.batches import call
-from lapwing.model.module import borrowed, output_tensor
+from lapwing.model.module import borrowed, call, output_tensor
 from lapwing.model.products import Products
 
 ASSUMED = 10_000  # samples, where there are no data

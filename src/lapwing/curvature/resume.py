@@ -15,7 +15,7 @@ from torch import Tensor
 from lapwing.curvature.shards import place, sharded
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
 from lapwing.model import Batch
-from lapwing.model.batches import described
+from lapwing.model.inputs import described
 from lapwing.model.trees import load_tree, save_tree
 from lapwing.model.writing import remove_leftovers, require_writable
 

@@ -8,52 +8,44 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.evidence.by_probes import tune_probes
-from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.newton import Concave, Optimum, maximize
 from lapwing.evidence.objective import CovarianceEvidence, Fit, SpectralEvidence
 from lapwing.evidence.tuning import Setting, Tuning
-from lapwing.likelihoods import Likelihood
-from lapwing.posterior import Tempered, resolve_temperature
+from lapwing.posterior import Belief
 
 BOUNDS = (1e-10, 1e10)
 
 
 def tune_evidence(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
+    belief: Belief,
     groups: Groups,
     *,
-    mean: Tensor,
-    start: float | Tensor = 1.0,
-    center: float | Tensor = 0.0,
-    temperature: float | Tensor | Tempered = 1.0,
     learn: Sequence[str] = ("prior",),
     bounds: tuple[float, float] = BOUNDS,
     tolerance: float = 1e-10,
 ) -> Tuning:
     """Maximize the log evidence over one precision per group and, with "noise" in `learn`, the dispersion φ.
 
-    `mean` is θ̂ (P,), `center` the prior mean, `start` the first precisions, () or (G,). The function is concave in
-    (log τ, log φ) [MATH, Convexity], so Newton converges from any start to the only maximum, up to `tolerance` nats.
-    A group whose maximum lies at infinity ends at a bound and a message says so. A group without curvature is left at
-    its start: the evidence says nothing about it. No data are read, but by matrix-free curvature (`tune_probes`).
+    The search starts at the precisions of the belief. The function is concave in (log τ, log φ), so Newton converges
+    from any start to the only maximum, up to `tolerance` nats. A group whose maximum lies at infinity ends at a bound
+    and a message says so. A group without curvature is left at its start: the evidence says nothing about it. No data
+    are read, except by matrix-free curvature (`tune_probes`).
+
+        tuning = tune_evidence(la.belief, Groups.scalar(la.params.size))
     """
-    if curvature.matrix.iterative:
-        return tune_probes(
-            curvature, likelihood, groups, mean=mean, start=start, center=center, temperature=temperature, learn=learn
-        )
+    if belief.curvature.matrix.iterative:
+        return tune_probes(belief, groups, learn=learn)
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
         raise ValueError(
             f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}; it grows without limit "
             "or vanishes with the temperature, which needs held-out data"
         )
-    tempered = resolve_temperature(temperature)
-    squares = groups.total((mean.detach().double() - _flat(center, mean)).square())
-    fit = _fit(curvature, likelihood, tempered, "noise" in learn)
-    objective, informed = _objective(curvature, groups, squares, fit, tempered)
-    first = torch.as_tensor(start, dtype=torch.float64, device=squares.device).detach().expand(groups.count)
+    fit = _fit(belief, "noise" in learn)
+    objective, informed = _objective(belief, groups, fit)
+    squares = groups.squares(belief)
+    first = groups.precisions(belief).to(squares.device)
     low, high = (torch.full_like(squares, math.log(bound)) for bound in bounds)
     fixed = ~informed if "prior" in learn else torch.ones_like(informed)
     low, high = torch.where(fixed, first.log(), low), torch.where(fixed, first.log(), high)
@@ -65,8 +57,8 @@ def tune_evidence(
         possible = _lifted(objective, x, low, high, groups.count)
         begin = objective.value(x.clamp(low, high)).item()
         found = maximize(objective, possible, low, high, tolerance=tolerance)
-    messages = _messages(found, groups, squares, fixed if "prior" in learn else None, low, high)
-    return _tuning(found, x, begin, groups, fit, likelihood, tempered, center, messages)
+    messages = _messages(found, groups, fixed if "prior" in learn else None, low, high)
+    return _tuning(found, x, begin, groups, fit, belief, messages)
 
 
 def _lifted(objective: Concave, x: Tensor, low: Tensor, high: Tensor, count: int) -> Tensor:
@@ -83,15 +75,11 @@ def _lifted(objective: Concave, x: Tensor, low: Tensor, high: Tensor, count: int
     raise NotPositiveDefinite("no prior precision up to the upper bound makes the posterior positive definite")
 
 
-def _flat(center: float | Tensor, mean: Tensor) -> Tensor:
-    return torch.as_tensor(center, dtype=torch.float64, device=mean.device).detach()
-
-
-def _fit(curvature: FittedCurvature, likelihood: Likelihood, tempered: Tempered, learned: bool) -> Fit:
+def _fit(belief: Belief, learned: bool) -> Fit:
+    likelihood, statistics = belief.likelihood, belief.curvature.statistics
     if learned and not likelihood.dispersion_name:
         raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
-    statistics = curvature.statistics
-    T = torch.as_tensor(tempered.T, dtype=torch.float64, device=statistics.device).detach()
+    T = torch.as_tensor(belief.temperature.T, dtype=torch.float64, device=statistics.device).detach()
     start = likelihood.dispersion.detach().double().log().to(statistics.device)
 
     def log_likelihood(log_dispersion: Tensor) -> Tensor:
@@ -99,20 +87,18 @@ def _fit(curvature: FittedCurvature, likelihood: Likelihood, tempered: Tempered,
             return T * likelihood.log_likelihood(statistics).detach()
         return T * likelihood.with_dispersion(log_dispersion.exp()).log_likelihood(statistics)
 
-    return Fit(log_likelihood, start, curvature.dispersion_power, learned)
+    return Fit(log_likelihood, start, belief.curvature.dispersion_power, learned)
 
 
-def _objective(
-    curvature: FittedCurvature, groups: Groups, squares: Tensor, fit: Fit, tempered: Tempered
-) -> tuple[Concave, Tensor]:
+def _objective(belief: Belief, groups: Groups, fit: Fit) -> tuple[Concave, Tensor]:
     """The evidence as a function of log τ and log φ, and which groups it says anything about, (G,)."""
-    matrix = curvature.matrix
+    matrix = belief.curvature.matrix
     if groups.size != matrix.size:
         raise IncompatiblePrior(f"groups of {groups.size} weights do not fit a curvature over {matrix.size}")
-    T = torch.as_tensor(tempered.T, dtype=torch.float64).item()
-    prior_scale = T if tempered.prior else 1.0
+    T = float(belief.temperature.T)
+    prior_scale = T if belief.temperature.prior else 1.0
     scaled = matrix.scale(T / prior_scale)  # τ' = prior_scale·τ: shift log τ, so that both forms are one
-    squares = squares * prior_scale
+    squares = groups.squares(belief) * prior_scale
     informed = groups.total((matrix.diagonal().detach().double() > 0).double()) > 0
     spectrum = scaled.grouped_eigenvalues(groups.index)
     if spectrum is None or bool((spectrum[0] < 0).any()):
@@ -122,9 +108,7 @@ def _objective(
     return SpectralEvidence(values[seen].log(), group.to(values.device)[seen], squares, fit), informed
 
 
-def _messages(
-    found: Optimum, groups: Groups, squares: Tensor, silent: Tensor | None, low: Tensor, high: Tensor
-) -> tuple[str, ...]:
+def _messages(found: Optimum, groups: Groups, silent: Tensor | None, low: Tensor, high: Tensor) -> tuple[str, ...]:
     messages = []
     count = groups.count
     if silent is not None:
@@ -149,33 +133,15 @@ def _named(groups: Groups, which: Tensor, what: str, shown: int = 3) -> list[str
 
 
 def _tuning(
-    found: Optimum,
-    x: Tensor,
-    begin: float,
-    groups: Groups,
-    fit: Fit,
-    likelihood: Likelihood,
-    tempered: Tempered,
-    center: float | Tensor,
-    messages: tuple[str, ...],
+    found: Optimum, x: Tensor, begin: float, groups: Groups, fit: Fit, belief: Belief, messages: tuple[str, ...]
 ) -> Tuning:
-    T = torch.as_tensor(tempered.T, dtype=torch.float64).item()
     settings = []
     for point in (x, found.x):
         log_tau, u = fit.split(point)
-        settings.append(Setting(log_tau.exp(), T, u.exp().item() if fit.learned else None))
-    chosen = settings[1]
-    likelihood = likelihood if chosen.dispersion is None else likelihood.with_dispersion(chosen.dispersion)
+        dispersion = u.exp().item() if fit.learned else None
+        settings.append(Setting(log_tau.exp(), float(belief.temperature.T), dispersion))
     scores = torch.tensor([-begin, -found.value], dtype=torch.float64)
-    return Tuning(
-        "evidence",
-        tuple(settings),
-        scores,
-        1,
-        groups.prior(chosen.precision, center),
-        tempered,
-        likelihood,
-        found.iterations,
-        found.converged,
+    return Tuning.of(
+        "evidence", belief, groups, settings, scores, 1, iterations=found.iterations, converged=found.converged,
         messages=messages,
-    )
+    )  # fmt: skip

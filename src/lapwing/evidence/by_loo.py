@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.evidence.by_validation import MEMORY, search
-from lapwing.evidence.evidence import FittedCurvature
+from lapwing.evidence.by_validation import MEMORY, tune_validation
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.scoring import Score
 from lapwing.evidence.sweep import Batch, Sweep
 from lapwing.evidence.tuning import Rule, Setting, Tuning, lowest
-from lapwing.likelihoods import Likelihood
-from lapwing.posterior import Tempered
+from lapwing.posterior import Belief
 
 LEVERAGE = 0.98  # the most that a datum may be taken to determine of its own prediction
 TRUSTED = 0.01  # share of data beyond it above which the score is not to be trusted
@@ -26,62 +24,41 @@ CAUTION = (
 
 
 def tune_loo(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
+    belief: Belief,
     groups: Groups,
     batches: Iterable[Batch],
     *,
-    start: float | Tensor = 1.0,
-    center: float | Tensor = 0.0,
-    temperature: float | Tensor | Tempered = 1.0,
-    logit_temperature: float = 1.0,
     learn: Sequence[str] | None = None,
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
     rule: Rule = lowest,
     memory: int = MEMORY,
-    split: float | None = None,
 ) -> Tuning:
     """Minimize −Σ log ∫ p(y_n|f) N(f; f₋ₙ, V₋ₙ) df over a grid, with the training data as `batches`.
 
     V₋ₙ = (I − c V_n Λ_n)⁻¹ V_n and f₋ₙ = f_n − c V₋ₙ ∇_f log p, c = T/φ, are the moments without datum n; exact for a
-    linear-Gaussian model at its mode. The mean is moved once, at the precision that `start` and `temperature` give (the
+    linear-Gaussian model at its mode. The mean is moved once, at the precision and temperature of the belief (the
     network was trained there), and only V is swept: otherwise a large τ scores the training NLL. A datum whose leverage
     c V_n Λ_n reaches one is clamped, and the result says how many were. Without `learn`: the prior, a noise that the
     fit estimated, and what `grid` has candidates for.
     """
     if learn is None:
-        default = ("prior", "noise") if likelihood.learns_dispersion else ("prior",)
+        default = ("prior", "noise") if belief.likelihood.learns_dispersion else ("prior",)
         learn = tuple(dict.fromkeys((*default, *(grid or {}))))
-    if curvature.dispersion_power != 1:
+    if belief.curvature.dispersion_power != 1:
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")
     clamped: list[float] = []
 
     def prepare(sweep: Sweep, setting: Setting) -> Sweep:
-        removal = Removal(likelihood.factor(*sweep.flat))
+        removal = Removal(belief.likelihood.factor(*sweep.flat))
         moved, share = removal.means(sweep, setting)
         clamped.append(share)
         return replace(sweep, f=moved, adjust=removal)
 
-    tuning = search(
-        curvature,
-        likelihood,
-        groups,
-        batches,
-        start=start,
-        center=center,
-        temperature=temperature,
-        logit_temperature=logit_temperature,
-        learn=learn,
-        grid=grid,
-        score=score,
-        rule=rule,
-        steps=0,
-        memory=memory,
-        split=split,
-        method="loo",
-        prepare=prepare,
-    )
+    tuning = tune_validation(
+        belief, groups, batches,
+        learn=learn, grid=grid, score=score, rule=rule, steps=0, memory=memory, method="loo", prepare=prepare,
+    )  # fmt: skip
     notes = [CAUTION]
     if clamped[0] > TRUSTED:
         notes.append(f"not to be trusted here: {clamped[0]:.1%} of the data have a leverage above {LEVERAGE}")

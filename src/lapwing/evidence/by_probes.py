@@ -2,30 +2,25 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.evidence.evidence import FittedCurvature, log_evidence
+from lapwing.evidence.evidence import evidence_of
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import Setting, Tuning
-from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD
-from lapwing.posterior import Tempered, resolve_temperature
+from lapwing.posterior import Belief
 
 BOUNDS = (1e-10, 1e10)
 
 
 def tune_probes(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
+    belief: Belief,
     groups: Groups,
     *,
-    mean: Tensor,
-    start: float | Tensor = 1.0,
-    center: float | Tensor = 0.0,
-    temperature: float | Tensor | Tempered = 1.0,
     learn: Sequence[str] = ("prior",),
     tolerance: float = 1e-3,
     iterations: int = 30,
@@ -39,82 +34,60 @@ def tune_probes(
     `samples` takes γ_g = E Σ_{p∈g} z_p (cGz)_p over so many posterior samples z instead, with fixed noise: EM by
     sample-then-optimize (Antorán et al. 2023), for a posterior that has no sketch to deflate by.
     """
-    if not curvature.matrix.iterative:
+    if not belief.curvature.matrix.iterative:
         raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
         raise ValueError(f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}")
+    likelihood = belief.likelihood
     if "noise" in learn and not likelihood.dispersion_name:
         raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
-    tempered = resolve_temperature(temperature)
-    offset = mean.detach().double() - torch.as_tensor(center, dtype=torch.float64, device=mean.device).detach()
-    squares = groups.total(offset.square())
-    tau = torch.as_tensor(start, dtype=torch.float64, device=mean.device).detach().expand(groups.count).clone()
-    first = Setting(tau.clone(), float(tempered.T), _dispersion(likelihood, learn))
-    family, moved, step = likelihood, math.inf, 0
+    squares = groups.squares(belief)
+    tau = groups.precisions(belief).to(squares.device)
+    first, begin = tau, groups.applied(belief, tau)
+    belief = begin
+    prior_scale = float(belief.temperature.prior_scale)
+    moved, step = math.inf, 0
     while moved > tolerance and step < iterations:
-        gamma = _effective(curvature, groups, tau, family, tempered, samples)
+        gamma = _effective(belief, groups, samples)
         moved, step = 0.0, step + 1
         if "prior" in learn:
             known = (gamma > 0) & (squares > 0)
-            scale = float(tempered.T) if tempered.prior else 1.0
-            fresh = torch.where(known, gamma.clamp(min=1e-12) / (scale * squares.clamp(min=1e-300)), tau).clamp(*BOUNDS)
+            best = gamma.clamp(min=1e-12) / (prior_scale * squares.clamp(min=1e-300))
+            fresh = torch.where(known, best, tau).clamp(*BOUNDS)
             moved, tau = float((fresh / tau).log().abs().max()), fresh
+            belief = groups.applied(belief, tau)
         if "noise" in learn:
-            before = float(family.dispersion)
-            step_ahead = family.dispersion_step(curvature.statistics, gamma.sum() / float(tempered.T))
-            family = family.with_dispersion(before * math.exp(float(step_ahead)))
-            moved = max(moved, abs(math.log(float(family.dispersion) / before)))
-    chosen = Setting(tau, float(tempered.T), _dispersion(family, learn))
-    scores = [
-        -_value(curvature, groups, setting, f, mean, center, tempered)
-        for setting, f in ((first, likelihood), (chosen, family))
-    ]
-    scaled, prior = _sum(curvature, groups, tau, family, tempered)
+            taken = gamma.sum() / float(belief.temperature.T)
+            ahead = float(belief.likelihood.dispersion_step(belief.curvature.statistics, taken))
+            likelihood = belief.likelihood.with_dispersion(float(belief.likelihood.dispersion) * math.exp(ahead))
+            belief, moved = replace(belief, likelihood=likelihood), max(moved, abs(ahead))
+    settings = [_setting(values, each, learn) for values, each in ((first, begin), (tau, belief))]
+    with torch.no_grad():
+        scores = torch.tensor([-float(evidence_of(each)) for each in (begin, belief)], dtype=torch.float64)
+    scaled, prior = _sum(belief)
     error = (scaled + prior).logdet_error() / 2
     messages = [f"matrix-free: the log evidence has a standard error of {error:.3g}"]
     if moved > tolerance:
         messages.append(f"not converged after {step} iterations: a logarithm still moves by {moved:.3g}")
-    return Tuning(
-        "evidence", (first, chosen), torch.tensor(scores, dtype=torch.float64), 1, groups.prior(tau, center), tempered,
-        family, step, moved <= tolerance, messages=tuple(messages),
+    return Tuning.of(
+        "evidence", belief, groups, settings, scores, 1, iterations=step, converged=moved <= tolerance,
+        messages=tuple(messages),
     )  # fmt: skip
 
 
-def _dispersion(likelihood: Likelihood, learn: Sequence[str]) -> float | None:
-    return float(likelihood.dispersion) if "noise" in learn else None
+def _setting(precision: Tensor, belief: Belief, learn: Sequence[str]) -> Setting:
+    dispersion = float(belief.likelihood.dispersion) if "noise" in learn else None
+    return Setting(precision, float(belief.temperature.T), dispersion)
 
 
-def _sum(
-    curvature: FittedCurvature, groups: Groups, tau: Tensor, likelihood: Likelihood, tempered: Tempered
-) -> tuple[PSD, PSD]:
+def _sum(belief: Belief) -> tuple[PSD, PSD]:
     """The two terms of the posterior precision: T/φ·H and the prior."""
-    scale = tempered.likelihood_scale(likelihood.dispersion.detach(), curvature.dispersion_power)
-    return curvature.matrix.scale(scale), groups.diagonal(tau).scale(tempered.prior_scale)
+    prior = belief.resolved_prior[1].scale(belief.temperature.prior_scale)
+    return belief.curvature.matrix.scale(belief.scale.detach()), prior
 
 
-def _effective(
-    curvature: FittedCurvature,
-    groups: Groups,
-    tau: Tensor,
-    likelihood: Likelihood,
-    tempered: Tempered,
-    samples: int | None,
-) -> Tensor:
+def _effective(belief: Belief, groups: Groups, samples: int | None) -> Tensor:
     """γ_g of every group, (G,)."""
-    scaled, prior = _sum(curvature, groups, tau, likelihood, tempered)
+    scaled, prior = _sum(belief)
     return groups.total(scaled.determined_shares(prior, samples))
-
-
-def _value(
-    curvature: FittedCurvature,
-    groups: Groups,
-    setting: Setting,
-    likelihood: Likelihood,
-    mean: Tensor,
-    center: float | Tensor,
-    tempered: Tempered,
-) -> float:
-    prior = torch.as_tensor(center, dtype=torch.float64, device=mean.device), groups.diagonal(setting.precision)
-    with torch.no_grad():
-        return float(log_evidence(curvature, prior, likelihood, mean=mean.double(), temperature=tempered))

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lapwing.evidence.candidates import GRID, Candidates, box_of, check_learned, default_learn, log_spreads, noise_grid
 from lapwing.evidence.descent import descend, fit_logits, wider
-from lapwing.evidence.evidence import FittedCurvature
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.nodes import Nodes
 from lapwing.evidence.scoring import (
@@ -21,11 +20,8 @@ from lapwing.evidence.scoring import (
 )
 from lapwing.evidence.sweep import Batch, Sweep, collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
-from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD
-from lapwing.posterior import Tempered, resolve_temperature
+from lapwing.posterior import Belief
 
-DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 BISECTIONS = 3  # of the decade between two priors of the grid
 OPTIONAL = ("temperature",)  # what is learned by default only where it is of use
 HELD_NOISE = 2.0  # items that the noise in force counts as where the network without a posterior has its noise fitted
@@ -33,120 +29,77 @@ MEMORY = 2 * 1024**3
 
 
 def tune_validation(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
+    belief: Belief,
     groups: Groups,
     batches: Iterable[Batch],
     *,
-    start: float | Tensor = 1.0,
-    center: float | Tensor = 0.0,
-    temperature: float | Tensor | Tempered = 1.0,
-    logit_temperature: float = 1.0,
     learn: Sequence[str] | None = None,
     grid: Mapping[str, Sequence[float]] | None = None,
     score: Score | None = None,
     rule: Rule = lowest,
     steps: int = 20,
     memory: int = MEMORY,
-    split: float | None = None,
+    method: str = "validation",
+    prepare: Callable[[Sweep, Setting], Sweep] | None = None,
 ) -> Tuning:
     """Minimize the NLL of held-out data over precisions (one per group), temperature and noise.
 
     `batches` yields (f (B, *event, C), canonical targets, rows of ∂f/∂θ) and is read once. Every candidate of the grid
-    (a common precision × temperatures × noise levels, as standard deviations) is scored afresh under the link that
-    prediction will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network
-    without a posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps
-    the value given by `start` (() or (G,)), `temperature` and `likelihood`. Without `learn`: the prior; the temperature
-    where the data tell inputs apart (`tells_apart`); the logit temperature, or a noise that the fit estimated.
+    (a common precision × temperatures × noise levels, as standard deviations) is scored under the link that prediction
+    will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network without a
+    posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps the value
+    that the belief has. Without `learn`: the prior; the temperature where the data tell inputs apart (`tells_apart`);
+    the logit temperature, or a noise that the fit estimated. `prepare` may change what the pass has kept, given the
+    setting in force (leave-one-out does).
 
-    `split` = √n tunes Ritter's factored damping of Kronecker blocks instead of the exact sum (`factored_precision`).
-    The covariances come from a rational approximation in τ/T whose relative error is bounded and reported.
+    A damped belief is tuned as it is (`factored_precision`). The covariances come from a rational approximation in τ/T
+    whose relative error is bounded and reported.
     """
-    return search(
-        curvature,
-        likelihood,
-        groups,
-        batches,
-        start=start,
-        center=center,
-        temperature=temperature,
-        logit_temperature=logit_temperature,
-        learn=learn,
-        grid=grid,
-        score=score,
-        rule=rule,
-        steps=steps,
-        memory=memory,
-        split=split,
-        method="validation",
-    )
-
-
-def search(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
-    groups: Groups,
-    batches: Iterable[Batch],
-    *,
-    start: float | Tensor,
-    center: float | Tensor,
-    temperature: float | Tensor | Tempered,
-    logit_temperature: float,
-    learn: Sequence[str] | None,
-    grid: Mapping[str, Sequence[float]] | None,
-    score: Score | None,
-    rule: Rule,
-    steps: int,
-    memory: int,
-    split: float | None,
-    method: str,
-    prepare: Callable[[Sweep, Setting], Sweep] | None = None,
-) -> Tuning:
-    """The pass, the grid, the descent and the choice. `prepare` sees the pass and the setting that is now in force."""
     optional = tuple({*OPTIONAL} - {*(grid or {})}) if learn is None else ()
     if learn is None:
-        learn = tuple(dict.fromkeys((*default_learn(likelihood), *(grid or {}))))
-    learned = check_learned(learn, grid, likelihood)
-    tempered = resolve_temperature(temperature)
-    first = torch.as_tensor(start, dtype=torch.float64).detach().cpu().expand(groups.count)
-    T = torch.as_tensor(tempered.T, dtype=torch.float64).item()
+        learn = tuple(dict.fromkeys((*default_learn(belief.likelihood), *(grid or {}))))
+    learned = check_learned(learn, grid, belief.likelihood)
+    T, scaling = float(belief.temperature.T), belief.logit_temperature
+    now = Setting(groups.precisions(belief), T, logit_temperature=scaling)
     usual = GRID
     if "noise" in learned and "noise" not in (grid or {}):
-        noises, batches = noise_grid(batches, likelihood)
+        noises, batches = noise_grid(batches, belief.likelihood)
         usual = {**GRID, "noise": noises}
-    candidates = Candidates.of(learned, grid or {}, first, T, likelihood, logit_temperature, optional, usual)
-    spanned = candidates.box if prepare is None else candidates.including(first, T, likelihood).box
-    span = _span(spanned, curvature.dispersion_power, tempered.prior)
-    nodes = _spanning(span, curvature.matrix, split)
-    sweep = collect(
-        curvature.matrix,
+    candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, optional, usual)
+    box = candidates.box if prepare is None else candidates.including(now).box
+    sweep = collect(belief, groups, batches, nodes_spanning(belief, box), score=score or linked(), memory=memory)
+    sweep = sweep if prepare is None else prepare(sweep, now)
+    found = search(sweep, candidates, rule=rule, steps=steps)
+    return Tuning.of(
+        method,
+        belief,
         groups,
-        batches,
-        nodes,
-        likelihood,
-        power=curvature.dispersion_power,
-        tempers_prior=tempered.prior,
-        score=score or linked(),
-        memory=memory,
-        split=split,
-    )
-    sweep = sweep if prepare is None else prepare(sweep, Setting(first, T))
-    return tune_sweep(
-        sweep, groups, candidates, center=center, temperature=tempered, rule=rule, steps=steps, method=method
+        found.trials.settings,
+        found.trials.scores,
+        found.best,
+        iterations=found.iterations,
+        baselines={name: losses.mean().item() for name, losses in found.trials.baselines.items()},
+        messages=found.messages,
+        logit_temperature=found.setting.logit_temperature,
     )
 
 
-def tune_sweep(
-    sweep: Sweep,
-    groups: Groups,
-    candidates: Candidates,
-    *,
-    center: float | Tensor = 0.0,
-    temperature: float | Tensor | Tempered = 1.0,
-    rule: Rule = lowest,
-    steps: int = 20,
-    method: str = "validation",
-) -> Tuning:
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search tried, which setting it chose, and what to know about it."""
+
+    trials: Trials
+    best: int
+    iterations: int
+    messages: tuple[str, ...]
+
+    @property
+    def setting(self) -> Setting:
+        """The chosen setting."""
+        return self.trials.settings[self.best]
+
+
+def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: int = 20) -> Found:
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
     given, candidates = candidates, candidates.settled(sweep)
@@ -161,7 +114,7 @@ def tune_sweep(
         refined, iterations = descend(sweep, start, candidates.box, free, steps, near)
         settings.append(refined)
         losses.append(sweep.losses(refined))
-    if "prior" in candidates.given and groups.count > 1:
+    if "prior" in candidates.given and len(settings[0].precision) > 1:
         settings, losses = _by_group(sweep, candidates, settings, losses)
     count = len(settings)
     limits = [*_limits(sweep, candidates), _limit(sweep, None, candidates.logit_temperature)]
@@ -174,9 +127,12 @@ def tune_sweep(
     trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred), reference)
     if steps and "prior" in free and rule is not lowest:
         trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
-    tempered = resolve_temperature(temperature)
-    tuning = _choose(sweep, groups, trials, candidates, rule, tempered, center, iterations, method)
-    return replace(tuning, messages=(*_settled(sweep, given, learned), *tuning.messages))
+    best = trials.choose(rule)
+    if "logit_temperature" in free and not trials.settings[best].deterministic:
+        trials = _polished(sweep, trials, best, near)
+        best = len(trials.settings) - 1
+    messages = (*_settled(sweep, given, learned), *_messages(sweep, trials, best, candidates))
+    return Found(trials, best, iterations, messages)
 
 
 def _by_group(
@@ -227,59 +183,17 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
     return low * quiet**power / most, high * loud**power / least
 
 
-def nodes_for(
-    curvature: FittedCurvature,
-    precision: Tensor,
-    temperatures: Sequence[float],
-    likelihood: Likelihood,
-    tempers_prior: bool,
-    split: float | None = None,
-) -> Nodes:
-    """Nodes that serve these precisions at these temperatures."""
-    box = box_of([precision], temperatures, [likelihood.dispersion.item()], ())
-    span = _span(box, curvature.dispersion_power, tempers_prior)
-    return _spanning(span, curvature.matrix, split)
-
-
-def _spanning(span: tuple[float, float], matrix: PSD, split: float | None) -> Nodes:
-    """Nodes between two shifts of a matrix; with a `split`, for factors that are damped one by one."""
+def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
+    """Nodes that serve every setting in the box; of a damped belief, also for factors that are damped one by one."""
+    matrix, split = belief.curvature.matrix, belief.split
+    span = _span(box, belief.curvature.dispersion_power, belief.temperature.prior)
     largest_factor = None if split is None else matrix.largest_damped(split)
     return Nodes.spanning(*span, matrix.largest_eigenvalue(), largest_factor)
 
 
-def _choose(
-    sweep: Sweep,
-    groups: Groups,
-    trials: Trials,
-    candidates: Candidates,
-    rule: Rule,
-    tempered: Tempered,
-    center: float | Tensor,
-    iterations: int,
-    method: str,
-) -> Tuning:
-    best = trials.choose(rule)
-    setting = trials.settings[best]
-    if "logit_temperature" in candidates.free and not setting.deterministic:
-        trials = _polished(sweep, trials, best, candidates.near(sweep))
-        best = len(trials.settings) - 1
-        setting = trials.settings[best]
-    precision = torch.full((groups.count,), DETERMINISTIC).double() if setting.deterministic else setting.precision
-    T = tempered.T if setting.deterministic else setting.temperature
-    likelihood = sweep.likelihood
-    return Tuning(
-        method,
-        trials.settings,
-        trials.scores,
-        best,
-        groups.prior(precision, center),
-        Tempered(T, tempered.prior),
-        likelihood if setting.dispersion is None else likelihood.with_dispersion(setting.dispersion),
-        iterations,
-        baselines={name: losses.mean().item() for name, losses in trials.baselines.items()},
-        messages=_messages(sweep, trials, best, candidates),
-        logit_temperature=setting.logit_temperature,
-    )
+def nodes_for(belief: Belief, precision: Tensor, temperatures: Sequence[float]) -> Nodes:
+    """Nodes that serve these precisions at these temperatures."""
+    return nodes_spanning(belief, box_of([precision], temperatures, [belief.likelihood.dispersion.item()], ()))
 
 
 def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Trials:

@@ -88,10 +88,8 @@ class Candidates:
         cls,
         learned: tuple[str, ...],
         grid: Mapping[str, Sequence[float]],
-        precision: Tensor,
-        temperature: float,
+        now: Setting,
         likelihood: Likelihood,
-        logit_temperature: float = 1.0,
         optional: tuple[str, ...] = (),
         usual: Mapping[str, Sequence[float]] = GRID,
     ) -> "Candidates":
@@ -100,13 +98,15 @@ class Candidates:
         fitted = "logit_temperature" in learned
         return cls(
             learned,
-            tuple(torch.full_like(precision, v) for v in chosen["prior"]) if "prior" in learned else (precision,),
-            tuple(map(float, chosen["temperature"])) if "temperature" in learned else (temperature,),
+            tuple(torch.full_like(now.precision, v) for v in chosen["prior"])
+            if "prior" in learned
+            else (now.precision,),
+            tuple(map(float, chosen["temperature"])) if "temperature" in learned else (now.temperature,),
             tuple(float(sigma) ** 2 for sigma in chosen["noise"]) if "noise" in learned else (None,),
-            tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (logit_temperature,),
+            tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (now.logit_temperature,),
             likelihood.dispersion.item(),
-            logit_temperature,
-            temperature,
+            now.logit_temperature,
+            now.temperature,
             optional,
             tuple(name for name in learned if name in grid),
         )
@@ -118,11 +118,11 @@ class Candidates:
             found = replace(found, learned=_without("temperature", found.learned), temperatures=(self.temperature,))
         return found
 
-    def including(self, precision: Tensor, temperature: float, likelihood: Likelihood) -> "Candidates":
-        """With one more value of each."""
-        more = (*self.dispersions, likelihood.dispersion.item())
-        precisions, temperatures = (*self.precisions, precision), (*self.temperatures, temperature)
-        return replace(self, precisions=precisions, temperatures=temperatures, dispersions=more)
+    def including(self, now: Setting) -> "Candidates":
+        """With one more value of each, those in force."""
+        precisions, temperatures = (*self.precisions, now.precision), (*self.temperatures, now.temperature)
+        dispersions = (*self.dispersions, self.dispersion)
+        return replace(self, precisions=precisions, temperatures=temperatures, dispersions=dispersions)
 
     @property
     def free(self) -> tuple[str, ...]:

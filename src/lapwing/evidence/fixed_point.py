@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.evidence.evidence import FittedCurvature
+from lapwing.curvature import Curvature
 from lapwing.evidence.groups import Groups
 from lapwing.likelihoods import Likelihood
+from lapwing.posterior import Belief
 
 ITERATIONS = 60
 TOLERANCE = 1e-3  # in log-precision, a step: the weights move on anyway
@@ -33,24 +34,22 @@ class Moved:
 
 
 def move(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
+    belief: Belief,
     groups: Groups,
-    *,
-    mean: Tensor,
     precision: Tensor,
-    center: float | Tensor = 0.0,
+    *,
     learn: tuple[str, ...] = ("prior",),
     reach: float = 1.0,
     bounds: tuple[float, float] = BOUNDS,
     tolerance: float = TOLERANCE,
 ) -> Moved:
-    """Go towards the maximum of the evidence, by at most `reach` in each log τ and in log φ.
+    """Go from `precision` (G,) and the belief's noise towards the maximum of the evidence.
 
-    A group without curvature keeps its precision: the evidence says nothing of it.
+    Each log τ and log φ moves by at most `reach`. A group without curvature keeps its precision: the evidence says
+    nothing about it.
     """
-    offset = mean.double() - torch.as_tensor(center, dtype=torch.float64, device=mean.device)
-    squares = groups.total(offset.square())
+    curvature, likelihood = belief.curvature, belief.likelihood
+    squares = groups.squares(belief)
     start = precision.double().log()
     noise = likelihood.dispersion.detach().double().log()
     low, high = (torch.tensor(b, dtype=torch.float64, device=start.device).log() for b in bounds)
@@ -77,7 +76,7 @@ def move(
     return Moved(x.exp(), told, value.item(), effective.sum().item())
 
 
-def _effective(curvature: FittedCurvature, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def _effective(curvature: Curvature, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """log|H/φᵏ + Π| − log|Π| and γ (G,)."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()

@@ -1,13 +1,14 @@
 """Which weights share one prior precision."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lapwing.errors import IncompatiblePrior, UnsupportedOperation
 from lapwing.linalg import Diagonal
-from lapwing.posterior import Prior
+from lapwing.posterior import Belief, Prior
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,21 @@ class Groups:
         flat = torch.repeat_interleave(torch.tensor([where[name] for name in names]), torch.tensor(list(sizes)))
         return cls(flat if index is None else flat[index.cpu()], len(blocks), tuple(map(tuple, blocks)))
 
+    @classmethod
+    def of_prior(cls, belief: Belief) -> tuple["Groups", Tensor]:
+        """The fewest groups in which the prior of a belief is constant, and its precision in each."""
+        params, precision = belief.curvature.params, belief.resolved_prior[1].diagonal().detach().double().cpu()
+        assert params is not None
+        kinds = (
+            cls.scalar(params.size),
+            cls.layerwise(belief.curvature.names, params.names, params.sizes, params.index),
+        )
+        for groups in kinds:
+            values = groups.precisions(belief)
+            if torch.allclose(groups.expand(values), precision, rtol=1e-9):
+                return groups, values
+        raise IncompatiblePrior("a curve needs a prior that is constant per block; use a scalar or layerwise prior")
+
     @property
     def size(self) -> int:
         """P, the number of weights."""
@@ -89,3 +105,20 @@ class Groups:
         if self.members:
             return Prior.per_block(values.tolist(), self.members, mean)
         return Prior(values.item() if self.count == 1 else values, mean)
+
+    def precisions(self, belief: Belief) -> Tensor:
+        """The prior precisions of a belief, averaged geometrically over each group, (G,)."""
+        matrix = belief.resolved_prior[1]
+        if not matrix.is_diagonal:
+            raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
+        logs = matrix.diagonal().detach().double().log().cpu()
+        counts = self.total(torch.ones_like(logs))
+        return (self.total(logs) / counts.clamp(min=1)).exp()
+
+    def squares(self, belief: Belief) -> Tensor:
+        """‖θ̂ − μ₀‖² over each group, (G,) float64."""
+        return self.total(belief.offset.detach().square())
+
+    def applied(self, belief: Belief, values: Tensor) -> Belief:
+        """The belief with precision values[g] on group g; gradients flow into the values."""
+        return replace(belief, prior=Prior(self.diagonal(values), belief.prior.mean))

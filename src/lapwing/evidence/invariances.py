@@ -25,6 +25,7 @@ from lapwing.evidence.groups import Groups
 from lapwing.evidence.partition import partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan, select_names
+from lapwing.posterior import Belief, Prior
 
 PRIOR_SAMPLES = 256  # images that a step of the precisions reads
 
@@ -176,7 +177,7 @@ def _precisions(
     network = Network(averaged, Params.of(averaged, names), family.outputs)
     problem = pose(network, Batches(batches, averaged, network.params.device), family, progress=False)
     curvature = estimate_curvature(problem, Kron(), n_data)
-    return move(curvature, family, groups, mean=network.params.flat, precision=tau).precision
+    return move(Belief(curvature, Prior(1.0), family), groups, tau).precision
 
 
 def _by_block(plan: Plan, module: nn.Module) -> list[tuple[int, Any]]:

@@ -12,8 +12,10 @@ from lapwing.errors import NotConverged
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD
 from lapwing.linalg.krylov import conjugate_gradients
+from lapwing.model import Batches, Network
 from lapwing.model.batches import Batch
 from lapwing.model.products import Products
+from lapwing.posterior import Belief
 
 NEWTON, BACKTRACKS = 50, 20
 
@@ -76,12 +78,24 @@ class LinearModel:
         return lambda v: self.scale * self.products.ggn(v, middle, "linear mode") + self.prior.matvec(v).double()
 
 
-def linear_mode(model: LinearModel, weights: Tensor, precondition: PSD, *, tolerance: float = 1e-3) -> LinearMode:
-    """Newton's method with conjugate gradients, preconditioned by the posterior precision at hand.
+def linear_mode(
+    network: Network, belief: Belief, batches: Batches, *, tolerance: float = 1e-3, progress: bool | None = None
+) -> LinearMode:
+    """Find the mode of the linearized model by Newton's method with conjugate gradients.
 
-    Ends when the quadratic model promises less than `tolerance` nats. A step of Newton reads the data once for the
-    gradient, once a conjugate gradient, and once or more for its length.
+    The posterior precision at hand is the preconditioner. Ends when the quadratic model promises less than `tolerance`
+    nats. A step of Newton reads the data once for the gradient, once per conjugate gradient, and once or more for its
+    length.
     """
+    batches.require_reiterable("the mode of the linearized model")
+    model = LinearModel(
+        Products(network, batches, progress),
+        belief.likelihood,
+        float(belief.temperature.T) * belief.curvature.n_data / belief.curvature.seen,
+        belief.offset,
+        belief.prior_in_use[1].scale(belief.temperature.prior_scale),
+    )
+    precision = belief.posterior.precision
     delta = torch.zeros_like(model.offset)
     value = model.log_joint(delta[None])[0]
     used = 0
@@ -90,7 +104,7 @@ def linear_mode(model: LinearModel, weights: Tensor, precondition: PSD, *, toler
         solution = conjugate_gradients(
             model.curvature(delta),
             gradient[None],
-            precondition=lambda v: precondition.solve(v).double(),
+            precondition=lambda v: precision.solve(v).double(),
             tolerance=1e-5,
             iterations=500,
             unconverged="accept",
@@ -98,7 +112,7 @@ def linear_mode(model: LinearModel, weights: Tensor, precondition: PSD, *, toler
         used += solution.products
         move = solution.x[0]
         if 0.5 * (gradient * move).sum() <= tolerance:
-            return LinearMode(weights.double() + delta, value, step, used)
+            return LinearMode(belief.weights.double() + delta, value, step, used)
         delta, value = _advanced(model, delta, move, value)
     raise NotConverged(
         f"the mode of the linearized model was not reached in {NEWTON} steps of Newton's method: "

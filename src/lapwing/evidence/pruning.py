@@ -15,7 +15,7 @@ from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.shrinking import Layer, layers_of, shrunk
 from lapwing.linalg import PSD
 from lapwing.model import Params
-from lapwing.posterior import Posterior, Prior
+from lapwing.posterior import Belief
 
 
 class Fitted(Protocol):
@@ -26,9 +26,7 @@ class Fitted(Protocol):
     @property
     def params(self) -> Params: ...
     @property
-    def prior(self) -> Prior: ...
-    @property
-    def posterior(self) -> Posterior: ...
+    def belief(self) -> Belief: ...
 
 
 def _saliency(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
@@ -112,7 +110,7 @@ def prune(
         raise BadData(f"sparsity is a share of the weights in [0, 1), got {sparsity}")
     if la.params.index is not None:
         raise UnsupportedOperation("pruning needs whole parameters; this posterior is over single weights")
-    flat = SCORES[by](la.params.flat.double(), la.posterior.precision, generator)
+    flat = SCORES[by](la.params.flat.double(), la.belief.posterior.precision, generator)
     scores = {
         name: part.reshape(shape)
         for name, part, shape in zip(la.params.names, flat.split(la.params.sizes), la.params.shapes, strict=True)
@@ -197,8 +195,8 @@ def relevance(la: Fitted, parameter: str | None = None) -> Tensor:
     name = names[0] if parameter is None and names else parameter
     if name not in names:
         raise BadData(f"parameter is a selected weight with columns, one of {names}; got {parameter!r}")
-    _, prior = la.prior.resolve(params.names, params.sizes, torch.float64, params.device, index=params.index)
-    effective = 1 - prior.diagonal().double() * la.posterior.variance.double()
+    prior = la.belief.resolved_prior[1]
+    effective = 1 - prior.diagonal().double() * la.belief.posterior.variance.double()
     k = params.names.index(name)
     own = effective.split(params.sizes)[k].reshape(params.shapes[k])
     return own.transpose(0, 1).flatten(1).sum(1)

@@ -4,33 +4,21 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, TooLarge, UnsupportedOperation
 from lapwing.evidence.by_loo import LEVERAGE, tune_loo
-from lapwing.evidence.by_validation import DETERMINISTIC, MEMORY
-from lapwing.evidence.evidence import FittedCurvature
+from lapwing.evidence.by_validation import MEMORY
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.sweep import Batch
-from lapwing.evidence.tuning import Setting, Trials, Tuning
-from lapwing.likelihoods import Likelihood
-from lapwing.posterior import Tempered, resolve_temperature
+from lapwing.evidence.tuning import DETERMINISTIC, Setting, Trials, Tuning
+from lapwing.posterior import Belief
 
 SURE = 2.0  # standard errors that the gain over the network must exceed
 ASK = "tune on held-out data, tune(val_loader), or take what the evidence chose with method='evidence'"
 
 
 def keep_if_shown(
-    tuning: Tuning,
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
-    groups: Groups,
-    batches: Iterable[Batch] | None,
-    *,
-    center: float | Tensor = 0.0,
-    temperature: float | Tensor | Tempered = 1.0,
-    memory: int = MEMORY,
-    split: float | None = None,
+    tuning: Tuning, belief: Belief, groups: Groups, batches: Iterable[Batch] | None, *, memory: int = MEMORY
 ) -> Tuning:
     """The tuning itself where leave-one-out shows that its posterior predicts better; else the network without one.
 
@@ -39,41 +27,35 @@ def keep_if_shown(
     posterior: nothing can be shown then, and a posterior that would have helped is lost. None: no data, nothing shown.
     """
     if batches is None:
-        return _without(tuning, groups, center, f"there are no training data at hand to compare with; {ASK}")
+        return _without(tuning, belief, groups, f"there are no training data at hand to compare with; {ASK}")
     seen: list[Trials] = []
 
     def rule(trials: Trials) -> int:
         seen.append(trials)
         return 0
 
-    T = torch.as_tensor(resolve_temperature(temperature).T, dtype=torch.float64).item()
     try:
         found = tune_loo(
-            curvature,
-            likelihood,
+            replace(belief, prior=tuning.prior),
             groups,
             batches,
-            start=tuning.setting.precision,
-            center=center,
-            temperature=temperature,
             learn=("temperature",),
-            grid={"temperature": (T,)},
+            grid={"temperature": (float(belief.temperature.T),)},
             rule=rule,
             memory=memory,
-            split=split,
         )
     except (IncompatiblePrior, UnsupportedOperation, TooLarge) as refusal:
-        return _without(tuning, groups, center, f"leave-one-out has no answer here ({refusal}); {ASK}")
+        return _without(tuning, belief, groups, f"leave-one-out has no answer here ({refusal}); {ASK}")
     difference = (seen[0].losses[seen[0].home] - seen[0].losses[0]).double()
     gain, error = difference.mean().item(), difference.std().item() / len(difference) ** 0.5
     told = f"by leave-one-out of {len(difference)} training data it gains {gain:.2g} ± {error:.2g} nats per item"
     if gain > SURE * error and not any("not to be trusted" in message for message in found.messages):
         return replace(tuning, messages=(f"the posterior is kept: {told}", *tuning.messages))
     doubt = f", more than 1 % of which have a leverage above {LEVERAGE}" if gain > SURE * error else ""
-    return _without(tuning, groups, center, f"{told}{doubt}; {ASK}")
+    return _without(tuning, belief, groups, f"{told}{doubt}; {ASK}")
 
 
-def _without(tuning: Tuning, groups: Groups, center: float | Tensor, why: str) -> Tuning:
+def _without(tuning: Tuning, belief: Belief, groups: Groups, why: str) -> Tuning:
     """The network without a posterior, and why."""
     empty = torch.empty(0, dtype=torch.float64)
     limit = Setting(empty, tuning.setting.temperature, tuning.setting.dispersion, deterministic=True)
@@ -83,6 +65,6 @@ def _without(tuning: Tuning, groups: Groups, center: float | Tensor, why: str) -
         settings=(*tuning.settings, limit),
         scores=torch.cat([tuning.scores, tuning.scores.new_full((1,), torch.nan)]),
         best=len(tuning.settings),
-        prior=groups.prior(torch.full((groups.count,), DETERMINISTIC, dtype=torch.float64), center),
+        prior=groups.prior(torch.full((groups.count,), DETERMINISTIC, dtype=torch.float64), belief.prior.mean),
         messages=(said + why, *tuning.messages),
     )

@@ -13,6 +13,7 @@ from lapwing.evidence.scoring import Score, counted
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, Rows
+from lapwing.posterior import Belief
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
 Adjust = Callable[[Tensor, float, slice | Tensor], Tensor]
@@ -122,19 +123,10 @@ class Sweep:
 
 
 def collect(
-    matrix: PSD,
-    groups: Groups,
-    batches: Iterable[Batch],
-    nodes: Nodes,
-    likelihood: Likelihood,
-    *,
-    power: int,
-    tempers_prior: bool,
-    score: Score,
-    memory: int,
-    split: float | None = None,
+    belief: Belief, groups: Groups, batches: Iterable[Batch], nodes: Nodes, *, score: Score, memory: int
 ) -> Sweep:
-    """Read the data once. `split`: of Ritter's factored damping of Kronecker blocks, None for exact sums."""
+    """Read the data once and keep what scoring needs; a damped belief has its Kronecker blocks damped."""
+    matrix, split = belief.curvature.matrix, belief.split
     outputs: list[Tensor] = []
     targets: list[Tensor] = []
     grams: list[Tensor] = []
@@ -155,7 +147,14 @@ def collect(
     if not outputs:
         raise BadData("the validation data hold no batch")
     return Sweep(
-        torch.cat(outputs), torch.cat(targets), torch.cat(grams, 2), nodes, likelihood, power, tempers_prior, score
+        torch.cat(outputs),
+        torch.cat(targets),
+        torch.cat(grams, 2),
+        nodes,
+        belief.likelihood,
+        belief.curvature.dispersion_power,
+        belief.temperature.prior,
+        score,
     )
 
 

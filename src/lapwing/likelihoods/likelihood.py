@@ -50,7 +50,7 @@ class Likelihood(ABC):
         """
 
     def law(self, f: Tensor) -> Distribution:
-        """Return the conditional with batch_shape (B, *event): one given per output is made independent over outputs."""
+        """Return the conditional with batch_shape (B, *event): one per output is made independent over outputs."""
         conditional = self.conditional(promote(f))
         surplus = len(conditional.batch_shape) - (f.ndim - 1)
         if surplus > 0:
@@ -243,7 +243,7 @@ class Likelihood(ABC):
     def with_dispersion(self, dispersion: float | Tensor) -> Likelihood:
         """Return the same likelihood with another dispersion; gradients flow from it."""
         raise UnsupportedOperation(
-            f"{type(self).__name__} has no dispersion to learn, such as the noise of a Gaussian. A likelihood of your own "
+            f"{type(self).__name__} has no dispersion to learn, like the noise of a Gaussian. A likelihood of your own "
             "needs `dispersion_name`, `dispersion` and `with_dispersion`."
         )
 

@@ -1,10 +1,10 @@
-"""A private copy of the user's module that shares its weights: the only thing that Lapwing ever runs or writes to.
+"""Private copies of modules: Lapwing runs and writes to these, and never to the user's module.
 
 Passes need eval mode, gradients for the selected parameters alone, other weights, and a module whose forward pass may
-write attributes and buffers. None of that may be seen by the user's module, which other threads may be calling at the
-same time. So every pass runs on a copy of the tree of modules: parameters are aliases that share storage with the
-user's, buffers and plain tensors are copies, and everything in which a module, a tensor or a bound method can hide
-(lists, dicts, partial functions, closures, plain objects) is followed.
+write attributes and buffers. The user's module, which other threads may be calling at the same time, must see none of
+that. So every pass runs on a copy of the tree of modules: parameters are aliases that share storage with the user's,
+buffers and plain tensors are copies, and everything in which a module, a tensor or a bound method can hide (lists,
+dicts, partial functions, closures, plain objects) is followed. `module.py` decides when copies are made and dropped.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import gc
 import operator
-import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,19 +37,9 @@ SHARED = (
     torch.utils.data.dataloader._BaseDataLoaderIter,
 )
 TABLES = frozenset(vars(nn.Module()))  # what every module has
-LINGERING = 2**27  # bytes of tensors in copies of modules with cycles, which only the garbage collector frees
 DEPTH = 8  # how far into plain objects a module or a tensor is looked for
-
 _WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
-_SOURCES: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-_DROPPED: deque[tuple[weakref.ref[nn.Module], int]] = deque(maxlen=64)  # large copies that may be alive still
-_IN_USE = threading.local()
-
-
-def source_of(module: nn.Module) -> nn.Module:
-    """Return the user's module behind a private copy, or the module itself."""
-    return _SOURCES.get(module, module)
 
 
 def written_by_forward(module: nn.Module) -> set[str]:
@@ -60,54 +47,7 @@ def written_by_forward(module: nn.Module) -> set[str]:
     return _WRITTEN.get(module, set())
 
 
-@contextmanager
-def private(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Module]:
-    """Lend a private copy of a module in eval mode, in which the selected parameters alone require gradients.
-
-    A thread that asks again for the copy it is using gets the same one.
-    """
-    key = (id(module), frozenset(selected))
-    mine: dict = _IN_USE.__dict__.setdefault("copies", {})
-    if key in mine:
-        yield mine[key].root
-        return
-    _collect()
-    maker = _Copier(module, key[1])
-    try:
-        mine[key] = maker
-        _SOURCES[maker.root] = module
-        yield maker.root
-    finally:
-        mine.pop(key, None)
-        maker.put_back()
-        maker.release()
-        if maker.size > LINGERING // 64:
-            _DROPPED.append((weakref.ref(maker.root), maker.size))
-
-
-def _collect() -> None:
-    """Free copies that refer to themselves before they fill the memory: Python counts objects, not their bytes."""
-    if _DROPPED and sum(size for root, size in list(_DROPPED) if root() is not None) > LINGERING:
-        gc.collect()
-        _DROPPED.clear()
-
-
-def in_use(module: nn.Module, selected: Iterable[str] = ()) -> nn.Module:
-    """Return the private copy that this thread is using."""
-    return _IN_USE.copies[id(module), frozenset(selected)].root
-
-
-def put_back(module: nn.Module) -> None:
-    """Undo what a call of a private copy has written to it, so that the next call begins like the first.
-
-    A module that keeps what it made of its weights would compute with them at other weights too.
-    """
-    for maker in _IN_USE.__dict__.get("copies", {}).values():
-        if maker.root is module:
-            maker.put_back()
-
-
-class _Copier:
+class PrivateCopy:
     """One walk over a tree of modules, which copies what a forward pass may write to."""
 
     def __init__(self, module: nn.Module, selected: frozenset[str]) -> None:
@@ -459,21 +399,21 @@ def _places(source: nn.Module, own: nn.Module, before: dict[str, Any]) -> Iterat
 HELD = (list, dict, set, deque)  # collections that a forward pass may fill
 COLLECTIONS = (list, OrderedDict, defaultdict, dict, set, frozenset, deque)
 COPIED: dict[type, Callable[[Any, Any], Any]] = {
-    list: _Copier._sequence,
-    tuple: _Copier._tuple,
-    set: _Copier._set,
-    frozenset: _Copier._set,
-    deque: _Copier._deque,
-    dict: _Copier._mapping,
-    OrderedDict: _Copier._mapping,
-    defaultdict: _Copier._mapping,
-    types.MethodType: _Copier._method,
-    functools.partial: _Copier._partial,
-    weakref.ref: _Copier._reference,
-    types.SimpleNamespace: _Copier._namespace,
-    types.MappingProxyType: _Copier._view,
-    types.BuiltinMethodType: _Copier._builtin,
-    types.FunctionType: _Copier._function,
+    list: PrivateCopy._sequence,
+    tuple: PrivateCopy._tuple,
+    set: PrivateCopy._set,
+    frozenset: PrivateCopy._set,
+    deque: PrivateCopy._deque,
+    dict: PrivateCopy._mapping,
+    OrderedDict: PrivateCopy._mapping,
+    defaultdict: PrivateCopy._mapping,
+    types.MethodType: PrivateCopy._method,
+    functools.partial: PrivateCopy._partial,
+    weakref.ref: PrivateCopy._reference,
+    types.SimpleNamespace: PrivateCopy._namespace,
+    types.MappingProxyType: PrivateCopy._view,
+    types.BuiltinMethodType: PrivateCopy._builtin,
+    types.FunctionType: PrivateCopy._function,
 }
 
 
