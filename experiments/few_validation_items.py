@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing.evidence import Candidates, Groups, Setting, collect, default_learn, linked, nodes_for, search
 from lapwing.evidence.by_validation import OPTIONAL
 from lapwing.evidence.candidates import GRID

@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lapwing
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing import metrics
-from lapwing.cli import datasets, networks
 from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linked, nodes_for, search, widest
 from lapwing.evidence.descent import fit_logits
 from lapwing.evidence.nodes import Nodes

@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing import metrics
-from lapwing.cli import datasets, networks
 from lapwing.evidence import Candidates, Setting, search, widest
 from lapwing.evidence.sweep import Sweep
 

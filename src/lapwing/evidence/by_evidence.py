@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
+from lapwing.errors import IncompatiblePrior, NotPositiveDefinite
 from lapwing.evidence.by_probes import tune_probes
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.newton import Concave, Optimum, maximize
@@ -51,8 +51,8 @@ def tune_evidence(
     low, high = torch.where(fixed, first.log(), low), torch.where(fixed, first.log(), high)
     x = torch.cat([first.log(), fit.start[None]]) if fit.learned else first.log()
     if fit.learned:
-        reach = math.log(1e12)
-        low, high = torch.cat([low, fit.start[None] - reach]), torch.cat([high, fit.start[None] + reach])
+        lowest, highest = (torch.full_like(fit.start, math.log(b)) for b in belief.likelihood.dispersion_bounds)
+        low, high = torch.cat([low, lowest[None]]), torch.cat([high, highest[None]])
     with torch.no_grad():
         possible = _lifted(objective, x, low, high, groups.count)
         begin = objective.value(x.clamp(low, high)).item()
@@ -77,8 +77,8 @@ def _lifted(objective: Concave, x: Tensor, low: Tensor, high: Tensor, count: int
 
 def _fit(belief: Belief, learned: bool) -> Fit:
     likelihood, statistics = belief.likelihood, belief.curvature.statistics
-    if learned and not likelihood.dispersion_name:
-        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    if learned:
+        likelihood.learned_names(("noise",))
     T = torch.as_tensor(belief.temperature.T, dtype=torch.float64, device=statistics.device).detach()
     start = likelihood.dispersion.detach().double().log().to(statistics.device)
 
@@ -87,7 +87,7 @@ def _fit(belief: Belief, learned: bool) -> Fit:
             return T * likelihood.log_likelihood(statistics).detach()
         return T * likelihood.with_dispersion(log_dispersion.exp()).log_likelihood(statistics)
 
-    return Fit(log_likelihood, start, belief.curvature.dispersion_power, learned)
+    return Fit(log_likelihood, start, belief.power, learned)
 
 
 def _objective(belief: Belief, groups: Groups, fit: Fit) -> tuple[Concave, Tensor]:

@@ -62,13 +62,13 @@ def tune_grid(
         scores=scores,
         best=k,
         iterations=sum(each.iterations for each in tunings),
-        messages=(*tunings[k].messages, *_edges(settings[k], grid)),
+        messages=(*tunings[k].messages, *_edges(settings[k], grid, belief.likelihood.shown_dispersion)),
     )
 
 
 def _families(belief: Belief, noises: Sequence[float]) -> list[Belief]:
     """The belief with each noise, or as it is."""
-    told = [belief.likelihood.with_dispersion(float(sigma) ** 2) for sigma in noises]
+    told = [belief.likelihood.with_dispersion(belief.likelihood.dispersion_from(float(v))) for v in noises]
     return [replace(belief, likelihood=each) for each in told] or [belief]
 
 
@@ -93,8 +93,8 @@ def _at(
     return Tuning.of("evidence", belief, groups, [Setting(tau, float(belief.temperature.T))], score, 0)
 
 
-def _edges(setting: Setting, grid: Mapping[str, Sequence[float]]) -> list[str]:
+def _edges(setting: Setting, grid: Mapping[str, Sequence[float]], shown: Callable[[float], float]) -> list[str]:
     found = [edge("prior", value, grid["prior"]) for value in setting.precision.tolist()] if "prior" in grid else []
     if "noise" in grid and setting.dispersion is not None:
-        found.append(edge("noise", setting.dispersion**0.5, grid["noise"]))
+        found.append(edge("noise", shown(setting.dispersion), grid["noise"]))
     return list(dict.fromkeys(text for text in found if text))

@@ -95,7 +95,7 @@ class Removal:
         for start in range(0, len(f), 4096):
             part = slice(start, min(len(f), start + 4096))
             covariance = sweep.covariance(coefficients, part.start, part.stop)
-            without, bad = self._without(covariance, setting.temperature / phi, part)
+            without, bad = self._without(covariance, setting.temperature / phi**sweep.power, part)
             slope = setting.temperature * sweep.likelihood.score(f[part], y[part])
             moved.append(f[part] - (without @ slope[..., None].to(without))[..., 0])
             clamped.append(bad)

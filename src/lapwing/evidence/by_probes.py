@@ -39,9 +39,7 @@ def tune_probes(
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
         raise ValueError(f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}")
-    likelihood = belief.likelihood
-    if "noise" in learn and not likelihood.dispersion_name:
-        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    belief.likelihood.learned_names(tuple(learn))
     squares = groups.squares(belief)
     tau = groups.precisions(belief).to(squares.device)
     first, begin = tau, groups.applied(belief, tau)
@@ -58,7 +56,7 @@ def tune_probes(
             moved, tau = float((fresh / tau).log().abs().max()), fresh
             belief = groups.applied(belief, tau)
         if "noise" in learn:
-            taken = gamma.sum() / float(belief.temperature.T)
+            taken = min(belief.power, 1) * gamma.sum() / float(belief.temperature.T)
             ahead = float(belief.likelihood.dispersion_step(belief.curvature.statistics, taken))
             likelihood = belief.likelihood.with_dispersion(float(belief.likelihood.dispersion) * math.exp(ahead))
             belief, moved = replace(belief, likelihood=likelihood), max(moved, abs(ahead))

@@ -186,7 +186,7 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
 def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
     """Nodes that serve every setting in the box; of a damped belief, also for factors that are damped one by one."""
     matrix, split = belief.curvature.matrix, belief.split
-    span = _span(box, belief.curvature.dispersion_power, belief.temperature.prior)
+    span = _span(box, belief.power, belief.temperature.prior)
     largest_factor = None if split is None else matrix.largest_damped(split)
     return Nodes.spanning(*span, matrix.largest_eigenvalue(), largest_factor)
 

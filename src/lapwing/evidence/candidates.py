@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData
 from lapwing.evidence.descent import SUBSET, fit_logits
 from lapwing.evidence.scoring import (
     SCALING,
@@ -46,8 +46,7 @@ def check_learned(
     if idle:
         raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
     check_candidates(grid or {})
-    if "noise" in learn and not likelihood.dispersion_name:
-        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    likelihood.learned_names(tuple(learn))
     if "logit_temperature" in learn:
         check_logit_temperature(1.0, likelihood)
     return tuple(learn)
@@ -82,6 +81,7 @@ class Candidates:
     temperature: float = 1.0  # likewise
     optional: tuple[str, ...] = ()  # of what is learned: only where it is of use
     given: tuple[str, ...] = ()  # of what is learned: only the user's candidates
+    shown: Callable[[float], float] = math.sqrt  # a dispersion as users read it
 
     @classmethod
     def of(
@@ -102,13 +102,14 @@ class Candidates:
             if "prior" in learned
             else (now.precision,),
             tuple(map(float, chosen["temperature"])) if "temperature" in learned else (now.temperature,),
-            tuple(float(sigma) ** 2 for sigma in chosen["noise"]) if "noise" in learned else (None,),
+            tuple(likelihood.dispersion_from(float(v)) for v in chosen["noise"]) if "noise" in learned else (None,),
             tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (now.logit_temperature,),
             likelihood.dispersion.item(),
             now.logit_temperature,
             now.temperature,
             optional,
             tuple(name for name in learned if name in grid),
+            likelihood.shown_dispersion,
         )
 
     def settled(self, sweep: Sweep) -> "Candidates":
@@ -141,7 +142,10 @@ class Candidates:
     def edges(self, setting: Setting) -> list[str]:
         """What of a setting lies at or beyond the smallest or largest of several candidates, in words."""
         tried: dict[str, tuple[Sequence[float], float | None]] = {
-            "noise": ([phi**0.5 for phi in self._dispersions], setting.dispersion and setting.dispersion**0.5),
+            "noise": (
+                [self.shown(phi) for phi in self._dispersions],
+                setting.dispersion and self.shown(setting.dispersion),
+            ),
             "logit_temperature": (self.logit_temperatures or LOGIT_RANGE, setting.logit_temperature),
         }
         if not setting.deterministic:
@@ -206,13 +210,14 @@ def tells_apart(sweep: Sweep) -> bool:
 
 
 def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
-    """Standard deviations around that of the residuals of the first batch, and the batches, the first put back."""
+    """Return dispersions as users write them around the best of the first batch, and the batches, the first put back."""
     rest = iter(batches)
     first = next(rest, None)
     if first is None:
         raise BadData("the validation data hold no batch")
-    fitted = math.sqrt(likelihood.best_dispersion(first[0], first[1]))
-    return [fitted * 2 ** (k / 4) for k in range(-10, 5)], itertools.chain([first], rest)
+    fitted = likelihood.best_dispersion(first[0], first[1])
+    tried = [likelihood.shown_dispersion(fitted * 2 ** (k / 2)) for k in range(-10, 5)]
+    return tried, itertools.chain([first], rest)
 
 
 def box_of(

@@ -63,7 +63,7 @@ def descend(
             noise = dispersion.detach().requires_grad_("noise" in moving)
             divisor = logits.detach().requires_grad_("logit_temperature" in moving)
             total = torch.zeros((), dtype=torch.float64)
-            for losses in sweep.parts(leaf, noise, (T / dispersion).item(), divisor):
+            for losses in sweep.parts(leaf, noise, (T / dispersion**sweep.power).item(), divisor):
                 part = losses.sum()
                 part.backward()
                 total += part.detach().cpu()

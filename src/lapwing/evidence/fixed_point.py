@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.curvature import Curvature
 from lapwing.evidence.groups import Groups
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Belief
@@ -55,32 +54,32 @@ def move(
     low, high = (torch.tensor(b, dtype=torch.float64, device=start.device).log() for b in bounds)
     x, u = start, noise
     for _ in range(ITERATIONS):
-        bracket, effective = _effective(curvature, groups, x, u)
+        bracket, effective = _effective(belief, groups, x, u)
         there, further = x, u
         if "prior" in learn:
             target = (effective.clamp_min(1e-30) / squares.clamp_min(1e-30)).log()
             target = torch.where(effective > 0, target, x)
             there = _within(0.5 * (x + target), start, reach).clamp(low, high)
         if "noise" in learn:
-            taken = curvature.dispersion_power * effective.sum()
+            taken = belief.power * effective.sum()
             step = likelihood.with_dispersion(u.exp()).dispersion_step(curvature.statistics, taken)
             further = _within(u + 0.5 * step, noise, reach)
         change = max((there - x).abs().max().item(), (further - u).abs().item())
         x, u = there, further
         if change < tolerance:
             break
-    bracket, effective = _effective(curvature, groups, x, u)
+    bracket, effective = _effective(belief, groups, x, u)
     told = likelihood.with_dispersion(u.exp()) if "noise" in learn else likelihood
     fit = told.log_likelihood(curvature.statistics).detach()
     value = fit - 0.5 * (x.exp() * squares).sum() - 0.5 * bracket
     return Moved(x.exp(), told, value.item(), effective.sum().item())
 
 
-def _effective(curvature: Curvature, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def _effective(belief: Belief, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """log|H/φᵏ + Π| − log|Π| and γ (G,)."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        scaled = curvature.matrix.scale((-curvature.dispersion_power * u).exp())
+        scaled = belief.curvature.matrix.scale((-belief.power * u).exp())
         bracket = scaled.logdet_ratio(groups.diagonal(x.exp()))
         (slope,) = torch.autograd.grad(bracket, x)
     return bracket.detach(), -slope

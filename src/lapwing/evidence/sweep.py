@@ -64,7 +64,7 @@ class Sweep:
         T, dispersion, logits = torch.tensor([setting.temperature, phi, setting.logit_temperature]).double()
         with torch.no_grad():
             coefficients = self.coefficients(setting.precision.double(), T, dispersion)
-            every = torch.cat(list(self.parts(coefficients, dispersion, (T / dispersion).item(), logits)))
+            every = torch.cat(list(self.parts(coefficients, dispersion, (T / dispersion**self.power).item(), logits)))
         return counted(self.f, self.y, self.likelihood, every)
 
     def nll(self, setting: Setting) -> float:
@@ -152,7 +152,7 @@ def collect(
         torch.cat(grams, 2),
         nodes,
         belief.likelihood,
-        belief.curvature.dispersion_power,
+        belief.power,
         belief.temperature.prior,
         score,
     )

@@ -127,6 +127,11 @@ class Gaussian(Likelihood):
     def learns_dispersion(self) -> bool:
         return self.estimated or not self.known
 
+    @property
+    def dispersion_bounds(self) -> tuple[float, float]:
+        now = self.dispersion.item()
+        return now / 1e12, now * 1e12
+
     def estimates_first(self, outputs: int) -> bool:
         """Several outputs: the curvature depends on the ratios between their noise, though not on a common factor."""
         return not self.known and outputs > 1

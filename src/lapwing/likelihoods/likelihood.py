@@ -243,9 +243,31 @@ class Likelihood(ABC):
     def with_dispersion(self, dispersion: float | Tensor) -> Likelihood:
         """Return the same likelihood with another dispersion; gradients flow from it."""
         raise UnsupportedOperation(
-            f"{type(self).__name__} has no dispersion to learn, like the noise of a Gaussian. A likelihood of your own "
-            "needs `dispersion_name`, `dispersion` and `with_dispersion`."
+            f"{type(self).__name__} has no dispersion: define `dispersion_name`, `dispersion` and `with_dispersion`."
         )
+
+    def learned_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return names of what to learn with "noise" for the dispersion, whose own name and "dispersion" are allowed."""
+        asked = [name for name in names if name in ("noise", "dispersion", self.dispersion_name)]
+        if asked and not self.dispersion_name:
+            raise UnsupportedOperation(
+                f"{type(self).__name__} has no {asked[0]} to learn, as a Gaussian has its noise. A likelihood of your own "
+                "needs `dispersion_name`, `dispersion` and `with_dispersion`."
+            )
+        return tuple("noise" if name in asked else name for name in names)
+
+    def shown_dispersion(self, dispersion: float) -> float:
+        """Return a dispersion as users read it, such as the standard deviation σ for σ²."""
+        return dispersion**self.dispersion_unit
+
+    def dispersion_from(self, shown: float) -> float:
+        """Return the dispersion that users write like this."""
+        return shown ** (1 / self.dispersion_unit)
+
+    @property
+    def dispersion_bounds(self) -> tuple[float, float]:
+        """Between which values the evidence looks for the dispersion."""
+        return self.dispersion_range
 
     @property
     def known(self) -> bool:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from lapwing.cli.files.objects import guarded, made, read_object
+from lapwing.cli.models import guarded, made, read_object
 from lapwing.errors import BadData, LapwingError, NotReiterable
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batches, batch_size, take, tensors_in

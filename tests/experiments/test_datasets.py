@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing.errors import BadData, CorruptFile
 
 

@@ -1,4 +1,4 @@
-"""Small reference networks for the demo, the tests, the benchmarks and the experiments.
+"""Small reference networks for the tests, the benchmarks and the experiments.
 
 Example:
     >>> model = networks.pretrained_resnet(20)
@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lapwing.cli import datasets
+from experiments import _datasets as datasets
+from lapwing.cli.demo import lenet, small_cnn
 from lapwing.errors import BadData
 
 
@@ -28,26 +29,6 @@ def mlp(sizes: Sequence[int], activation: Callable[[], nn.Module] = nn.Tanh) -> 
     for width, following in pairwise(sizes):
         layers += [nn.Linear(width, following), activation()]
     return nn.Sequential(*layers[:-1])
-
-
-def lenet(classes: int = 10) -> nn.Sequential:
-    """LeNet-5 for 28×28 images of one channel (LeCun et al. 1998, with ReLU and max pooling); 61,706 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes),
-    )  # fmt: skip
-
-
-def small_cnn(classes: int = 10) -> nn.Sequential:
-    """Two convolutions and two linear layers for 8×8 images of one channel: the network of `lapwing demo`."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, classes),
-    )  # fmt: skip
 
 
 class BasicBlock(nn.Module):
@@ -108,3 +89,6 @@ def standardize(images: Tensor) -> Tensor:
     mean = torch.tensor([0.485, 0.456, 0.406], dtype=images.dtype, device=images.device)
     deviation = torch.tensor([0.229, 0.224, 0.225], dtype=images.dtype, device=images.device)
     return (images - mean[:, None, None]) / deviation[:, None, None]
+
+
+__all__ = ["BasicBlock", "ResNet", "lenet", "mlp", "pretrained_resnet", "small_cnn", "standardize"]
