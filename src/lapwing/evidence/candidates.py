@@ -141,11 +141,9 @@ class Candidates:
 
     def edges(self, setting: Setting) -> list[str]:
         """What of a setting lies at or beyond the smallest or largest of several candidates, in words."""
+        phi = None if setting.dispersion is None else self.shown(setting.dispersion)
         tried: dict[str, tuple[Sequence[float], float | None]] = {
-            "noise": (
-                [self.shown(phi) for phi in self._dispersions],
-                setting.dispersion and self.shown(setting.dispersion),
-            ),
+            "noise": ([self.shown(each) for each in self._dispersions], phi),
             "logit_temperature": (self.logit_temperatures or LOGIT_RANGE, setting.logit_temperature),
         }
         if not setting.deterministic:
@@ -210,7 +208,7 @@ def tells_apart(sweep: Sweep) -> bool:
 
 
 def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
-    """Return dispersions as users write them around the best of the first batch, and the batches, the first put back."""
+    """Return dispersions, as users write them, around the best of the first batch, and all batches."""
     rest = iter(batches)
     first = next(rest, None)
     if first is None:
