@@ -397,9 +397,8 @@ class Laplace:
             method = "validation" if data is not None else "evidence"
         learn = (learn,) if isinstance(learn, str) else tuple(learn) if learn else None
         learn = None if learn is None else self.likelihood.learned_names(learn)
-        grid = (
-            None if grid is None else dict(zip(self.likelihood.learned_names(tuple(grid)), grid.values(), strict=True))
-        )
+        if grid is not None:
+            grid = dict(zip(self.likelihood.learned_names(tuple(grid)), grid.values(), strict=True))
         if prior not in ("scalar", "layerwise", "parameterwise"):
             raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}")
         groups = partition(prior, self.curvature.names, self.params)

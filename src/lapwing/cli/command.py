@@ -19,11 +19,10 @@ from lapwing.errors import BadData, UnsupportedModel
 from lapwing.fitting import load
 from lapwing.interfaces.storage import read
 from lapwing.laplace import Laplace
-from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.likelihoods.registry import NAMES
+from lapwing.likelihoods import NAMES, Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model.writing import require_writable
 
-LEARNED = ("prior", "temperature", "logit_temperature", "noise")
+LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 READ = ("model", "weights", "posterior", "data", "train", "tune")  # options that name what is read
 DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"

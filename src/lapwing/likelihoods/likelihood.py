@@ -247,12 +247,12 @@ class Likelihood(ABC):
         )
 
     def learned_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return names of what to learn with "noise" for the dispersion, whose own name and "dispersion" are allowed."""
+        """Return names of what to learn with "noise" for the dispersion, under whichever name it came."""
         asked = [name for name in names if name in ("noise", "dispersion", self.dispersion_name)]
         if asked and not self.dispersion_name:
             raise UnsupportedOperation(
-                f"{type(self).__name__} has no {asked[0]} to learn, as a Gaussian has its noise. A likelihood of your own "
-                "needs `dispersion_name`, `dispersion` and `with_dispersion`."
+                f"{type(self).__name__} has no {asked[0]} to learn; Gaussian(noise=...) has. A likelihood of your own needs "
+                "`dispersion_name`, `dispersion` and `with_dispersion`."
             )
         return tuple("noise" if name in asked else name for name in names)
 
