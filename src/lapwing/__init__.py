@@ -64,6 +64,7 @@ from lapwing.model import subnetwork
 from lapwing.posterior import Posterior, Prior, Tempered
 from lapwing.predictive import Prediction
 from lapwing.predictive.mixture import Mixture
+from lapwing.storage import register
 from lapwing.training import Trained, train
 
 if _collecting:
@@ -127,6 +128,7 @@ __all__ = [
     "metrics",
     "plots",
     "prune",
+    "register",
     "relevance",
     "subnetwork",
     "train",

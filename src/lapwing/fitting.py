@@ -29,8 +29,15 @@ from lapwing.curvature import (
 )
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive
-from lapwing.interfaces.storage import (
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator
+from lapwing.laplace import Laplace
+from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
+from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
+from lapwing.model.fingerprint import Watch, checksum
+from lapwing.model.module import outside_inference
+from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
+from lapwing.predictive.predictive import Options
+from lapwing.saving import (
     intact,
     read,
     require_same_module,
@@ -41,14 +48,6 @@ from lapwing.interfaces.storage import (
     restore_probe,
     restore_temperature,
 )
-from lapwing.laplace import Laplace
-from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.linalg.generators import require_generator
-from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
-from lapwing.model.fingerprint import Watch, checksum
-from lapwing.model.module import outside_inference
-from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
-from lapwing.predictive.predictive import Options
 
 
 @outside_inference

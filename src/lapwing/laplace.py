@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.matrixfree import moved as sent
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, UnsupportedOperation, require_whole
+from lapwing.errors import BadData, UnsupportedOperation, require_generator, require_whole
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
@@ -37,11 +36,7 @@ from lapwing.evidence import (
 )
 from lapwing.evidence.linear_mode import LinearMode, linear_mode
 from lapwing.evidence.partition import partition
-from lapwing.interfaces.storage import write
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.linalg import move
-from lapwing.linalg.generators import require_generator
-from lapwing.linalg.operator import Operator
 from lapwing.model import Batches, Network, Params, Plan
 from lapwing.model.fingerprint import Watch
 from lapwing.model.inputs import Inputs
@@ -50,6 +45,7 @@ from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior,
 from lapwing.predictive import Prediction
 from lapwing.predictive.predictive import Options, Predictive
 from lapwing.predictive.sampled import Ensemble
+from lapwing.saving import write
 from lapwing.summary import summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
@@ -276,7 +272,7 @@ class Laplace:
         network, matrix = replace(self.network, params=moved), self.curvature.matrix
         curvature = replace(
             self.curvature,
-            matrix=sent(matrix, network, device) if isinstance(matrix, Operator) else move(matrix, device),
+            matrix=self.curvature.structure.moved(matrix, network, device),
             statistics=self.curvature.statistics.to(device),
             gradient=None if self.curvature.gradient is None else self.curvature.gradient.to(device),
             state={k: v.to(device) for k, v in self.curvature.state.items()},

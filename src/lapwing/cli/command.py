@@ -14,13 +14,14 @@ from torch import nn
 
 from lapwing.cli.data import Reading
 from lapwing.cli.models import read_model
-from lapwing.curvature import FACTORS, GGN, STRUCTURES, Factor
+from lapwing.curvature import GGN, Factor, Structure
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.fitting import load
-from lapwing.interfaces.storage import read
 from lapwing.laplace import Laplace
-from lapwing.likelihoods import NAMES, Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.model.writing import require_writable
+from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
+from lapwing.saving import read
+from lapwing.storage import named
+from lapwing.writing import require_writable
 
 LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -81,7 +82,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
     """What the posterior is of: the likelihood, the weights that take part, and the memory they may use."""
-    parser.add_argument("--likelihood", choices=NAMES, required=required, help="what the outputs mean")
+    parser.add_argument("--likelihood", choices=named(Likelihood), required=required, help="what the outputs mean")
     parser.add_argument(
         "--select", type=names, default=("all",), metavar="NAMES", help="all, last_layer or globs (all)"
     )
@@ -93,8 +94,9 @@ def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def add_factor(parser: argparse.ArgumentParser) -> None:
     """Structure and factor of the curvature."""
-    parser.add_argument("--structure", choices=["auto", *STRUCTURES], default="auto", help="what is kept (%(default)s)")
-    parser.add_argument("--factor", choices=["auto", *FACTORS], default="ggn", help="how it is computed (%(default)s)")
+    structures, factors = named(Structure), named(Factor)
+    parser.add_argument("--structure", choices=["auto", *structures], default="auto", help="what is kept (%(default)s)")
+    parser.add_argument("--factor", choices=["auto", *factors], default="ggn", help="how it is computed (%(default)s)")
     parser.add_argument(
         "--tolerance", type=float, metavar="SHARE", help="of the GGN that may be left out; 1e-3 is several times faster"
     )

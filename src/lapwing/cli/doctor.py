@@ -17,7 +17,6 @@ from lapwing.cli.command import Command
 from lapwing.cli.data import Rows, require_readable, suited
 from lapwing.curvature import (
     GGN,
-    STRUCTURES,
     Functional,
     MatrixFree,
     Problem,
@@ -32,6 +31,7 @@ from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, last_layer, select_names
 from lapwing.model.module import borrowed, call, output_tensor
 from lapwing.model.products import Products
+from lapwing.storage import named
 
 ASSUMED = 10_000  # samples, where there are no data
 NAMES_SHOWN = 3
@@ -171,7 +171,7 @@ def _structure_lines(problem: Problem) -> list[str]:
     """What each structure would keep, by the estimate that fit itself refuses by."""
     picked = type(choose_structure(problem)[0])
     lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
-    for name, kind in STRUCTURES.items():
+    for name, kind in named(Structure).items():
         structure = kind()
         needed = _needed(problem, structure)
         reads = f"reads the data {structure.passes()} ×" if name != "matrixfree" else "reads the data for every product"

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lapwing.errors import BadData
-from lapwing.model.writing import replacing
 from lapwing.predictive import Prediction
+from lapwing.writing import replacing
 
 Fields = Mapping[str, Tensor]
 

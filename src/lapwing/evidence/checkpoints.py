@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lapwing.errors import BadData, CorruptFile
 from lapwing.evidence.online import Online, Progress
-from lapwing.model.trees import load_tree, save_tree
 from lapwing.posterior import Prior
+from lapwing.storage import load_tree, save_tree
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData
 from lapwing.evidence.evidence import effective_parameters, evidence_of, stationarity
-from lapwing.linalg import PSD, once, pack
-from lapwing.linalg.operator import Operator
 from lapwing.model import Network, Params
 from lapwing.model.batches import Batches
 from lapwing.posterior import Belief
@@ -116,16 +114,9 @@ def _candidate(model: Fitted, data: Any) -> Candidate:
     nll, cost = (None, None) if data is None else _held_out(model, data)
     curvature, precision = belief.curvature, belief.posterior.precision
     error = 0.5 * precision.logdet_error()
-    size = _megabytes(curvature.matrix)
+    size = None if curvature.matrix.nbytes is None else curvature.matrix.nbytes / 1e6
     name = curvature.structure.name
     return Candidate(name, model.params.size, effective, value, shift, curvature.n_data, size, nll, cost, error)
-
-
-def _megabytes(matrix: PSD) -> float | None:
-    if isinstance(matrix, Operator):
-        return None
-    tensors, _ = once(pack(matrix)[0])
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
 
 
 def _held_out(model: Fitted, data: Any) -> tuple[float, float]:

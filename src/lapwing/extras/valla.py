@@ -11,12 +11,13 @@ from torch import Tensor
 from lapwing.curvature.functional import subset
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData, UnsupportedOperation, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov.lanczos import _complement, _orthonormal_rows
 from lapwing.model import Plan, batch_size, take
+from lapwing.storage import register
 
 OUTPUTS = 64  # outputs of an inducing input that are used; of more, a random choice
 POOL = 4  # candidates for every inducing input of a greedy choice
@@ -44,7 +45,7 @@ class ProjectionAccumulator(Accumulator):
         return LowRankMatrix(turn.T.to(self.basis) @ self.basis, values.clamp(min=0), zero)
 
 
-@register_structure("valla")
+@register(name="valla")
 @dataclass(frozen=True, eq=False)
 class VaLLA(Structure):
     """A sparse variational Gaussian process around the network: inducing outputs at `inducing` training inputs.

@@ -3,17 +3,10 @@
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.labels import Bernoulli, BradleyTerry, Categorical
-from lapwing.likelihoods.likelihood import (
-    NAMES,
-    Likelihood,
-    likelihood_from_spec,
-    register_likelihood,
-    resolve_likelihood,
-)
+from lapwing.likelihoods.likelihood import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.likelihoods.poisson import Poisson
 
 __all__ = [
-    "NAMES",
     "Bernoulli",
     "BradleyTerry",
     "Categorical",
@@ -22,6 +15,5 @@ __all__ = [
     "Likelihood",
     "Poisson",
     "likelihood_from_spec",
-    "register_likelihood",
     "resolve_likelihood",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,16 +17,16 @@ from lapwing.likelihoods.likelihood import (
     as_target,
     match_shape,
     promote,
-    register_likelihood,
     require_finite,
     weighted_sum,
 )
 from lapwing.likelihoods.marginal import Marginal, NormalMarginal, Outputs
+from lapwing.storage import register
 
 SHOWN = 8  # noise levels that are printed
 
 
-@register_likelihood("regression")
+@register(name="regression")
 @dataclass(frozen=True, eq=False)
 class Gaussian(Likelihood):
     """y_k ~ N(f_k, σ_k²). `noise` is the standard deviation σ: a number, or one per output.
@@ -47,7 +47,7 @@ class Gaussian(Likelihood):
     dispersion_unit: ClassVar[float] = 0.5
 
     noise: float | Tensor | None = None
-    estimated: bool = False
+    estimated: bool = field(default=False, metadata={"later": True})  # whether the noise was learned from data
 
     def __post_init__(self) -> None:
         if not isinstance(self.noise, float | Tensor | None):

@@ -17,10 +17,10 @@ from lapwing.likelihoods.likelihood import (
     as_target,
     match_shape,
     promote,
-    register_likelihood,
     require_finite,
 )
 from lapwing.likelihoods.marginal import SPACING, Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
+from lapwing.storage import register
 
 FAR = 0.5  # nats per target by which another reading of the outputs must be better to be mentioned
 READINGS = {
@@ -31,7 +31,7 @@ READINGS = {
 }
 
 
-@register_likelihood("heteroscedastic")
+@register(name="heteroscedastic")
 @dataclass(frozen=True, eq=False)
 class HeteroscedasticGaussian(Likelihood):
     """y_k ~ N(μ_k, σ_k²), both from the network, whose last dimension 2K holds K entries of each kind.

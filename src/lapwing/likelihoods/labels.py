@@ -19,15 +19,15 @@ from lapwing.likelihoods.likelihood import (
     masked,
     match_shape,
     promote,
-    register_likelihood,
     require,
     require_finite,
 )
+from lapwing.storage import register
 
 SIMPLEX = 1e-3  # how far from 1 the sum of probabilities may be, by rounding in half precision
 
 
-@register_likelihood("classification")
+@register(name="classification")
 @dataclass(frozen=True, eq=False)
 class Categorical(Likelihood):
     """p(y = c | f) = softmax(f)_c over the classes on `class_dim` of what the network returns.
@@ -141,7 +141,7 @@ class Categorical(Likelihood):
         return sample_classes(f, generator)
 
 
-@register_likelihood("binary")
+@register(name="binary")
 @dataclass(frozen=True, eq=False)
 class Bernoulli(Likelihood):
     """p(y_k = 1 | f) = sigmoid(f_k), independent over the C labels given f. Λ = diag(p(1−p)).
@@ -195,7 +195,7 @@ class Bernoulli(Likelihood):
         return torch.bernoulli(promote(f).detach().sigmoid(), generator=generator)
 
 
-@register_likelihood("preference")
+@register(name="preference")
 @dataclass(frozen=True, eq=False)
 class BradleyTerry(Likelihood):
     """p(candidate i is preferred | f) = exp f_i / (exp f_0 + exp f_1) for rewards f (B, 2) of two candidates.

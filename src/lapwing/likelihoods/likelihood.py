@@ -6,14 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, kl_divergence
 
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods.marginal import Marginal, Outputs
+from lapwing.storage import is_registered, named, unpack
 
 NODES = 64
 """Dispersions at which the default `statistics` hold the log-likelihood."""
@@ -29,8 +30,12 @@ class Likelihood(ABC):
 
     Targets in canonical form have the shape batch_shape + event_shape of the conditional.
 
-    Example: a Gamma regression with unit rate and log-linear concentration, good for `lapwing.fit`:
+    A likelihood that registers itself (`lapwing.register`) is found by name in `fit`, and files that hold it load. Its
+    options must then be numbers, strings or booleans.
 
+    Example: a Gamma regression, good for `lapwing.fit(model, data, "positive")`:
+
+        @lapwing.register(name="positive")
         @dataclass(frozen=True, eq=False)
         class PositiveTarget(Likelihood):
             shape: float = 2.0
@@ -251,7 +256,7 @@ class Likelihood(ABC):
         asked = [name for name in names if name in ("noise", "dispersion", self.dispersion_name)]
         if asked and not self.dispersion_name:
             raise UnsupportedOperation(
-                f"{type(self).__name__} has no {asked[0]} to learn; Gaussian(noise=...) has. A likelihood of your own needs "
+                f"{type(self).__name__} has no {asked[0]} to learn; Gaussian has. A likelihood of your own needs "
                 "`dispersion_name`, `dispersion` and `with_dispersion`."
             )
         return tuple("noise" if name in asked else name for name in names)
@@ -361,52 +366,20 @@ class Likelihood(ABC):
         of `load` passes.
         """
         options = {name: _described(value) for name, value in _options(self).items()}
-        if FAMILIES.get(type(self).__name__) is type(self):
+        if is_registered(type(self)):
             return {"family": type(self).__name__, **options}
         return {"family": type(self).__qualname__, "own": True, "options": options}
-
-
-FAMILIES: dict[str, type[Likelihood]] = {}
-"""Registered likelihoods by the name of their class, which files hold."""
-
-NAMES: dict[str, type[Likelihood]] = {}
-"""Registered likelihoods by the name that the front door takes."""
-
-T = TypeVar("T", bound=type[Likelihood])
-
-
-def register_likelihood(name: str) -> Callable[[T], T]:
-    """Make a likelihood known by a name: `fit(model, data, name)` finds it, and files that hold it load.
-
-    Its options must be numbers, strings, booleans or tensors. A file names the class: import the module that defines it
-    before `load`.
-
-    Example:
-        @register_likelihood("exponential")
-        @dataclass(frozen=True, eq=False)
-        class Exponential(Likelihood):
-            def conditional(self, f):
-                return torch.distributions.Exponential((-f[..., 0]).exp())
-    """
-
-    def register(family: T) -> T:
-        for taken in (NAMES.get(name), FAMILIES.get(family.__name__)):
-            if taken is not None and taken.__qualname__ != family.__qualname__:
-                raise BadData(f"{name!r} or {family.__name__} is taken by {taken.__module__}.{taken.__qualname__}.")
-        NAMES[name] = FAMILIES[family.__name__] = family
-        return family
-
-    return register
 
 
 def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
     """Return the likelihood of this name ("classification", "regression", …), or the object itself."""
     if isinstance(likelihood, Likelihood):
         return likelihood
-    if not isinstance(likelihood, str) or likelihood not in NAMES:
-        names = ", ".join(f'"{name}"' for name in NAMES)
+    known = named(Likelihood)
+    if not isinstance(likelihood, str) or likelihood not in known:
+        names = ", ".join(f'"{name}"' for name in known)
         raise BadData(f"likelihood={likelihood!r}: use one of {names}, or an object such as Gaussian(noise=0.1).")
-    return NAMES[likelihood]()
+    return known[likelihood]()
 
 
 def likelihood_from_spec(spec: dict[str, Any], likelihood: Likelihood | None = None) -> Likelihood:
@@ -422,19 +395,12 @@ def likelihood_from_spec(spec: dict[str, Any], likelihood: Likelihood | None = N
             )
         if type(likelihood).__qualname__ != family:
             raise BadData(f"the file was made with likelihood {family!r}, not {type(likelihood).__qualname__!r}.")
-        options = {name: _described(value) for name, value in _options(likelihood).items()}
-        if options != spec.get("options"):
-            raise BadData(f"the file was made with {family}({spec.get('options')}), not with {family}({options}).")
+        mine = {name: _described(value) for name, value in _options(likelihood).items()}
+        if mine != spec.get("options"):
+            raise BadData(f"the file was made with {family}({spec.get('options')}), not with {family}({mine}).")
         return likelihood
-    if family not in FAMILIES:
-        raise CorruptFile(
-            f"unknown likelihood {family!r} in the file; known: {', '.join(FAMILIES)}. If it is your own, import the "
-            "module that registers it first."
-        )
-    try:
-        stored = FAMILIES[family](**{key: value for key, value in spec.items() if key not in ("family", "own")})
-    except (BadData, TypeError, ValueError, RuntimeError) as error:
-        raise CorruptFile(f"the file describes an impossible likelihood {family!r}: {error}") from error
+    options = {key: value for key, value in spec.items() if key not in ("family", "own")}
+    stored = unpack({}, {"type": family, **options}, Likelihood)
     if likelihood is not None and likelihood.spec() != spec:
         raise BadData(
             f"the file was made with {spec}, not with {likelihood.spec()}. Load first, then .replace(likelihood=...)."

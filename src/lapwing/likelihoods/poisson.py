@@ -17,14 +17,14 @@ from lapwing.likelihoods.likelihood import (
     as_target,
     match_shape,
     promote,
-    register_likelihood,
     require,
     require_finite,
 )
 from lapwing.likelihoods.marginal import SPACING, Marginal, Outputs, normal_nodes, safe_sqrt
+from lapwing.storage import register
 
 
-@register_likelihood("counts")
+@register(name="counts")
 @dataclass(frozen=True, eq=False)
 class Poisson(Likelihood):
     """y_k ~ Poisson(exp f_k): the network emits log rates. Λ = diag(exp f).

@@ -1,8 +1,12 @@
-"""Convolutions and transposed convolutions in one, two and three dimensions, with groups, as linear maps of patches."""
+"""Operations that are linear in a weight matrix: maps of vectors, of one-hot vectors (embeddings) and of patches.
+
+Convolutions and transposed convolutions in one, two and three dimensions, with groups, are linear maps of patches.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,57 +20,89 @@ from lapwing.model.rules.patches import band_gram, band_pays, correlation_gram, 
 from lapwing.model.rules.rule import Call, MatrixRule, Samples, with_ones
 
 
-def _each(value: Any, dims: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * dims
-    value = tuple(value)
-    return value * dims if len(value) == 1 else value
+def _positions_first(g: Tensor, samples: Samples, n: int) -> Tensor:
+    """Shape gradients (r, *output) with features last as (n, r, t, 1, out)."""
+    g = samples.first(g, n, skip=1)
+    return g.reshape(n, g.shape[1], -1, 1, g.shape[-1])
 
 
-def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
-    """View (n, c, *space) as (n, c, *positions, *kernel), one window per position, without copying."""
-    dims = len(kernel)
-    for d, (k, s, step) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        x = x.unfold(2 + d, step * (k - 1) + 1, s)
-        x = x[..., ::step]
-    assert x.ndim == 2 + 2 * dims
-    return x
+class Linear(MatrixRule):
+    """y = x Wᵀ + b with W (out, in), or y = x W + b with W (in, out) when `transposed`."""
+
+    plain = True
+
+    def __init__(self, read: Callable[..., Call | None], transposed: bool = False) -> None:
+        self.read, self.transposed = read, transposed
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call | None:
+        return self.read(*args, **kwargs)
+
+    def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
+        return samples.axis < ndim - 1
+
+    def view(self, call: Call, weight: Tensor) -> Tensor:
+        return (weight.T if self.transposed else weight).unsqueeze(0)
+
+    def left(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        return _positions_first(g, samples, n)
+
+    def right(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
+        x = samples.first(call.data, n).reshape(n, 1, -1, 1, call.data.shape[-1])
+        return with_ones(x) if ones else x
 
 
-def _gram(x: Tensor) -> Tensor:
-    """Sum x xᵀ over items of x (items, groups, d, positions), without transposing it first."""
-    total = x.new_zeros(x.shape[1], x.shape[2], x.shape[2])
-    for start, length in chunks(len(x), total.numel() * x.element_size()):
-        part = x.narrow(0, start, length)
-        total += (part @ part.mT).sum(0)
-    return total
+def read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+    return Call((input,), weight, bias) if weight.ndim == 2 and input.ndim > 1 else None
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One spatial axis of a convolution."""
+def read_matmul(input: Tensor, other: Tensor, **kwargs: Any) -> Call | None:
+    return Call((input,), other) if other.ndim == 2 and input.ndim > 1 and not kwargs else None
 
-    size: int
-    kernel: int
-    stride: int
-    dilation: int
-    before: int  # zeros that padding adds
-    after: int
 
-    @property
-    def places(self) -> int:
-        return (self.size + self.before + self.after - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+def read_addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any
+) -> Call | None:
+    """Read b + x W, as GPT-2's Conv1D computes it."""
+    return Call((mat1,), mat2, input) if beta == alpha == 1 and not kwargs and input.numel() == mat2.shape[-1] else None
 
-    def parts(self) -> list[slice]:
-        """Return the entries that each place in the kernel meets."""
-        found = []
-        for k in range(self.kernel):
-            offset = self.dilation * k - self.before  # position p meets entry stride · p + offset
-            first = max(0, -(offset // self.stride))
-            last = min(self.places - 1, (self.size - 1 - offset) // self.stride)
-            start = self.stride * first + offset
-            found.append(slice(start, self.stride * last + offset + 1, self.stride) if last >= first else slice(0, 0))
-        return found
+
+class Embedding(MatrixRule):
+    """y = Wᵀ onehot(x), W (vocabulary, features); the row of `padding_idx` gets no gradient."""
+
+    def bind(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Call | None:
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += weight.shape[0]
+        return Call((input,), weight, options={"padding": padding_idx})
+
+    def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
+        return samples.axis < ndim - 1
+
+    def view(self, call: Call, weight: Tensor) -> Tensor:
+        return weight.T.unsqueeze(0)
+
+    def left(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
+        return _positions_first(g, samples, n)
+
+    def right(self, call: Call, samples: Samples, n: int, ones: bool = False) -> Tensor:
+        weight, padding = call.small, call.options["padding"]
+        index = samples.first(call.data, n).reshape(n, -1)
+        hot = torch.zeros(*index.shape, weight.shape[0], dtype=weight.dtype, device=weight.device)
+        hot.scatter_(-1, index.long().unsqueeze(-1), 1.0)
+        if padding is not None:
+            hot[..., padding] = 0.0
+        return hot.reshape(n, 1, index.shape[1], 1, -1)
+
+    def positions(self, call: Call, n: int) -> int:
+        return call.data.numel() // n
 
 
 class PatchRule(MatrixRule):
@@ -276,6 +312,59 @@ class TransposedConvolution(PatchRule):
         x = _padded(x, options["edges"])
         windows = patches(x, call.small.shape[2:], (1,) * self.dims, options["dilation"])
         return windows.flip(tuple(range(2 + self.dims, 2 + 2 * self.dims)))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One spatial axis of a convolution."""
+
+    size: int
+    kernel: int
+    stride: int
+    dilation: int
+    before: int  # zeros that padding adds
+    after: int
+
+    @property
+    def places(self) -> int:
+        return (self.size + self.before + self.after - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+
+    def parts(self) -> list[slice]:
+        """Return the entries that each place in the kernel meets."""
+        found = []
+        for k in range(self.kernel):
+            offset = self.dilation * k - self.before  # position p meets entry stride · p + offset
+            first = max(0, -(offset // self.stride))
+            last = min(self.places - 1, (self.size - 1 - offset) // self.stride)
+            start = self.stride * first + offset
+            found.append(slice(start, self.stride * last + offset + 1, self.stride) if last >= first else slice(0, 0))
+        return found
+
+
+def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+    """View (n, c, *space) as (n, c, *positions, *kernel), one window per position, without copying."""
+    dims = len(kernel)
+    for d, (k, s, step) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + d, step * (k - 1) + 1, s)
+        x = x[..., ::step]
+    assert x.ndim == 2 + 2 * dims
+    return x
+
+
+def _gram(x: Tensor) -> Tensor:
+    """Sum x xᵀ over items of x (items, groups, d, positions), without transposing it first."""
+    total = x.new_zeros(x.shape[1], x.shape[2], x.shape[2])
+    for start, length in chunks(len(x), total.numel() * x.element_size()):
+        part = x.narrow(0, start, length)
+        total += (part @ part.mT).sum(0)
+    return total
+
+
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    value = tuple(value)
+    return value * dims if len(value) == 1 else value
 
 
 def _padded(x: Tensor, edges: list[tuple[int, int]]) -> Tensor:

@@ -1,9 +1,7 @@
-"""One file a posterior: safetensors with a JSON header, written atomically. No pickle."""
+"""The file of a posterior: what it holds, and how a posterior is made of it again."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,25 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from lapwing.curvature import FACTORS, STRUCTURES, Curvature, Factor, Problem, Structure
-from lapwing.curvature.matrixfree import require_same_data, restored, stored
-from lapwing.errors import CorruptFile, LapwingError, UnsupportedModel, UnsupportedOperation, VersionMismatch
-from lapwing.linalg import PSD, Layout, once, pack, pack_layout, unpack_layout, unpack_sound
-from lapwing.linalg.operator import Operator
+from lapwing.curvature import Curvature, Factor, Problem, Structure
+from lapwing.curvature.matrixfree import require_same_data
+from lapwing.errors import CorruptFile, LapwingError, UnsupportedModel
+from lapwing.linalg import Layout, unpack_sound
 from lapwing.linalg.validity import flaw_of_values
 from lapwing.model import Params
 from lapwing.model.convention import Convention
 from lapwing.model.fingerprint import Probe, fingerprint, written
-from lapwing.model.trees import full, lean
-from lapwing.model.writing import replacing
 from lapwing.posterior import Prior, Tempered
+from lapwing.storage import full, lean, pack, prefixed, read_file, under, unpack, write_file
 
-FORMAT = 2  # 1: an index of all entries in place of runs
-KEY = "lapwing"
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("structure", "factor", "matrix", "prior", "likelihood", "parameters"), dict),
     **dict.fromkeys(("temperature", "blocks", "notes", "written"), list),
@@ -38,39 +30,38 @@ ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("scalar", "damped", "repair"), bool),
     **dict.fromkeys(("tuned", "fingerprint"), str),
 }
-PRODUCTS = "matrixfree"  # the file holds a sketch; the matrix is in its products with the data
 
 
 def write(path: Path, la: Any) -> None:
     """Store a Laplace object: curvature, prior, temperature, likelihood and the fingerprint of the module."""
-    if isinstance(la.curvature.matrix, Operator):
-        tensors, matrix = _prefixed("matrix.", stored(la.curvature.matrix), {"type": PRODUCTS})
-    else:
-        tensors, matrix = _prefixed("matrix.", *pack(la.curvature.matrix))
-    prior_tensors, prior = _prefixed("prior.", *la.prior.spec())
-    tensors |= prior_tensors
-    tensors |= {f"state.{name}": value for name, value in la.curvature.state.items()}
-    layout = pack_layout(la.curvature.layout, "layout", tensors)
-    tensors["statistics"] = la.curvature.statistics
-    if la.curvature.gradient is not None:
-        tensors["gradient"] = la.curvature.gradient
+    curvature = la.curvature
+    parts = {
+        "matrix": curvature.structure.stored(curvature.matrix),
+        "structure": pack(curvature.structure),
+        "factor": pack(curvature.factor),
+        "prior": la.prior.spec(),
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, (own, _) in parts.items():
+        tensors |= prefixed(f"{name}.", own)
+    tensors |= {f"state.{name}": value for name, value in curvature.state.items()}
+    layout = curvature.layout.describe(tensors, "layout")
+    tensors["statistics"] = curvature.statistics
+    if curvature.gradient is not None:
+        tensors["gradient"] = curvature.gradient
     if la.params.index is not None:
         tensors["index"] = la.params.index
     header = {
-        "format": FORMAT,
-        "structure": _spec(la.curvature.structure),
-        "factor": _spec(la.curvature.factor),
-        "matrix": matrix,
-        "prior": prior,
+        **{name: description for name, (_, description) in parts.items()},
         "temperature": [float(la.temperature.T), la.temperature.prior],
         "logit_temperature": la.logit_temperature,
         "likelihood": la.likelihood.spec(),
         "parameters": {name: list(shape) for name, shape in zip(la.params.names, la.params.shapes, strict=True)},
-        "blocks": [list(names) for names in la.curvature.names],
+        "blocks": [list(names) for names in curvature.names],
         "layout": layout,
-        "n_data": la.curvature.n_data,
-        "seen": la.curvature.seen,
-        "notes": list(la.curvature.notes),
+        "n_data": curvature.n_data,
+        "seen": curvature.seen,
+        "notes": list(curvature.notes),
         "scalar": la.options.scalar,
         "memory": la.options.memory,
         "convention": asdict(la.options.convention),
@@ -83,59 +74,16 @@ def write(path: Path, la: Any) -> None:
     if la.watch is not None and la.watch.probe is not None and la.watch.probe.storable:
         found: dict[str, Tensor] = {}
         header["probe"] = lean([la.watch.probe.inputs, la.watch.probe.outputs], found)
-        tensors |= {f"probe.{name}": value for name, value in found.items()}
-    tensors, header["aliases"] = once(tensors)
-    flat = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    text = json.dumps(header | {"digest": _digest(flat, header)})
-    with replacing(path) as part:
-        save_file(flat, part, metadata={KEY: text})
-
-
-def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
-    """SHA-256 of header and tensors: safetensors itself does not notice a flipped byte."""
-    digest = hashlib.sha256(json.dumps({k: v for k, v in header.items() if k != "digest"}, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return digest.hexdigest()
-
-
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor], spec: Any) -> tuple[dict[str, Tensor], Any]:
-    return {prefix + name: value for name, value in tensors.items()}, spec
+        tensors |= prefixed("probe.", found)
+    write_file(path, tensors, header)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and header of a file, or a clear error."""
-    if not path.is_file():
-        raise CorruptFile(f"there is no file {str(path)!r}" if not path.exists() else f"{str(path)!r} is a folder")
-    damaged = f"{path.name!r} is damaged or not a Lapwing file; fit again, or restore a copy"
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if KEY not in metadata:
-                raise CorruptFile(f"{path.name!r} is a safetensors file, but not one that Lapwing wrote")
-            header = json.loads(metadata[KEY])
-            _require_format(header, path, damaged)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-            if header.get("digest") != _digest(tensors, header):
-                raise CorruptFile(f"{damaged} (its checksum does not fit its content)")
-            _require_header(header)
-            return tensors | {name: tensors[own] for name, own in header.get("aliases", {}).items()}, header
-    except (SafetensorError, ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CorruptFile):
-            raise
-        raise CorruptFile(f"{damaged} ({error})") from error
-
-
-def _require_format(header: Any, path: Path, damaged: str) -> None:
-    number = header.get("format") if isinstance(header, dict) else None
-    if type(number) is not int or number < 1:
-        raise CorruptFile(damaged)
-    if number > FORMAT:
-        raise VersionMismatch(
-            f"{path.name!r} has format {number}, this version of Lapwing reads up to {FORMAT}: update lapwing"
-        )
+    """Tensors and header of the file of a posterior, or a clear error."""
+    tensors, header = read_file(path)
+    with intact(path):
+        _require_header(header)
+    return tensors, header
 
 
 def _require_header(header: Mapping[str, Any]) -> None:
@@ -189,8 +137,7 @@ def restore_probe(
     if "probe" not in header:
         return None
     device = next(module.parameters()).device
-    own = {k.removeprefix("probe."): v.to(device) for k, v in tensors.items() if k.startswith("probe.")}
-    inputs, outputs = full(header["probe"], own)
+    inputs, outputs = full(header["probe"], under("probe.", tensors, device))
     probe = Probe(inputs, outputs, made_up=True)
     if not probe.agrees(module):
         raise UnsupportedModel(
@@ -209,20 +156,17 @@ def restore_curvature(
     path: Path,
 ) -> Curvature:
     """The curvature that a file holds; `pose` is called where it has to read the data again."""
-    own = lambda prefix: {  # noqa: E731
-        k.removeprefix(prefix): v.to(params.device) for k, v in tensors.items() if k.startswith(prefix)
-    }
+    own = lambda prefix: under(prefix, tensors, params.device)  # noqa: E731
     with intact(path):
-        structure = _from_spec(header["structure"], Structure)
-        factor = _from_spec(header["factor"], Factor)
+        structure = unpack(own("structure."), header["structure"], Structure)
+        factor = unpack(own("factor."), header["factor"], Factor)
         statistics = tensors["statistics"].to(params.device)
-        reads_data = header["matrix"]["type"] == PRODUCTS
-    problem = pose(factor) if reads_data else None
+    problem = pose(factor) if structure.reads_data else None
     if problem is not None:
         require_same_data(problem, statistics * (header["seen"] / header["n_data"]), header["seen"])
     with intact(path):
         if problem is not None:
-            matrix: PSD = restored(problem, structure, own("matrix."))
+            matrix = structure.restored(own("matrix."), header["matrix"], problem)
         else:
             matrix = unpack_sound(own("matrix."), header["matrix"], params.size, signed=not factor.definite)
         curvature = Curvature(
@@ -249,7 +193,7 @@ def _layout(tensors: Mapping[str, Tensor], header: Mapping[str, Any], size: int)
     layout = header.get("layout") or {"size": size, "blocks": blocks}
     if layout["size"] != size:
         raise CorruptFile(f"the file places {layout['size']} weights, and there are {size}")
-    return unpack_layout(tensors, layout)
+    return Layout.restore(layout, tensors)
 
 
 def _require_sound(curvature: Curvature) -> None:
@@ -269,8 +213,7 @@ def _require_sound(curvature: Curvature) -> None:
 
 
 def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], params: Params) -> Prior:
-    own = {k.removeprefix("prior."): v.to(params.device) for k, v in tensors.items() if k.startswith("prior.")}
-    prior = Prior.from_spec(own, header["prior"], params.size)
+    prior = Prior.from_spec(under("prior.", tensors, params.device), header["prior"], params.size)
     prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
     return prior
 
@@ -296,27 +239,3 @@ def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], mod
     if not fits or int(index.min()) < 0 or int(index.max()) >= params.size:
         raise CorruptFile(f"the stored index does not pick weights out of {params.size:,}; fit again")
     return replace(params, index=index)
-
-
-def _spec(choice: Structure | Factor) -> dict[str, Any]:
-    """A structure or factor by its name and options; an option may be such a choice itself."""
-    if type(choice) not in (*STRUCTURES.values(), *FACTORS.values()):
-        raise UnsupportedOperation(
-            f"{type(choice).__name__} is not one of Lapwing's own structures and factors; load could not read it back"
-        )
-    options: dict[str, Any] = {}
-    for item in fields(choice):  # type: ignore[arg-type]
-        value = getattr(choice, item.name)
-        options[item.name] = _spec(value) if isinstance(value, Structure | Factor) else value
-    return {"type": type(choice).__name__, "options": options}
-
-
-def _from_spec(spec: Mapping[str, Any], kind: type = object) -> Any:
-    """The choice that `_spec` described, which is to be of a kind."""
-    by_name = {choice.__name__: choice for choice in (*STRUCTURES.values(), *FACTORS.values())}
-    if spec["type"] not in by_name:
-        raise CorruptFile(f"the file names {spec['type']!r}, which is none of {sorted(by_name)}")
-    if not issubclass(by_name[spec["type"]], kind):
-        raise CorruptFile(f"the file names {spec['type']!r}, which is no {kind.__name__.lower()}")
-    options = {k: _from_spec(v) if isinstance(v, dict) else v for k, v in spec["options"].items()}
-    return by_name[spec["type"]](**options)
