@@ -28,11 +28,9 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.evidence import Candidates, Groups, Setting, collect, default_learn, linked, nodes_for, search
-from lapwing.evidence.by_validation import OPTIONAL
 from lapwing.evidence.candidates import GRID
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import best_logit_temperature
-from lapwing.evidence.sweep import Sweep
+from lapwing.evidence.heldout import Nodes, Sweep, best_logit_temperature
+from lapwing.evidence.search import OPTIONAL
 from lapwing.evidence.tuning import resolve_rule
 
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve

@@ -23,19 +23,17 @@ from lapwing.evidence import (
     check_logit_temperature,
     effective_parameters,
     evidence_of,
-    keep_if_shown,
     linked,
+    partition,
     resolve_rule,
     stationarity,
-    tune_bound,
     tune_evidence,
     tune_grid,
-    tune_loo,
     tune_validation,
-    variational_bound,
 )
-from lapwing.evidence.linear_mode import LinearMode, linear_mode
-from lapwing.evidence.partition import partition
+from lapwing.extras.linear_mode import LinearMode, linear_mode
+from lapwing.extras.loo import keep_if_shown, tune_loo
+from lapwing.extras.valla import tune_bound, variational_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan
 from lapwing.model.fingerprint import Watch

@@ -1,4 +1,4 @@
-"""Prior, temperature and noise of the smallest NLL on held-out data: a grid and a descent from one pass."""
+"""The setting of smallest NLL on held-out data: a grid, a descent from its best point, and a rule that chooses."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,18 +7,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.evidence.candidates import GRID, Candidates, box_of, check_learned, default_learn, log_spreads, noise_grid
-from lapwing.evidence.descent import descend, fit_logits, wider
+from lapwing.evidence.candidates import (
+    GRID,
+    Candidates,
+    box_of,
+    check_learned,
+    default_learn,
+    fit_logits,
+    log_spreads,
+    noise_grid,
+)
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import (
+from lapwing.evidence.heldout import (
+    Batch,
+    Nodes,
     Score,
+    Sweep,
     baselines,
+    collect,
     counted,
     describe,
+    held_near,
     linked,
 )
-from lapwing.evidence.sweep import Batch, Sweep, collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 
@@ -261,3 +272,85 @@ def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -
         f"{sweep.nodes.error(used):.1g}; {describe({n: v.mean().item() for n, v in trials.baselines.items()})}"
     )
     return tuple(messages)
+
+
+EDGE = 1e-3  # of its range that a start outside or at the end is moved inside: the sigmoid never reaches an end
+TOLERANCE = 1e-5  # nats an item that are not worth a step
+
+
+def descend(
+    sweep: Sweep,
+    setting: Setting,
+    box: Mapping[str, tuple[float, float]],
+    learned: Sequence[str],
+    steps: int,
+    near: float = 1.0,
+) -> tuple[Setting, int]:
+    """L-BFGS on the total NLL in the logarithms of what is learned, each inside its range by a sigmoid.
+
+    A logit temperature that is learned is held `near` that in force (`held_near`).
+    """
+    phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+    start = {
+        "prior": setting.precision.double(),
+        "temperature": torch.tensor(setting.temperature, dtype=torch.float64),
+        "noise": torch.tensor(phi, dtype=torch.float64),
+        "logit_temperature": torch.tensor(setting.logit_temperature, dtype=torch.float64),
+    }
+    wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
+    places = {name: (start[name].log() - low) / (high - low) for name, (low, high) in wide.items()}
+    moving = {name: torch.logit(place, eps=EDGE) for name, place in places.items()}
+    moving = {name: z.requires_grad_() for name, z in moving.items()}
+    tolerance = max(1e-3, TOLERANCE * len(sweep.f))  # of the total, as the gradient is
+    optimizer = torch.optim.LBFGS(
+        list(moving.values()),
+        max_iter=steps,
+        max_eval=2 * steps,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance,
+        line_search_fn="strong_wolfe",
+    )
+
+    def values() -> list[Tensor]:
+        inside = {name: (low + (high - low) * moving[name].sigmoid()).exp() for name, (low, high) in wide.items()}
+        return list({**start, **inside}.values())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            tau, T, dispersion, logits = values()
+            coefficients = sweep.coefficients(tau, T, dispersion)
+            leaf = coefficients.detach().requires_grad_()
+            noise = dispersion.detach().requires_grad_("noise" in moving)
+            divisor = logits.detach().requires_grad_("logit_temperature" in moving)
+            total = torch.zeros((), dtype=torch.float64)
+            for losses in sweep.parts(leaf, noise, (T / dispersion**sweep.power).item(), divisor):
+                part = losses.sum()
+                part.backward()
+                total += part.detach().cpu()
+            if "logit_temperature" in moving:
+                held = held_near(divisor, near)
+                held.backward()
+                total += held.detach()
+            pulled = [(coefficients, leaf.grad), (dispersion, noise.grad), (logits, divisor.grad)]
+            roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
+            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
+        return total
+
+    optimizer.step(closure)
+    count = int(optimizer.state[next(iter(moving.values()))].get("n_iter", 0))
+    tau, T, dispersion, logits = (value.detach() for value in values())
+    found = dispersion.item() if "noise" in moving else setting.dispersion
+    return Setting(tau, T.item(), found, logit_temperature=logits.item()), count
+
+
+def wider(setting: Setting, settings: Iterable[Setting]) -> Setting | None:
+    """Half-way, in log τ and log s, to the next wider of the settings with the same temperature and noise, if any."""
+    key = (setting.temperature, setting.dispersion, False)
+    alike = [each for each in settings if (each.temperature, each.dispersion, each.deterministic) == key]
+    beyond = [each for each in alike if each.narrow < (1 - EDGE) * setting.narrow]
+    if not beyond:
+        return None
+    next_one = max(beyond, key=lambda each: each.narrow)
+    divisor = math.sqrt(setting.logit_temperature * next_one.logit_temperature)
+    return replace(setting, precision=(setting.precision * next_one.precision).sqrt(), logit_temperature=divisor)
