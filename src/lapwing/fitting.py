@@ -29,10 +29,9 @@ from lapwing.curvature import (
 )
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.linalg.generators import require_generator
 from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
 from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.module import outside_inference

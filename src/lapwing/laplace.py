@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, UnsupportedOperation, require_whole
+from lapwing.errors import BadData, UnsupportedOperation, require_generator, require_whole
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
@@ -23,21 +23,18 @@ from lapwing.evidence import (
     check_logit_temperature,
     effective_parameters,
     evidence_of,
-    keep_if_shown,
     linked,
+    partition,
     resolve_rule,
     stationarity,
-    tune_bound,
     tune_evidence,
     tune_grid,
-    tune_loo,
     tune_validation,
-    variational_bound,
 )
-from lapwing.evidence.linear_mode import LinearMode, linear_mode
-from lapwing.evidence.partition import partition
+from lapwing.extras.linear_mode import LinearMode, linear_mode
+from lapwing.extras.loo import keep_if_shown, tune_loo
+from lapwing.extras.valla import tune_bound, variational_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.linalg.generators import require_generator
 from lapwing.model import Batches, Network, Params, Plan
 from lapwing.model.fingerprint import Watch
 from lapwing.model.inputs import Inputs

@@ -12,8 +12,8 @@ from torch import Tensor
 from lapwing.errors import BadData
 from lapwing.evaluation import metrics
 from lapwing.evidence import Groups, collect, linked, nodes_for
-from lapwing.evidence.by_validation import MEMORY
-from lapwing.evidence.sweep import Batch, Sweep
+from lapwing.evidence.heldout import Batch, Sweep
+from lapwing.evidence.search import MEMORY
 from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, Prediction, predict_targets
 

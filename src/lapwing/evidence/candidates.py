@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evidence.descent import SUBSET, fit_logits
-from lapwing.evidence.scoring import (
+from lapwing.evidence.heldout import (
     SCALING,
+    Batch,
+    Sweep,
     best_logit_temperature,
     check_logit_temperature,
+    held_near,
 )
-from lapwing.evidence.sweep import Batch, Sweep
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 
@@ -27,6 +28,8 @@ GRID: Mapping[str, Sequence[float]] = {
 APART = 1.25  # times the spread of log-variances under the prior alone
 HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
 LOGIT_RANGE = (0.05, 20.0)
+SUBSET = 1000  # data that a first guess of the logit temperature looks at
+STEP = 0.2  # of log s, between the points of a parabola
 
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
@@ -174,13 +177,15 @@ class Candidates:
         few = sweep.subset(SUBSET)
         whole, part = self.near(sweep), self.near(few)
         bar = HOPELESS * rivals[SCALING].mean().item()
-        found: list[Setting] = []
-        for setting in reversed(settings):  # temperatures fall: from narrow to wide, each from where its neighbor ended
-            begins = not found or found[-1].precision is not setting.precision
-            guess = replace(setting, logit_temperature=part if begins else found[-1].logit_temperature * part / whole)
-            guess = fit_logits(few, guess, bar, part)
-            found.append(replace(guess, logit_temperature=guess.logit_temperature * whole / part))
-        return found[::-1]
+        length = len(settings) // len(self.precisions)
+        chains = [list(settings[k : k + length]) for k in range(0, len(settings), length)]  # one per precision
+        guesses = [part] * len(chains)
+        for k in reversed(range(length)):  # temperatures fall: from narrow to wide, each from where its neighbor ended
+            column = [replace(chain[k], logit_temperature=s) for chain, s in zip(chains, guesses)]
+            guesses = [each.logit_temperature for each in fit_logits(few, column, bar, part)]
+            for chain, s in zip(chains, guesses):
+                chain[k] = replace(chain[k], logit_temperature=s * whole / part)
+        return [setting for chain in chains for setting in chain]
 
 
 def _without(name: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -223,3 +228,29 @@ def box_of(
     margin = {name: math.sqrt(10) if name in free else 1.0 for name in values}
     ranges = {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
     return ranges | {"logit_temperature": LOGIT_RANGE}
+
+
+def fit_logits(
+    sweep: Sweep, settings: Sequence[Setting], bar: float = math.inf, near: float | None = None
+) -> list[Setting]:
+    """Give each setting a better logit temperature: the lowest point of a parabola through three losses.
+
+    A setting whose loss reaches `bar` stays as it is: no logit temperature mends that. Held `near` one by `held_near`.
+    """
+
+    def losses(points: Tensor) -> Tensor:
+        moved = [replace(each, logit_temperature=math.exp(u)) for each, u in zip(settings, points.tolist())]
+        found = sweep.losses(moved).mean(1).cpu()
+        return found if near is None else found + held_near(points.exp(), near) / len(sweep.f)
+
+    u = torch.tensor([each.logit_temperature for each in settings], dtype=torch.float64).log()
+    here = losses(u)
+    hopeful = here < bar
+    if not bool(hopeful.any()):
+        return list(settings)
+    below, above = losses(u - STEP), losses(u + STEP)
+    bend, slope = below - 2 * here + above, below - above
+    move = torch.where(bend > 0, STEP / 2 * slope / bend, torch.copysign(2 * STEP * torch.ones_like(slope), slope))
+    best = (u + move.clamp(-3 * STEP, 3 * STEP)).exp().tolist()
+    chosen = zip(settings, best, hopeful.tolist())
+    return [replace(each, logit_temperature=s) if hope else each for each, s, hope in chosen]

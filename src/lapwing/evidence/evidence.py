@@ -8,8 +8,8 @@ from lapwing.curvature import Curvature
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD
-from lapwing.linalg.logs import PIECE
 from lapwing.linalg.rows import added
+from lapwing.linalg.spectrum import PIECE
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Tempered
 

@@ -16,8 +16,7 @@ from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.batch_bound import batch_bound
 from lapwing.evidence.evidence import effective_parameters, evidence_of
 from lapwing.evidence.fixed_point import BOUNDS, Moved, move
-from lapwing.evidence.groups import Groups
-from lapwing.evidence.partition import KINDS, partition
+from lapwing.evidence.groups import KINDS, Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batch, Batches, Network, Params, batch_size, select_names, take
 from lapwing.model.inputs import Inputs

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
-from lapwing.linalg.logs import PIECE, sum_log1p
 from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import Rows, added
-from lapwing.linalg.spectrum import Spectrum
+from lapwing.linalg.spectrum import PIECE, Spectrum, sum_log1p
 from lapwing.linalg.tangent import tangent
 from lapwing.linalg.validity import (
     Scalar,

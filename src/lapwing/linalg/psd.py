@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite
 from lapwing.linalg.layout import Layout
-from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.rows import Jacobian, Rows, chunks
+from lapwing.linalg.spectrum import sum_log1p
 from lapwing.linalg.validity import Scalar, flaw_of_values, nonnegative, require_positive
 from lapwing.storage import move, nbytes, register, unpack
 

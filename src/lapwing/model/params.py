@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel, require_whole
-from lapwing.linalg.places import Places, Run
+from lapwing.linalg.layout import Places, Run
 
 Selection = str | Iterable[str] | Callable[[str, Tensor], bool]
 View = Callable[[Tensor], Tensor]

@@ -1,14 +1,19 @@
-"""Preconditioned block conjugate gradients."""
+"""Solves with matrices that are given by their products: block conjugate gradients, least squares, and gradients."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lapwing.errors import NotPositiveDefinite
-from lapwing.linalg.krylov.results import Matvec, Policy, Solution, gram
+from lapwing.linalg.krylov.results import Matvec, Policy, Solution, dots
+from lapwing.linalg.tangent import tangent
 
 TIGHT = 1e-5  # tolerances below need a product of their own to be checked
 STALLED = 3  # restarts in a row that did not halve the largest residual
@@ -103,12 +108,12 @@ def _cycle(
 
 def _claimed(state: _State) -> Tensor:
     """Residual norms by the recurrence, (k,)."""
-    return ((gram(state.q, state.q) @ state.c) * state.c).sum(0).clamp(min=0).sqrt()
+    return ((dots(state.q, state.q) @ state.c) * state.c).sum(0).clamp(min=0).sqrt()
 
 
 def _step(matvec: Matvec, precondition: Matvec | None, state: _State) -> tuple[_State, int]:
     t = matvec(state.s)
-    energy = gram(state.s, t)
+    energy = dots(state.s, t)
     values, vectors = torch.linalg.eigh((energy + energy.T) / 2)
     _require_positive(values)
     keep = values > values.max() * len(values) * torch.finfo(torch.float64).eps
@@ -125,7 +130,7 @@ def _step(matvec: Matvec, precondition: Matvec | None, state: _State) -> tuple[_
 
 def _orthonormalize(r: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """W, C (j, k) with Q = W R, R = Cᵀ Q and Q M⁻¹ Qᵀ = I, for z = M⁻¹ r; dependent directions are dropped."""
-    values, vectors = torch.linalg.eigh(_symmetric(gram(r, z)))
+    values, vectors = torch.linalg.eigh(_symmetric(dots(r, z)))
     floor = values.max().clamp(min=0) * len(values) * torch.finfo(torch.float64).eps
     keep = values > floor
     roots, basis = values[keep].sqrt(), vectors[:, keep]
@@ -143,3 +148,106 @@ def _require_positive(values: Tensor) -> None:
             f"conjugate gradients met a direction with sᵀAs = {smallest:.3g}: the matrix is not positive definite. "
             "Add a prior with positive precision, or use the GGN, which is never indefinite."
         )
+
+
+def lsmr(
+    matvec: Matvec,
+    transposed: Matvec,
+    rhs: Tensor,
+    *,
+    damping: float = 0.0,
+    tolerance: float = 1e-8,
+    iterations: int = 1000,
+    unconverged: Policy = "raise",
+) -> Solution:
+    """min_x ‖A x − b‖² + damping²‖x‖² for rows b (k, m); `matvec` maps (k, P) → (k, m), `transposed` back.
+
+    Fong and Saunders 2011. In exact arithmetic it is MINRES on the normal equations, whose residual falls
+    monotonically, but it never squares the condition number. `residuals` of the result are
+    ‖Aᵀ(b − A x) − damping² x‖ / ‖Aᵀ b‖, computed afresh. Columns run one by one.
+    """
+    found = [_single(matvec, transposed, b[None], damping, tolerance, iterations) for b in rhs]
+    x = torch.cat([part[0] for part in found])
+    start = transposed(rhs).double().norm(dim=-1)
+    slope = transposed(rhs - matvec(x)) - damping**2 * x
+    residuals = slope.double().norm(dim=-1) / torch.where(start > 0, start, 1.0)
+    count = max((part[1] for part in found), default=0)
+    products = 2 * sum(part[1] for part in found) + 3 * len(rhs)
+    return Solution(x, residuals, tolerance, count, products).demand(unconverged, "LSMR")
+
+
+def _single(
+    matvec: Matvec, transposed: Matvec, b: Tensor, damping: float, tolerance: float, iterations: int
+) -> tuple[Tensor, int]:
+    beta = float(b.double().norm())
+    u = b / beta if beta else b
+    v = transposed(u)
+    alpha = float(v.double().norm())
+    x = torch.zeros_like(v)
+    if alpha * beta == 0:
+        return x, 0
+    v = v / alpha
+    zetabar, alphabar, rho, rhobar, cbar, sbar = alpha * beta, alpha, 1.0, 1.0, 1.0, 0.0
+    h, hbar = v, torch.zeros_like(v)
+    goal = 0.5 * tolerance * abs(zetabar)
+    for step in range(1, iterations + 1):
+        u = matvec(v) - alpha * u
+        beta = float(u.double().norm())
+        u = u / beta if beta else u
+        v = transposed(u) - beta * v
+        alpha = float(v.double().norm())
+        v = v / alpha if alpha else v
+        alphahat = math.hypot(alphabar, damping)
+        rho_old, rho = rho, math.hypot(alphahat, beta)
+        c, s = alphahat / rho, beta / rho
+        theta, alphabar = s * alpha, c * alpha
+        rhobar_old, thetabar, rhotemp = rhobar, sbar * rho, cbar * rho
+        rhobar = math.hypot(rhotemp, theta)
+        cbar, sbar = rhotemp / rhobar, theta / rhobar
+        zeta, zetabar = cbar * zetabar, -sbar * zetabar
+        hbar = h - (thetabar * rho / (rho_old * rhobar_old)) * hbar
+        x = x + (zeta / (rho * rhobar)) * hbar
+        h = v - (theta / rho) * h
+        if abs(zetabar) <= goal or alpha == 0:
+            return x, step
+    return x, iterations
+
+
+class _Inverse(torch.autograd.Function):
+    """r ↦ A⁻¹ r for an r that is zero in value: nothing to solve forward, one solve backward."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.solve = solve
+        return torch.zeros_like(residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.no_grad():
+            return ctx.solve(grads[0]), None
+
+
+def differentiable_solve(matvec: Matvec, rhs: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+    """A(θ)⁻¹ b with gradients in b and in whatever `matvec` depends on: x = A⁻¹(b − (A(θ) − A) x).
+
+    `solve` computes A⁻¹ b without gradients. Costs one differentiable product forward and one solve backward.
+    """
+    with torch.no_grad():
+        x = solve(rhs.detach())
+    if not torch.is_grad_enabled():
+        return x
+    image = matvec(x)
+    if not (image.requires_grad or rhs.requires_grad):
+        return x
+    correction: Tensor = _Inverse.apply(tangent(rhs) - tangent(image), solve)
+    return x + correction
+
+
+def differentiable_logdet(matvec: Matvec, value: Tensor, probes: Tensor, solved: Tensor) -> Tensor:
+    """log |A(θ)| with the gradient E[(A⁻¹z)ᵀ ∂A z] of tr(A⁻¹ ∂A), from probes z (k, P) and A⁻¹ z.
+
+    The same probes as the value's make the gradient that of the estimate; it is unbiased for any.
+    """
+    surrogate = (solved.detach().double() * matvec(probes.detach()).double()).sum(-1).mean()
+    return value.detach() + tangent(surrogate)
