@@ -293,8 +293,8 @@ class Network:
         if expected.shape != found.shape or not close(found, expected, tolerance([found.dtype])):
             raise UnsupportedModel(
                 "a private copy of the network, which Lapwing runs in place of yours, gives other outputs than the "
-                "network itself: its forward pass reads something that belongs to this very object (for example a table "
-                "with an entry for id(self)). Keep it as an attribute of the module."
+                "network itself: its forward pass reads something that belongs to this very object (for example "
+                "a table with an entry for id(self)). Keep it as an attribute of the module."
             )
 
 
