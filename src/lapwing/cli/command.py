@@ -95,7 +95,7 @@ def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
 def add_factor(parser: argparse.ArgumentParser) -> None:
     """Structure and factor of the curvature."""
     structures, factors = named(Structure), named(Factor)
-    parser.add_argument("--structure", choices=["auto", *structures], default="auto", help="what is kept (%(default)s)")
+    parser.add_argument("--structure", choices=structures, default="auto", help="what is kept (%(default)s)")
     parser.add_argument("--factor", choices=["auto", *factors], default="ggn", help="how it is computed (%(default)s)")
     parser.add_argument(
         "--tolerance", type=float, metavar="SHARE", help="of the GGN that may be left out; 1e-3 is several times faster"

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import Factor
-from lapwing.curvature.onepass import Totals
-from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import (
+from lapwing.curvature.curvature import (
     Accumulator,
     Estimate,
     Structure,
@@ -22,6 +19,9 @@ from lapwing.curvature.structure import (
     blocks_of,
     layout_of,
 )
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.onepass import Totals
+from lapwing.curvature.problem import Problem
 from lapwing.errors import TooLarge
 from lapwing.linalg import BlockDiagonal, Dense, Diagonal, Jacobian
 from lapwing.model import Plan

@@ -170,8 +170,7 @@ class Online:
         old = self.belief
         factor = resolve_factor(self.factor)
         problem = pose(network, batches, old.likelihood, factor, generator=self.generator, progress=False)
-        structure = None if self.structure == BATCH else resolve_structure(self.structure)
-        curvature = estimate_curvature(problem, structure, self.n_data)
+        curvature = estimate_curvature(problem, resolve_structure(self.structure), self.n_data)
         belief = Belief(curvature, old.prior, old.likelihood)
         if not isinstance(self.prior, str) and not self.learning:
             value, effective = evidence_of(belief).item(), effective_parameters(belief)
