@@ -28,11 +28,9 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.evidence import Candidates, Groups, Setting, collect, default_learn, linked, nodes_for, search
-from lapwing.evidence.by_validation import OPTIONAL
 from lapwing.evidence.candidates import GRID
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import best_logit_temperature
-from lapwing.evidence.sweep import Sweep
+from lapwing.evidence.heldout import Nodes, Sweep, best_logit_temperature
+from lapwing.evidence.search import OPTIONAL
 from lapwing.evidence.tuning import resolve_rule
 
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
@@ -159,7 +157,7 @@ def one_split(everything: Sweep, items: int, seed: int, rule: str = "widest") ->
     if setting.deterministic:
         default = -likelihood.log_prob(test.f / setting.logit_temperature, test.y).mean().item()
     else:
-        default = test.nll(setting)
+        default = test.losses([setting]).mean().item()
     return [*plain, default], setting
 
 

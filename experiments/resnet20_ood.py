@@ -26,9 +26,8 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linked, nodes_for, search, widest
-from lapwing.evidence.descent import fit_logits
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.sweep import Sweep
+from lapwing.evidence.heldout import Nodes, Sweep
+from lapwing.evidence.search import fit_logits
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.novelty import FLOOR, information_gain
 
@@ -128,7 +127,8 @@ def choices(validation: Sweep) -> dict[str, Setting]:
     found |= {"widest, T free": free.setting, "lowest, T free": ranked[0]}
     fixed = {tau: of(("prior", "logit_temperature"), prior=[tau]) for tau in (1e3, 10**3.5, 1e4)}
     for tau, candidates in fixed.items():
-        found[f"T = 1, prior {tau:.0f}"] = fit_logits(validation, candidates.settings(validation, first.baselines)[0])
+        tried = candidates.settings(validation, first.baselines)
+        found[f"T = 1, prior {tau:.0f}"] = fit_logits(validation, tried[:1])[0]
     return found
 
 

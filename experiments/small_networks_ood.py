@@ -27,7 +27,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 from lapwing.evidence import Candidates, Setting, search, widest
-from lapwing.evidence.sweep import Sweep
+from lapwing.evidence.heldout import Sweep
 
 SIZES = {"train": 20_000, "fit": 4_000, "held-out": 2_000, "test": 1_000, "outside": 300}
 EPOCHS = {"lenet": 8, "batchnorm": 5}

@@ -43,11 +43,10 @@ from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.evidence import compare, log_evidence
-from lapwing.evidence.affine import Affine
-from lapwing.evidence.invariances import learn_invariances
 from lapwing.evidence.online import Online
-from lapwing.evidence.pruning import Pruned, prune, relevance
+from lapwing.extras.invariances import Affine, learn_invariances
 from lapwing.extras.kfra import KFRA
+from lapwing.extras.pruning import Pruned, prune, relevance
 from lapwing.extras.valla import VaLLA
 from lapwing.fitting import fit, load
 from lapwing.laplace import Laplace

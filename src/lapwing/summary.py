@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lapwing.evidence import variational_bound
+from lapwing.extras.valla import variational_bound
 
 BOUNDS = {  # how a structure's evidence compares with that of the full GGN
     None: "; no bound of the full GGN's",

@@ -8,13 +8,12 @@ import torch
 
 from lapwing.evidence import Groups, Setting, collect, linked, tune_validation, widest
 from lapwing.evidence.candidates import tells_apart
-from lapwing.evidence.descent import fit_logits, wider
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.sweep import Batch, Sweep
+from lapwing.evidence.heldout import Batch, Nodes, Sweep
+from lapwing.evidence.search import fit_logits, wider
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
 from tests.evidence.problems import Handmade, believed, mlp
-from tests.evidence.test_by_validation import held_out, run
+from tests.evidence.test_search import held_out, run
 
 KNOWN, N = 4, 60  # weights that the data determine, of 8; held-out items
 
@@ -129,7 +128,7 @@ def test_logits_beyond_the_bar_are_left() -> None:
     nodes = Nodes.spanning(1e-2, 1e3, 1e3)
     sweep = sweep_of(problem.curvature("full"), held_out(problem)[1], Categorical(), nodes)
     setting = Setting(torch.ones(1).double())
-    assert fit_logits(sweep, setting, bar=0.0) is setting
-    better = fit_logits(sweep, setting)
+    assert fit_logits(sweep, [setting], bar=0.0)[0] is setting
+    (better,) = fit_logits(sweep, [setting])
     assert math.isfinite(better.logit_temperature)
-    assert sweep.nll(better) < sweep.nll(setting)
+    assert sweep.losses([better]).mean() < sweep.losses([setting]).mean()

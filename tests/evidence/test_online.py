@@ -10,7 +10,7 @@ import lapwing
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.batch_bound import batch_bound
 from lapwing.evidence.fixed_point import move
-from lapwing.evidence.partition import partition
+from lapwing.evidence.groups import partition
 from lapwing.model import Batches, Network, Params
 
 

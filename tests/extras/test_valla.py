@@ -10,7 +10,7 @@ from tests.curvature.test_matrixfree import problem
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.evidence import variational_bound
+from lapwing.extras.valla import variational_bound
 
 TAU = 0.7
 

@@ -17,12 +17,11 @@ from lapwing.cli.command import Command
 from lapwing.cli.data import Rows, require_readable, suited
 from lapwing.curvature import (
     GGN,
-    Functional,
+    Auto,
     MatrixFree,
     Problem,
     Structure,
     available_memory,
-    choose_structure,
     pose,
 )
 from lapwing.curvature.kron import kept_as
@@ -60,7 +59,7 @@ def _run(options: argparse.Namespace) -> None:
     _print("tape", _tape_lines(problem, options.verbose))
     _print("memory", _structure_lines(problem))
     _print("time", _time_lines(problem))
-    _print("auto", [choose_structure(problem)[1]])
+    _print("auto", [Auto().chosen(problem)[1]])
     _print("next", [_next(options, problem)])
 
 
@@ -133,7 +132,7 @@ def _posed(options: argparse.Namespace, model: nn.Module, data: Any, family: Lik
 
 def _output_lines(problem: Problem, likelihood: str) -> list[str]:
     lines = [f"{problem.outputs:,} a sample, taken as {likelihood}"]
-    if not isinstance(problem.factor, GGN):
+    if not problem.factor.exact:
         lines.append(f"too many for the exact GGN (up to {GGN().limit:,}): fit with --factor auto")
     return lines
 
@@ -169,35 +168,25 @@ def _some(names: list[str]) -> str:
 
 def _structure_lines(problem: Problem) -> list[str]:
     """What each structure would keep, by the estimate that fit itself refuses by."""
-    picked = type(choose_structure(problem)[0])
+    picked = type(Auto().chosen(problem)[0])
     lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
     for name, kind in named(Structure).items():
+        if kind is Auto:
+            continue
         structure = kind()
-        needed = _needed(problem, structure)
-        reads = f"reads the data {structure.passes()} ×" if name != "matrixfree" else "reads the data for every product"
+        needed = structure.needed(problem)
+        reads = "reads the data for every product" if structure.reads_data else f"reads the data {structure.passes()} ×"
         size = "?" if needed is None else _bytes(needed)
         mark = " ← auto" if kind is picked else ""
         lines.append(f"{name:12} {size:>9}  {reads}{_obstacle(problem, structure, needed)}{mark}")
     return lines
 
 
-def _needed(problem: Problem, structure: Structure) -> int | None:
-    """Bytes; None where the number of data decides and is not known."""
-    params, length = problem.network.params, problem.batches.length
-    itemsize = params.dtype.itemsize
-    if not isinstance(structure, Functional):
-        return structure.bytes(problem.plan, itemsize)
-    if length is None:
-        return None
-    return Functional.needed(length * problem.batch * problem.factor.width(problem.outputs), params.size, itemsize)
-
-
 def _obstacle(problem: Problem, structure: Structure, needed: int | None) -> str:
     if needed is not None and needed > problem.memory:
         return ", too large"
     try:
-        if not isinstance(structure, Functional):  # whose own check counts all data, which may take long
-            structure.require(problem)
+        structure.require(problem)
     except TooLarge:
         return ", too large"
     except LapwingError as error:
@@ -240,7 +229,7 @@ def _gradient_seconds(products: Products, inputs: Any) -> float:
 
 def _next(options: argparse.Namespace, problem: Problem) -> str:
     weights = f" --weights {options.weights}" if options.weights else ""
-    factor = "" if isinstance(problem.factor, GGN) else " --factor auto"
+    factor = "" if problem.factor.exact else " --factor auto"
     settings = f"--likelihood {options.likelihood or 'LIKELIHOOD'}{factor} --tune HELD_OUT --out model.lapwing"
     return f"lapwing fit {options.model} {options.data or 'DATA'}{weights} {settings}"
 

@@ -120,10 +120,6 @@ class Factor(ABC):
                 "GGN(limit=...) to insist."
             )
 
-    def count(self, f: Tensor) -> int:
-        """How many directions there will be at outputs f."""
-        return self.width(f[0].numel())
-
 
 def resolve_factor(factor: str | Factor) -> Factor | None:
     """Return the factor that `factor=` means, an object or a name; None for "auto"."""
@@ -262,7 +258,7 @@ class EmpiricalFisher(Factor):
     def directions(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
     ) -> Iterator[Tensor]:
-        yield likelihood.score(f, y) * likelihood.dispersion.detach().to(f)
+        yield likelihood.score(f, y) * likelihood.common_factor.detach().to(f)
 
     def width(self, outputs: int) -> int:
         return 1

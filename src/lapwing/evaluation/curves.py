@@ -12,8 +12,8 @@ from torch import Tensor
 from lapwing.errors import BadData
 from lapwing.evaluation import metrics
 from lapwing.evidence import Groups, collect, linked, nodes_for
-from lapwing.evidence.by_validation import MEMORY
-from lapwing.evidence.sweep import Batch, Sweep
+from lapwing.evidence.heldout import Batch, Sweep
+from lapwing.evidence.search import MEMORY
 from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, Prediction, predict_targets
 
@@ -126,4 +126,7 @@ class _Items:
         entropy = prediction.entropy.double().reshape(len(y), -1).mean(-1)
         found = [-prediction.log_prob(y).double(), entropy]
         label = getattr(prediction, "label", None)
-        return found if label is None else [*found, (label == y).double().reshape(len(y), -1).mean(-1)]
+        if label is None:
+            return found
+        truth = y.argmax(-1) if y.ndim > label.ndim else y  # soft labels have one more dimension
+        return [*found, (label == truth).double().reshape(len(y), -1).mean(-1)]

@@ -2,20 +2,21 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evidence.descent import SUBSET, fit_logits
-from lapwing.evidence.scoring import (
+from lapwing.errors import BadData
+from lapwing.evidence.heldout import (
     SCALING,
+    Batch,
+    Sweep,
     best_logit_temperature,
     check_logit_temperature,
+    held_near,
 )
-from lapwing.evidence.sweep import Batch, Sweep
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 
@@ -27,11 +28,13 @@ GRID: Mapping[str, Sequence[float]] = {
 APART = 1.25  # times the spread of log-variances under the prior alone
 HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
 LOGIT_RANGE = (0.05, 20.0)
+SUBSET = 1000  # data that a first guess of the logit temperature looks at
+STEP = 0.2  # of log s, between the points of a parabola
 
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
     """What held-out data choose unless told otherwise."""
-    if likelihood.learns_noise:
+    if likelihood.learns_dispersion:
         return ("prior", "temperature", "noise")
     return ("prior", "temperature", "logit_temperature") if likelihood.has_logits else ("prior", "temperature")
 
@@ -46,8 +49,7 @@ def check_learned(
     if idle:
         raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
     check_candidates(grid or {})
-    if "noise" in learn and not likelihood.dispersion_name:
-        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    likelihood.learned_names(tuple(learn))
     if "logit_temperature" in learn:
         check_logit_temperature(1.0, likelihood)
     return tuple(learn)
@@ -82,6 +84,7 @@ class Candidates:
     temperature: float = 1.0  # likewise
     optional: tuple[str, ...] = ()  # of what is learned: only where it is of use
     given: tuple[str, ...] = ()  # of what is learned: only the user's candidates
+    shown: Callable[[float], float] = math.sqrt  # a dispersion as users read it
 
     @classmethod
     def of(
@@ -102,13 +105,14 @@ class Candidates:
             if "prior" in learned
             else (now.precision,),
             tuple(map(float, chosen["temperature"])) if "temperature" in learned else (now.temperature,),
-            tuple(float(sigma) ** 2 for sigma in chosen["noise"]) if "noise" in learned else (None,),
+            tuple(likelihood.dispersion_from(float(v)) for v in chosen["noise"]) if "noise" in learned else (None,),
             tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (now.logit_temperature,),
             likelihood.dispersion.item(),
             now.logit_temperature,
             now.temperature,
             optional,
             tuple(name for name in learned if name in grid),
+            likelihood.shown_dispersion,
         )
 
     def settled(self, sweep: Sweep) -> "Candidates":
@@ -140,8 +144,9 @@ class Candidates:
 
     def edges(self, setting: Setting) -> list[str]:
         """What of a setting lies at or beyond the smallest or largest of several candidates, in words."""
+        phi = None if setting.dispersion is None else self.shown(setting.dispersion)
         tried: dict[str, tuple[Sequence[float], float | None]] = {
-            "noise": ([phi**0.5 for phi in self._dispersions], setting.dispersion and setting.dispersion**0.5),
+            "noise": ([self.shown(each) for each in self._dispersions], phi),
             "logit_temperature": (self.logit_temperatures or LOGIT_RANGE, setting.logit_temperature),
         }
         if not setting.deterministic:
@@ -174,13 +179,15 @@ class Candidates:
         few = sweep.subset(SUBSET)
         whole, part = self.near(sweep), self.near(few)
         bar = HOPELESS * rivals[SCALING].mean().item()
-        found: list[Setting] = []
-        for setting in reversed(settings):  # temperatures fall: from narrow to wide, each from where its neighbor ended
-            begins = not found or found[-1].precision is not setting.precision
-            guess = replace(setting, logit_temperature=part if begins else found[-1].logit_temperature * part / whole)
-            guess = fit_logits(few, guess, bar, part)
-            found.append(replace(guess, logit_temperature=guess.logit_temperature * whole / part))
-        return found[::-1]
+        length = len(settings) // len(self.precisions)
+        chains = [list(settings[k : k + length]) for k in range(0, len(settings), length)]  # one per precision
+        guesses = [part] * len(chains)
+        for k in reversed(range(length)):  # temperatures fall: from narrow to wide, each from where its neighbor ended
+            column = [replace(chain[k], logit_temperature=s) for chain, s in zip(chains, guesses)]
+            guesses = [each.logit_temperature for each in fit_logits(few, column, bar, part)]
+            for chain, s in zip(chains, guesses):
+                chain[k] = replace(chain[k], logit_temperature=s * whole / part)
+        return [setting for chain in chains for setting in chain]
 
 
 def _without(name: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -206,13 +213,14 @@ def tells_apart(sweep: Sweep) -> bool:
 
 
 def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
-    """Standard deviations around that of the residuals of the first batch, and the batches, the first put back."""
+    """Return dispersions, as users write them, around the best of the first batch, and all batches."""
     rest = iter(batches)
     first = next(rest, None)
     if first is None:
         raise BadData("the validation data hold no batch")
-    fitted = math.sqrt(likelihood.best_dispersion(first[0], first[1]))
-    return [fitted * 2 ** (k / 4) for k in range(-10, 5)], itertools.chain([first], rest)
+    fitted = likelihood.best_dispersion(first[0], first[1])
+    tried = [likelihood.shown_dispersion(fitted * 2 ** (k / 2)) for k in range(-10, 5)]
+    return tried, itertools.chain([first], rest)
 
 
 def box_of(
@@ -223,3 +231,29 @@ def box_of(
     margin = {name: math.sqrt(10) if name in free else 1.0 for name in values}
     ranges = {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
     return ranges | {"logit_temperature": LOGIT_RANGE}
+
+
+def fit_logits(
+    sweep: Sweep, settings: Sequence[Setting], bar: float = math.inf, near: float | None = None
+) -> list[Setting]:
+    """Give each setting a better logit temperature: the lowest point of a parabola through three losses.
+
+    A setting whose loss reaches `bar` stays as it is: no logit temperature mends that. Held `near` one by `held_near`.
+    """
+
+    def losses(points: Tensor) -> Tensor:
+        moved = [replace(each, logit_temperature=math.exp(u)) for each, u in zip(settings, points.tolist())]
+        found = sweep.losses(moved).mean(1).cpu()
+        return found if near is None else found + held_near(points.exp(), near) / len(sweep.f)
+
+    u = torch.tensor([each.logit_temperature for each in settings], dtype=torch.float64).log()
+    here = losses(u)
+    hopeful = here < bar
+    if not bool(hopeful.any()):
+        return list(settings)
+    below, above = losses(u - STEP), losses(u + STEP)
+    bend, slope = below - 2 * here + above, below - above
+    move = torch.where(bend > 0, STEP / 2 * slope / bend, torch.copysign(2 * STEP * torch.ones_like(slope), slope))
+    best = (u + move.clamp(-3 * STEP, 3 * STEP)).exp().tolist()
+    chosen = zip(settings, best, hopeful.tolist())
+    return [replace(each, logit_temperature=s) if hope else each for each, s, hope in chosen]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lapwing.evidence.scoring import class_log_prob
+from lapwing.evidence.heldout import class_log_prob
 from lapwing.likelihoods import Categorical
 from lapwing.predictive import GaussianFunction, predict_targets
 from tests import dense

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.errors import BadData
-from lapwing.evidence.affine import Affine, Averaged
 from lapwing.evidence.batch_bound import batch_bound
-from lapwing.evidence.invariances import invariant_bound
+from lapwing.extras.invariances import Affine, Averaged, invariant_bound
 from lapwing.model import Batches, Network, Params
 
 

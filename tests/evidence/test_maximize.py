@@ -8,7 +8,7 @@ import torch
 
 from lapwing.errors import IncompatiblePrior, UnsupportedOperation
 from lapwing.evidence import Groups, Tuning, log_evidence, tune_evidence
-from lapwing.evidence.by_evidence import _fit, _objective
+from lapwing.evidence.maximize import _fit, _objective
 from lapwing.evidence.newton import maximize
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.linalg import PSD, Dense, Diagonal, LowRank

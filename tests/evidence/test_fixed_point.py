@@ -10,8 +10,8 @@ import lapwing
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.errors import UnsupportedOperation
 from lapwing.evidence import Groups, tune_evidence
-from lapwing.evidence.by_probes import tune_probes
-from lapwing.evidence.partition import partition
+from lapwing.evidence.fixed_point import tune_probes
+from lapwing.evidence.groups import partition
 
 
 def fits(structure: object) -> tuple[lapwing.Laplace, lapwing.Laplace]:

@@ -1,4 +1,4 @@
-"""Prior, temperature and noise of the smallest NLL on held-out data: a grid and a descent from one pass."""
+"""The setting of smallest NLL on held-out data: a grid, a descent from its best point, and a rule that chooses."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,18 +7,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.evidence.candidates import GRID, Candidates, box_of, check_learned, default_learn, log_spreads, noise_grid
-from lapwing.evidence.descent import descend, fit_logits, wider
+from lapwing.evidence.candidates import (
+    GRID,
+    Candidates,
+    box_of,
+    check_learned,
+    default_learn,
+    fit_logits,
+    log_spreads,
+    noise_grid,
+)
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import (
+from lapwing.evidence.heldout import (
+    Batch,
+    Nodes,
     Score,
+    Sweep,
     baselines,
+    collect,
     counted,
     describe,
+    held_near,
     linked,
 )
-from lapwing.evidence.sweep import Batch, Sweep, collect
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 
@@ -105,26 +116,26 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     given, candidates = candidates, candidates.settled(sweep)
     learned, free = candidates.learned, candidates.free
     settings = candidates.settings(sweep, rivals)
-    losses = [sweep.losses(setting) for setting in settings]
+    losses = sweep.losses(settings)
     iterations = 0
-    scores = [loss.mean().item() for loss in losses]
+    scores = losses.mean(1).tolist()
     near = candidates.near(sweep)
     if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):
         start = settings[scores.index(min(scores))]
         refined, iterations = descend(sweep, start, candidates.box, free, steps, near)
         settings.append(refined)
-        losses.append(sweep.losses(refined))
+        losses = torch.cat([losses, sweep.losses([refined])])
     if "prior" in candidates.given and len(settings[0].precision) > 1:
         settings, losses = _by_group(sweep, candidates, settings, losses)
     count = len(settings)
     limits = [*_limits(sweep, candidates), _limit(sweep, None, candidates.logit_temperature)]
     settings += [setting for setting, _ in limits]
-    losses += [loss for _, loss in limits]
+    losses = torch.cat([losses, *(loss[None] for _, loss in limits)])
     last = len(settings) - 1
     barred = {last} if {"noise", "logit_temperature"} & {*candidates.given} else set()
     barred = {*range(count, last + 1)} if "prior" in candidates.given else barred
     reference = min(range(count, last + 1), key=lambda k: losses[k].mean().nan_to_num(torch.inf).item())
-    trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred), reference)
+    trials = Trials(tuple(settings), losses, rivals, last, frozenset(barred), reference)
     if steps and "prior" in free and rule is not lowest:
         trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
     best = trials.choose(rule)
@@ -136,19 +147,19 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
 
 
 def _by_group(
-    sweep: Sweep, candidates: Candidates, settings: list[Setting], losses: list[Tensor]
-) -> tuple[list[Setting], list[Tensor]]:
-    """With settings whose groups have different candidates: from the best on, one group after the other."""
-    settings, losses = list(settings), list(losses)
+    sweep: Sweep, candidates: Candidates, settings: list[Setting], losses: Tensor
+) -> tuple[list[Setting], Tensor]:
+    """Add settings whose groups have different candidates: from the best on, one group after the other."""
     for group in range(len(settings[0].precision)):
-        scores = [loss.mean().nan_to_num(torch.inf).item() for loss in losses]
-        best = settings[scores.index(min(scores))]
+        best = settings[int(losses.mean(1).nan_to_num(torch.inf).argmin())]
+        more = []
         for common in candidates.precisions:
             if common[group] != best.precision[group]:
                 precision = best.precision.clone()
                 precision[group] = common[group]
-                settings.append(replace(best, precision=precision))
-                losses.append(sweep.losses(settings[-1]))
+                more.append(replace(best, precision=precision))
+        if more:
+            settings, losses = [*settings, *more], torch.cat([losses, sweep.losses(more)])
     return settings, losses
 
 
@@ -186,7 +197,7 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
 def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
     """Nodes that serve every setting in the box; of a damped belief, also for factors that are damped one by one."""
     matrix, split = belief.curvature.matrix, belief.split
-    span = _span(box, belief.curvature.dispersion_power, belief.temperature.prior)
+    span = _span(box, belief.power, belief.temperature.prior)
     largest_factor = None if split is None else matrix.largest_damped(split)
     return Nodes.spanning(*span, matrix.largest_eigenvalue(), largest_factor)
 
@@ -203,15 +214,15 @@ def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Tr
         found = None if setting.deterministic else wider(setting, trials.settings)
         if found is None:
             break
-        found = found if near is None else fit_logits(sweep, found, near=near)
-        trials = trials.joined(found, sweep.losses(found))
+        found = found if near is None else fit_logits(sweep, [found], near=near)[0]
+        trials = trials.joined(found, sweep.losses([found])[0])
     return trials
 
 
 def _polished(sweep: Sweep, trials: Trials, best: int, near: float) -> Trials:
     """The chosen setting once more, its logit temperature fitted to all data instead of a few."""
-    fitted = fit_logits(sweep, trials.settings[best], near=near)
-    losses = sweep.losses(fitted)
+    (fitted,) = fit_logits(sweep, [trials.settings[best]], near=near)
+    losses = sweep.losses([fitted])[0]
     if losses.mean() > trials.losses[best].mean():
         fitted, losses = trials.settings[best], trials.losses[best]
     return trials.joined(fitted, losses)
@@ -255,9 +266,91 @@ def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -
             f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the chosen setting has {mean:.2g} ± {error:.2g} "
             "more per item"
         )
-    used = torch.cat([sweep.rho(settings[k]) for k in posteriors])
+    used = sweep.rho([settings[k] for k in posteriors])
     messages.append(
         f"{len(settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
         f"{sweep.nodes.error(used):.1g}; {describe({n: v.mean().item() for n, v in trials.baselines.items()})}"
     )
     return tuple(messages)
+
+
+EDGE = 1e-3  # of its range that a start outside or at the end is moved inside: the sigmoid never reaches an end
+TOLERANCE = 1e-5  # nats an item that are not worth a step
+
+
+def descend(
+    sweep: Sweep,
+    setting: Setting,
+    box: Mapping[str, tuple[float, float]],
+    learned: Sequence[str],
+    steps: int,
+    near: float = 1.0,
+) -> tuple[Setting, int]:
+    """L-BFGS on the total NLL in the logarithms of what is learned, each inside its range by a sigmoid.
+
+    A logit temperature that is learned is held `near` that in force (`held_near`).
+    """
+    phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+    start = {
+        "prior": setting.precision.double(),
+        "temperature": torch.tensor(setting.temperature, dtype=torch.float64),
+        "noise": torch.tensor(phi, dtype=torch.float64),
+        "logit_temperature": torch.tensor(setting.logit_temperature, dtype=torch.float64),
+    }
+    wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
+    places = {name: (start[name].log() - low) / (high - low) for name, (low, high) in wide.items()}
+    moving = {name: torch.logit(place, eps=EDGE) for name, place in places.items()}
+    moving = {name: z.requires_grad_() for name, z in moving.items()}
+    tolerance = max(1e-3, TOLERANCE * len(sweep.f))  # of the total, as the gradient is
+    optimizer = torch.optim.LBFGS(
+        list(moving.values()),
+        max_iter=steps,
+        max_eval=2 * steps,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance,
+        line_search_fn="strong_wolfe",
+    )
+
+    def values() -> list[Tensor]:
+        inside = {name: (low + (high - low) * moving[name].sigmoid()).exp() for name, (low, high) in wide.items()}
+        return list({**start, **inside}.values())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            tau, T, dispersion, logits = values()
+            coefficients = sweep.coefficients(tau, T, dispersion)[None]
+            leaf = coefficients.detach().requires_grad_()
+            noise = dispersion.detach().requires_grad_("noise" in moving)
+            divisor = logits.detach().requires_grad_("logit_temperature" in moving)
+            total = torch.zeros((), dtype=torch.float64)
+            for losses in sweep.parts(leaf, noise, (T / dispersion**sweep.power).detach()[None], divisor[None]):
+                part = losses.sum()
+                part.backward()
+                total += part.detach().cpu()
+            if "logit_temperature" in moving:
+                held = held_near(divisor, near)
+                held.backward()
+                total += held.detach()
+            pulled = [(coefficients, leaf.grad), (dispersion, noise.grad), (logits, divisor.grad)]
+            roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
+            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
+        return total
+
+    optimizer.step(closure)
+    count = int(optimizer.state[next(iter(moving.values()))].get("n_iter", 0))
+    tau, T, dispersion, logits = (value.detach() for value in values())
+    found = dispersion.item() if "noise" in moving else setting.dispersion
+    return Setting(tau, T.item(), found, logit_temperature=logits.item()), count
+
+
+def wider(setting: Setting, settings: Iterable[Setting]) -> Setting | None:
+    """Half-way, in log τ and log s, to the next wider of the settings with the same temperature and noise, if any."""
+    key = (setting.temperature, setting.dispersion, False)
+    alike = [each for each in settings if (each.temperature, each.dispersion, each.deterministic) == key]
+    beyond = [each for each in alike if each.narrow < (1 - EDGE) * setting.narrow]
+    if not beyond:
+        return None
+    next_one = max(beyond, key=lambda each: each.narrow)
+    divisor = math.sqrt(setting.logit_temperature * next_one.logit_temperature)
+    return replace(setting, precision=(setting.precision * next_one.precision).sqrt(), logit_temperature=divisor)

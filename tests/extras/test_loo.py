@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.evidence.problems import OF_THE_BELIEF, Handmade, Problem, believed, linear, mlp
 from torch.distributions import Normal
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.evidence import Groups, Tuning, tune_loo
-from lapwing.evidence.sweep import Batch
+from lapwing.evidence import Groups, Tuning
+from lapwing.evidence.heldout import Batch
+from lapwing.extras.loo import tune_loo
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows
-from tests.evidence.problems import OF_THE_BELIEF, Handmade, Problem, believed, linear, mlp
 
 
 def batches(problem: Problem) -> list[Batch]:
