@@ -142,7 +142,7 @@ class StructureLaws:
             with TemporaryDirectory() as folder:
                 la.save(Path(folder) / "file")
                 again = load(Path(folder) / "file", net, data=data)
-            assert type(again.curvature.structure) is type(self.structure)
+            assert type(again.curvature.structure) is type(la.curvature.structure)
             self._same(again, la, data[0])
 
     def test_it_is_moved(self) -> None:
