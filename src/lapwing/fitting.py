@@ -292,7 +292,7 @@ def _narrowed(
         problem = with_noise_ratios(pose(network, batches, family, factor, **options))
         curvature = estimate_curvature(problem, Diag())
         family = family if family.known else problem.likelihood.estimate(curvature.statistics)
-        scale = tempered.likelihood_scale(family.dispersion, curvature.dispersion_power)
+        scale = tempered.likelihood_scale(family.common_factor, curvature.dispersion_power)
         precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
         scores = precision.inverse_diagonal()
     index = choose_weights(scores.detach(), select.size, select.by, options["generator"])

@@ -19,12 +19,11 @@ from lapwing.errors import BadData, UnsupportedModel
 from lapwing.fitting import load
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.likelihoods.registry import NAMES
 from lapwing.saving import read
 from lapwing.storage import named
 from lapwing.writing import require_writable
 
-LEARNED = ("prior", "temperature", "logit_temperature", "noise")
+LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 READ = ("model", "weights", "posterior", "data", "train", "tune")  # options that name what is read
 DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
@@ -87,7 +86,9 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
     """Add the likelihood, the weights that take part, the size of the data set and the memory."""
-    parser.add_argument("--likelihood", choices=NAMES, required=required, help="what the outputs of the network mean")
+    parser.add_argument(
+        "--likelihood", choices=named(Likelihood), required=required, help="what the outputs of the network mean"
+    )
     parser.add_argument(
         "--select",
         type=names,

@@ -191,7 +191,7 @@ class Hessian(MatrixFactor):
                 seen += likelihood.count(f, y, batch.weights)
                 logs = likelihood.log_prob(f, y).reshape(f.shape[0], -1).sum(1)
                 logs = logs if batch.weights is None else logs * batch.weights.to(logs)
-                first, rows = _derivatives(problem, -logs.sum() * likelihood.dispersion.detach().to(logs))
+                first, rows = _derivatives(problem, -logs.sum() * likelihood.common_factor.detach().to(logs))
                 gradient -= first
                 total += rows
         return 0.5 * (total + total.mT), Totals(statistics, seen, gradient)
