@@ -61,8 +61,10 @@ from lapwing.posterior import (
     resolve_temperature,
 )
 from lapwing.predictive import Prediction, predict_targets
+from lapwing.predictive.lastlayer import LastLayer, last_layer_of
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
+from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble, sampled_function, warn_of_collapse
 from lapwing.summary import summary
 
@@ -411,9 +413,16 @@ class Laplace:
                     'link="jvp" is for likelihoods with Monte Carlo predictions ("mc"), without joint=True and '
                     "differentiable=True"
                 )
-            function = self._linearized(inputs).function(
-                inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
-            )
+            layer = None if joint or differentiable or by_draws else self._last_layer
+            if layer is not None:
+                self.network.require_apart(inputs)
+                with torch.no_grad():
+                    f, a = layer(inputs)
+                function = layer.function(f, a, self.likelihood.shift_invariant)
+            else:
+                function = self._linearized(inputs).function(
+                    inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
+                )
             if by_draws:
                 link, samples = "mc", samples or JVP_DRAWS
         else:
@@ -428,6 +437,46 @@ class Laplace:
             shifted=bool(self.options.convention.shifted),
             generator=generator,
         )
+
+    @outside_inference
+    def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
+        """Predictions as a plain `nn.Module` that no longer needs this object, for posteriors over the last layer.
+
+        `forward(x)` returns a dict of tensors, one per name of `outputs`: attributes of `Prediction` such as "probs",
+        "mean", "variance", "epistemic", "aleatoric", "entropy", "novelty". Without names: "probs" and "epistemic", or
+        "mean" and "variance" for numbers. It is thread-safe, holds its own copy of the weights and can be compiled and
+        exported (`la.export`).
+
+            predictor = la.predictor("probs", "epistemic");  predictor(x)["probs"]
+        """
+        self._require_unchanged()
+        layer = self._last_layer
+        if layer is None:
+            raise UnsupportedOperation(
+                "a predictor is for a posterior over the linear layer that produces the outputs as they are: fit with "
+                "select='last_layer', or use la.predict(x)"
+            )
+        names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
+        return Predictor(
+            layer,
+            self.likelihood,
+            names,
+            novelty=self._novelty_layer if "novelty" in names else None,
+            logit_temperature=self.logit_temperature,
+            scalar=self.options.scalar,
+            samples=samples,
+        )
+
+    def export(
+        self, path: str | Path, example: Any, *, outputs: Sequence[str] = (), samples: int | None = None
+    ) -> None:
+        """Write `la.predictor(*outputs)` as a file: `.pt2` (`torch.export`) or `.onnx`, with a dynamic batch dimension.
+
+        The file needs neither Lapwing nor the network's class to run. `example` is an input of at least two items.
+
+            la.export("model.pt2", x[:2], outputs=("probs", "epistemic"))
+        """
+        export(self.predictor(*outputs, samples=samples), path, example)
 
     def predict_loader(self, data: Any, **options: Any) -> Iterator[Prediction]:
         """One prediction a batch, in order. Batches may be inputs alone or come with targets, which are left unread."""
@@ -488,6 +537,18 @@ class Laplace:
             self.options.memory,
             shift_invariant=self.likelihood.shift_invariant,
         )
+
+    @cached_property
+    def _last_layer(self) -> LastLayer | None:
+        """The short path of predictions, where the posterior is one over the layer that produces the outputs."""
+        probe = self.watch.probe if self.watch is not None else None
+        example = probe.inputs if probe is not None else None
+        return last_layer_of(self.network, self.posterior.precision, self.options.memory, example)
+
+    @cached_property
+    def _novelty_layer(self) -> LastLayer | None:
+        layer, precision = self._last_layer, novelty_precision(self.curvature.matrix)
+        return None if layer is None else layer.under(precision, self.options.memory)
 
     def _plan_for(self, inputs: Inputs) -> Plan:
         if self.plan is not None:
