@@ -172,8 +172,15 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("structure", ["kron", "full"])
-@pytest.mark.parametrize("task", ["classification", "regression", "binary"])
+def slow(*cases: tuple[str, str]) -> list:
+    """Parameters of which all but the first are for `make test-slow`: PyTorch takes seconds for every export."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
+
+
+@pytest.mark.parametrize(
+    ("task", "structure"),
+    slow(("classification", "kron"), ("classification", "full"), ("regression", "kron"), ("binary", "full")),
+)
 def test_an_exported_file_runs_where_nothing_of_ours_is(task: str, structure: str, tmp_path: Path) -> None:
     la, _ = fitted(task, structure, prior=2.0)
     names = ("mean", "epistemic", "novelty")
@@ -187,8 +194,10 @@ def test_an_exported_file_runs_where_nothing_of_ours_is(task: str, structure: st
     assert done.stdout.strip() == "equal", done.stderr
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag"])
-@pytest.mark.parametrize("task", ["classification", "regression", "binary"])
+@pytest.mark.parametrize(
+    ("task", "structure"),
+    slow(("classification", "kron"), ("classification", "diag"), ("regression", "full"), ("binary", "kron")),
+)
 def test_an_onnx_file_runs_in_onnx_runtime(task: str, structure: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -81,10 +81,12 @@ class SharedRoot(nn.Module):
 
     def __init__(self, left: Tensor, right: Tensor | None, variances: Tensor) -> None:
         super().__init__()
-        self.register_buffer("left", left.detach().clone())
-        self.register_buffer("inverse", torch.linalg.inv(left.detach().double()).to(left))
-        self.register_buffer("right", None if right is None else right.detach().clone())
-        self.register_buffer("variances", variances.detach().clone())
+        self.register_buffer("left", left.detach().clone(memory_format=torch.contiguous_format))
+        self.register_buffer("inverse", torch.linalg.inv(left.detach().double()).to(left).contiguous())
+        self.register_buffer(
+            "right", None if right is None else right.detach().clone(memory_format=torch.contiguous_format)
+        )
+        self.register_buffer("variances", variances.detach().clone(memory_format=torch.contiguous_format))
 
     def forward(self, a: Tensor) -> Root:
         return Root(shared=(self.left, output_spread(self.right, self.variances, a), self.inverse))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Likelihood
+from lapwing.model.module import warnings_here
 from lapwing.model.writing import replacing
 from lapwing.predictive.lastlayer import LastLayer
 from lapwing.predictive.links import prepare
@@ -88,7 +89,7 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings_here("ignore", Warning):  # of PyTorch about its own parts
             f = predictor.layer.run(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
             program = torch.export.export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
@@ -96,7 +97,7 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
                 with replacing(path) as part:
                     torch.export.save(program, part)
             else:
-                _write_onnx(program, path)
+                _write_onnx(program, path, predictor._outputs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
@@ -107,14 +108,13 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
-def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+def _write_onnx(program: torch.export.ExportedProgram, path: Path, names: Sequence[str]) -> None:
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError("ONNX files need onnx and onnxscript: pip install 'lapwing-torch[onnx]'") from error
-    names = [spec.arg.name for spec in program.graph_signature.output_specs]
-    written = torch.onnx.export(program, dynamo=True, verbose=False, output_names=names)
+    written = torch.onnx.export(program, dynamo=True, verbose=False, output_names=list(names))
     assert written is not None
     with replacing(path) as part:
         written.save(part, external_data=False)
