@@ -16,7 +16,7 @@ import torch
 from benchmarks.workloads import WORKLOADS, Task
 from lapwing.likelihoods import Categorical
 from lapwing.model import Linearization, Network, Params
-from lapwing.model.rules.convolution import Convolution
+from lapwing.model.rules.matrix import Convolution
 from lapwing.model.rules.patches import band_cost, correlation_cost
 
 

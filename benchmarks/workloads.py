@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from benchmarks.checkpoints import kept_tensors, trained
 from benchmarks.models import FlatTokens, NextTokens, ResNet18, VisionTransformer, wide_head
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 
 BATCH = 128  # of the fit and of the gradient epoch
 KEPT = 6000  # items of each data set that measurements draw from

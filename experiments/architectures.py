@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 
 
 def mlp(*hidden: int) -> nn.Sequential:

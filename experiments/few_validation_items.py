@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets, networks
-from lapwing.evidence import Candidates, Groups, collect, default_learn, linked, nodes_for, tune_sweep
-from lapwing.evidence.by_validation import OPTIONAL
+from experiments import _datasets as datasets
+from experiments import _networks as networks
+from lapwing.evidence import Candidates, Groups, Setting, collect, default_learn, linked, nodes_for, search
 from lapwing.evidence.candidates import GRID
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.scoring import best_logit_temperature
-from lapwing.evidence.sweep import Sweep
+from lapwing.evidence.heldout import Nodes, Sweep, best_logit_temperature
+from lapwing.evidence.search import OPTIONAL
 from lapwing.evidence.tuning import resolve_rule
 
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
@@ -130,10 +129,10 @@ def pool(name: str, cache: Path) -> Sweep:
     model = trained(case, cache / f"few-{name}-net.safetensors")
     batches = list(zip(case.train.inputs[: case.fit].split(200), case.train.targets[: case.fit].split(200)))
     la = lapwing.fit(model, batches, "classification", n_data=case.n_data or len(case.train), **dict(case.options))
-    nodes = nodes_for(la.curvature, torch.tensor(REACH[0]).double(), REACH[1], la.likelihood, False)
-    held = la._held_out(list(zip(case.pool.inputs.split(100), case.pool.targets.split(100))))
+    nodes = nodes_for(la.belief, torch.tensor(REACH[0]).double(), REACH[1])
+    held = la._predictive.held_out(list(zip(case.pool.inputs.split(100), case.pool.targets.split(100))))
     groups = Groups.scalar(la.params.size)
-    sweep = collect(la.curvature.matrix, groups, held, nodes, la.likelihood, memory=2**33, **score)  # type: ignore[arg-type]
+    sweep = collect(la.belief, groups, held, nodes, score=score["score"], memory=2**33)
     kept = {"f": sweep.f, "y": sweep.y, "g": sweep.grams, "shifts": nodes.shifts, "spectrum": nodes.spectrum}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.contiguous() for key, value in kept.items()}, path)
@@ -150,8 +149,8 @@ def one_split(everything: Sweep, items: int, seed: int, rule: str = "widest") ->
     held, test = part_of(everything, order[:items]), part_of(everything, order[items:])
     likelihood = held.likelihood
     learn, one = default_learn(likelihood), torch.ones(1, dtype=torch.float64)
-    candidates = Candidates.of(learn, {}, one, 1.0, likelihood, optional=OPTIONAL, usual=GRID)
-    tuning = tune_sweep(held, Groups.scalar(1), candidates, rule=resolve_rule(rule))
+    candidates = Candidates.of(learn, {}, Setting(one), likelihood, optional=OPTIONAL, usual=GRID)
+    tuning = search(held, candidates, rule=resolve_rule(rule))
     scaled = test.f / best_logit_temperature(held.f, held.y, likelihood)
     plain = [-likelihood.log_prob(f, test.y).mean().item() for f in (test.f, scaled)]
     setting = tuning.setting

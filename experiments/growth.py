@@ -19,7 +19,8 @@ import torch
 from experiments._arguments import Experiment
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 
 warnings.filterwarnings("ignore")
 AXES = {

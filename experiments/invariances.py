@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets
+from experiments import _datasets as datasets
 
 
 def digits(part: str, size: int, angle: float, seed: int) -> tuple[Tensor, Tensor]:

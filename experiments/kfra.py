@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets
+from experiments import _datasets as datasets
 
 FACTORS = {"KFAC": "ggn", "KFRA": "kfra"}
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 
 
 def compare(name: str, model: nn.Module, data: list, parameters: list[str]) -> None:

@@ -13,7 +13,8 @@ from experiments._arguments import Experiment
 from experiments.preconditioners import train
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg.krylov import largest_eigenpairs, nystrom
 

@@ -24,7 +24,8 @@ from experiments._arguments import Experiment
 from torch import nn
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing.curvature import GGN
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg.krylov import Solution

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing import metrics
-from lapwing.cli import datasets, networks
 
 NAMES = ("mnist", "fashion", "kmnist", "notmnist")
 TRAIN, BATCH, PRIOR = 55_000, 128, 1.0

@@ -20,7 +20,8 @@ from experiments._arguments import Experiment
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing.evaluation.metrics import auroc
 from lapwing.extras.sketched import sketched_score
 

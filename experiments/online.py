@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 
 DECAYS = (0.0, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 

@@ -16,8 +16,9 @@ from experiments._arguments import Experiment
 from torch import Tensor, nn
 
 import lapwing
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from experiments import matrixfree
-from lapwing.cli import datasets, networks
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg import Diagonal
 from lapwing.linalg.krylov import Preconditioner, conjugate_gradients, nystrom

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 
 WEIGHTS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99)
 UNITS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lapwing
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing import metrics
-from lapwing.cli import datasets, networks
-from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linked, nodes_for, tune_sweep, widest
-from lapwing.evidence.descent import fit_logits
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.sweep import Sweep
+from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linked, nodes_for, search, widest
+from lapwing.evidence.heldout import Nodes, Sweep
+from lapwing.evidence.search import fit_logits
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.novelty import FLOOR, information_gain
 
@@ -50,7 +50,7 @@ def fitted(structure: str, size: int, path: Path) -> lapwing.Laplace:
 
 def kept(la: lapwing.Laplace, data: datasets.Dataset, path: Path) -> Sweep:
     """What one pass over these images keeps, from the cache where it is there."""
-    nodes = nodes_for(la.curvature, torch.tensor(REACH[0]).double(), REACH[1], la.likelihood, False)
+    nodes = nodes_for(la.belief, torch.tensor(REACH[0]).double(), REACH[1])
     options = {"likelihood": la.likelihood, "power": 1, "tempers_prior": False, "score": linked(samples=128)}
     if path.exists():
         found = load_file(path)
@@ -58,8 +58,8 @@ def kept(la: lapwing.Laplace, data: datasets.Dataset, path: Path) -> Sweep:
         return Sweep(found["f"], found["y"], found["g"], nodes, **options)  # type: ignore[arg-type]
     begin = time.perf_counter()
     groups = Groups.scalar(la.params.size)
-    batches = la._held_out(list(zip(data.inputs.split(100), data.targets.split(100))))
-    sweep = collect(la.curvature.matrix, groups, batches, nodes, memory=8 * 1024**3, **options)  # type: ignore[arg-type]
+    batches = la._predictive.held_out(list(zip(data.inputs.split(100), data.targets.split(100))))
+    sweep = collect(la.belief, groups, batches, nodes, score=linked(samples=128), memory=8 * 1024**3)
     kept = {"f": sweep.f, "y": sweep.y, "g": sweep.grams, "shifts": nodes.shifts, "spectrum": nodes.spectrum}
     save_file({name: value.contiguous() for name, value in kept.items()}, path)
     print(f"{path.stem}: {len(sweep.f)} images in {time.perf_counter() - begin:.0f} s", flush=True)
@@ -104,7 +104,7 @@ def novelty(la: lapwing.Laplace, sweep: Sweep) -> Tensor:
     return information_gain(sweep.f, sweep.covariance(coefficients), sweep.likelihood).double()
 
 
-def choices(validation: Sweep, groups: Groups) -> dict[str, Setting]:
+def choices(validation: Sweep) -> dict[str, Setting]:
     """What each rule chooses: the default as `la.tune(val)` does, others with T free."""
     one = torch.ones(1, dtype=torch.float64)
     seen: list[Trials] = []
@@ -114,12 +114,12 @@ def choices(validation: Sweep, groups: Groups) -> dict[str, Setting]:
         return widest()(trials)
 
     def of(learn: tuple[str, ...], optional: tuple[str, ...] = (), **grid: list[float]) -> Candidates:
-        return Candidates.of(learn, grid, one, 1.0, validation.likelihood, optional=optional)
+        return Candidates.of(learn, grid, Setting(one), validation.likelihood, optional=optional)
 
     begin = time.perf_counter()
-    default = tune_sweep(validation, groups, of(LEARN, LEARN[1:]), rule=widest())
+    default = search(validation, of(LEARN, LEARN[1:]), rule=widest())
     print(f"the default took {time.perf_counter() - begin:.0f} s; {default.messages[0]}", flush=True)
-    free = tune_sweep(validation, groups, of(LEARN), rule=rule)
+    free = search(validation, of(LEARN), rule=rule)
     first = seen[0]
     ranked = [first.settings[k] for k in first.scores.argsort().tolist()]
     scaled, plain = (first.settings[k] for k in (first.home - 1, first.home))
@@ -166,12 +166,11 @@ def main() -> None:
             [kept(la, standardized(data[k : min(k + CHUNK, count)]), path(k)) for k in range(first, count, CHUNK)]
         )
     everything, outside = passes["cifar"], passes["svhn"]
-    groups = Groups.scalar(la.params.size)
     results: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.splits):
         halves = torch.randperm(len(everything.f), generator=torch.Generator().manual_seed(seed)).chunk(2)
         validation, test = (part_of(everything, half) for half in halves)
-        for name, setting in choices(validation, groups).items():
+        for name, setting in choices(validation).items():
             results.setdefault(name, []).append(row(setting, test, outside))
             print(f"split {seed}  {name:22s} {setting}", flush=True)
     report(results)

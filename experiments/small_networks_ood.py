@@ -23,10 +23,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing import metrics
-from lapwing.cli import datasets, networks
-from lapwing.evidence import Candidates, Groups, tune_sweep, widest
-from lapwing.evidence.sweep import Sweep
+from lapwing.evidence import Candidates, Setting, search, widest
+from lapwing.evidence.heldout import Sweep
 
 SIZES = {"train": 20_000, "fit": 4_000, "held-out": 2_000, "test": 1_000, "outside": 300}
 EPOCHS = {"lenet": 8, "batchnorm": 5}
@@ -101,11 +102,11 @@ def main() -> None:
     for name, (learn, optional) in tries.items():
         begin = time.perf_counter()
         one = torch.ones(1, dtype=torch.float64)
-        candidates = Candidates.of(learn, {}, one, 1.0, held_out.likelihood, optional=optional)
-        tuning = tune_sweep(held_out, Groups.scalar(1), candidates, rule=widest())
+        candidates = Candidates.of(learn, {}, Setting(one), held_out.likelihood, optional=optional)
+        tuning = search(held_out, candidates, rule=widest())
         settings[name] = tuning.setting
         print(f"{name}: {time.perf_counter() - begin:.0f} s; {tuning.messages[0]}", flush=True)
-    limits = [setting for setting in tuning.settings if setting.deterministic]
+    limits = [setting for setting in tuning.trials.settings if setting.deterministic]
     for name, setting in {"temperature scaling": limits[0], **settings}.items():
         probs = probabilities(test, setting)
         inside = metrics.entropy(probs)

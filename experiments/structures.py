@@ -17,7 +17,8 @@ from experiments._arguments import Experiment
 from torch import Tensor
 
 import lapwing
-from lapwing.cli import datasets, networks
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing.curvature import GGN, pose
 from lapwing.curvature.onepass import pass_over
 from lapwing.likelihoods import Categorical

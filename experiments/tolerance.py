@@ -14,8 +14,9 @@ import torch
 from experiments._arguments import Experiment
 
 import lapwing
+from experiments import _datasets as datasets
+from experiments import _networks as networks
 from lapwing import GGN
-from lapwing.cli import datasets, networks
 
 PRIOR = 1_000.0
 

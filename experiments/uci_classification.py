@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.cli import datasets
+from experiments import _datasets as datasets
 
 SETS = ("australian", "breast_cancer", "digits", "ionosphere", "vehicle")
 PRECISIONS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)

@@ -24,7 +24,7 @@ from experiments._arguments import Experiment
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.cli import datasets
+from experiments import _datasets as datasets
 
 SETS = ("bostonHousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant")
 PUBLISHED = {"bostonHousing": -2.50, "concrete": -2.95, "energy": -1.20, "kin8nm": 1.35, "naval-propulsion-plant": 6.51}

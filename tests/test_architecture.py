@@ -10,6 +10,8 @@ import lapwing
 
 ROOMS = (
     "errors",
+    "writing",
+    "storage",
     "linalg",
     "model",
     "likelihoods",
@@ -18,13 +20,14 @@ ROOMS = (
     "predictive",
     "evidence",
     "evaluation",
-    "interfaces",
+    "saving",
     "extras",
     "summary",
     "laplace",
     "fitting",
     "training",
     "cli",
+    "testing",
 )
 CORE = {"torch", "numpy", "safetensors", "tqdm"}
 PACKAGE = Path(lapwing.__file__).parent

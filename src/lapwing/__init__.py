@@ -43,11 +43,10 @@ from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.evidence import compare, log_evidence
-from lapwing.evidence.affine import Affine
-from lapwing.evidence.invariances import learn_invariances
 from lapwing.evidence.online import Online
-from lapwing.evidence.pruning import Pruned, prune, relevance
+from lapwing.extras.invariances import Affine, learn_invariances
 from lapwing.extras.kfra import KFRA
+from lapwing.extras.pruning import Pruned, prune, relevance
 from lapwing.extras.valla import VaLLA
 from lapwing.fitting import fit, load
 from lapwing.laplace import Laplace
@@ -64,6 +63,7 @@ from lapwing.model import subnetwork
 from lapwing.posterior import Posterior, Prior, Tempered
 from lapwing.predictive import Prediction
 from lapwing.predictive.mixture import Mixture
+from lapwing.storage import register
 from lapwing.training import Trained, train
 
 if _collecting:
@@ -127,6 +127,7 @@ __all__ = [
     "metrics",
     "plots",
     "prune",
+    "register",
     "relevance",
     "subnetwork",
     "train",

@@ -65,3 +65,12 @@ class VersionMismatch(LapwingError):
 
 class NotConverged(LapwingError, ArithmeticError):
     """An iterative method stopped before it reached its tolerance."""
+
+
+def require_generator(generator: Any, device: Any) -> None:
+    """Refuse a random generator of another device than that of the network."""
+    if generator is not None and generator.device != device:
+        raise BadData(
+            f"the generator is on {str(generator.device)!r} and the network on {str(device)!r}; pass "
+            f"generator=torch.Generator({str(device)!r})"
+        )

@@ -29,8 +29,15 @@ from lapwing.curvature import (
 )
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive
-from lapwing.interfaces.storage import (
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator
+from lapwing.laplace import Laplace
+from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
+from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
+from lapwing.model.fingerprint import Watch, checksum
+from lapwing.model.module import outside_inference
+from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
+from lapwing.predictive.predictive import Options
+from lapwing.saving import (
     intact,
     read,
     require_same_module,
@@ -41,13 +48,6 @@ from lapwing.interfaces.storage import (
     restore_probe,
     restore_temperature,
 )
-from lapwing.laplace import Laplace, Options
-from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.linalg.generators import require_generator
-from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
-from lapwing.model.fingerprint import Watch, checksum
-from lapwing.model.module import outside_inference
-from lapwing.posterior import Prior, Tempered, resolve_prior, resolve_temperature
 
 
 @outside_inference
@@ -95,7 +95,7 @@ def fit(
     directions = resolve_factor(factor)
     if chosen is not None:
         directions = chosen.factor(directions)
-    belief, tempered = resolve_prior(prior), resolve_temperature(temperature)
+    chosen_prior, tempered = resolve_prior(prior), resolve_temperature(temperature)
     n_data = None if n_data is None else positive("n_data", n_data)
     budget = available_memory() if memory is None else int(positive("memory, a number of bytes,", memory))
     _require_kinds(split=split, generator=generator, checkpoint=checkpoint)
@@ -106,15 +106,17 @@ def fit(
     network = Network(module, Params.of(module, names), family.outputs)
     options = {"generator": generator, "memory": budget, "progress": progress}
     if isinstance(select, Subnetwork):
-        network = _narrowed(network, select, batches, family, directions, belief, tempered, options)
+        network = _narrowed(network, select, batches, family, directions, chosen_prior, tempered, options)
     if sharded():
         asked: dict[str, Any] = {"temperature": (float(tempered.T), tempered.prior), "n_data": n_data, "repair": repair}
         asked |= {"structure": chosen, "factor": directions}
-        require_same(_identity(network, family, belief) | {name: repr(value) for name, value in asked.items()})
+        require_same(_identity(network, family, chosen_prior) | {name: repr(value) for name, value in asked.items()})
     problem = with_noise_ratios(pose(network, batches, family, directions, **options))
     for doubt in problem.doubts:
         warnings.warn(doubt, stacklevel=_caller())
-    belief.resolve(names, network.params.sizes, index=network.params.index)  # refuse a wrong prior before the work
+    chosen_prior.resolve(
+        names, network.params.sizes, index=network.params.index
+    )  # refuse a wrong prior before the work
     if checkpoint is not None:
         problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
     curvature = estimate_curvature(problem, chosen, n_data)
@@ -125,7 +127,8 @@ def fit(
     convention = shared_convention(batches.convention)
     kept = Options(budget, split, progress, scalar=problem.scalar, convention=convention, data=again)
     watch = Watch.on(module, problem.example)
-    la = Laplace(network, curvature, family, belief, tempered, kept, problem.plan, repair=repair, watch=watch)
+    belief = Belief(curvature, chosen_prior, family, tempered, repair=repair)
+    la = Laplace(network, belief, kept, problem.plan, watch=watch)
     _ = la.posterior  # refuse now what has no posterior
     return la
 
@@ -208,19 +211,17 @@ def load(
 
     curvature = restore_curvature(tensors, header, params, posed, path)
     with intact(path):
-        la = Laplace(
-            network,
+        belief = Belief(
             curvature,
-            family,
             restore_prior(tensors, header, params),
+            family,
             restore_temperature(header),
-            Options(header["memory"], split, scalar=header["scalar"], convention=convention),
-            damped=header["damped"],
-            repair=header["repair"],
-            logit_temperature=header.get("logit_temperature", 1.0),
-            tuned=header["tuned"],
-            watch=Watch.on(module, probe=probe),
+            header.get("logit_temperature", 1.0),
+            header["damped"],
+            header["repair"],
         )
+        options = Options(header["memory"], split, scalar=header["scalar"], convention=convention)
+        la = Laplace(network, belief, options, tuned=header["tuned"], watch=Watch.on(module, probe=probe))
         if found := family.flaw(curvature.statistics):
             raise CorruptFile(f"{path.name!r} is impossible: {found}; fit again, or restore a copy")
     return la

@@ -2,70 +2,49 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.matrixfree import moved as sent
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
+from lapwing.errors import BadData, UnsupportedOperation, require_generator, require_whole
 from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
     Rule,
     Tuning,
     check_logit_temperature,
-    collect,
     effective_parameters,
-    keep_if_shown,
+    evidence_of,
     linked,
-    log_evidence,
-    nodes_for,
+    partition,
     resolve_rule,
     stationarity,
-    tune_bound,
     tune_evidence,
     tune_grid,
-    tune_loo,
     tune_validation,
-    variational_bound,
 )
-from lapwing.evidence.linear_mode import LinearMode, LinearModel, linear_mode
-from lapwing.interfaces.storage import write
+from lapwing.extras.linear_mode import LinearMode, linear_mode
+from lapwing.extras.loo import keep_if_shown, tune_loo
+from lapwing.extras.valla import tune_bound, variational_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.linalg import PSD, Diagonal, Jacobian, move
-from lapwing.linalg.generators import require_generator
-from lapwing.linalg.operator import Operator
-from lapwing.model import Batches, Network, Params, Plan, batch_size, tensors_in
-from lapwing.model.batches import Batch, Inputs, as_tensors, detached
-from lapwing.model.convention import Convention
+from lapwing.model import Batches, Network, Params, Plan
 from lapwing.model.fingerprint import Watch
+from lapwing.model.inputs import Inputs
 from lapwing.model.module import outside_inference
-from lapwing.model.products import Products
-from lapwing.posterior import (
-    Posterior,
-    Prior,
-    Tempered,
-    factored_precision,
-    make_posterior,
-    resolve_prior,
-    resolve_temperature,
-)
-from lapwing.predictive import Prediction, predict_targets
-from lapwing.predictive.lastlayer import LastLayer, last_layer_of
-from lapwing.predictive.linearized import CLOSED_FORM, Linearized
-from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
+from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
+from lapwing.predictive import Prediction
+from lapwing.predictive.predictive import Options, Predictive
 from lapwing.predictive.predictor import Predictor, export
-from lapwing.predictive.sampled import Ensemble, sampled_function, warn_of_collapse
+from lapwing.predictive.sampled import Ensemble
+from lapwing.saving import write
 from lapwing.summary import summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
@@ -74,44 +53,27 @@ INTERPOLATES = (
     "precision; check on held-out data"
 )
 LOO_DATA = 1000  # training data that tuning without held-out data compares on
-JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
-SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
-
-
-@dataclass(frozen=True, eq=False)
-class Options:
-    """How a fit was asked to run, kept for what follows it."""
-
-    memory: int
-    split: Any = None
-    progress: bool | None = None
-    scalar: bool = False  # the network returns (B,)
-    convention: Convention = field(default_factory=Convention)  # how the batches of the fit were read
-    data: Any = field(default=None, repr=False)  # the training data, where they can be read again
 
 
 @dataclass(frozen=True, eq=False)
 class Laplace:
     """A posterior over the selected weights of a trained network: N(θ̂, (T/φ·H + Π)⁻¹). Made by `lapwing.fit`.
 
-    Nothing here changes: `replace`, `tune`, `update` and `damping` return new objects and, but for `update`, read no
-    training data.
+    It holds the network, a belief (curvature, prior, likelihood, temperature) and the options of the fit. Nothing here
+    changes: `replace`, `tune`, `update` and `damping` return new objects. Only `update` reads training data, and `tune`
+    what it is given.
+
+        la = lapwing.fit(model, train_loader, "classification").tune(val_loader)
+        la.predict(x).probs
     """
 
     network: Network
-    curvature: Curvature
-    likelihood: Likelihood
-    prior: Prior
-    temperature: Tempered
+    belief: Belief
     options: Options
     plan: Plan | None = None
     tuning: Tuning | None = None
-    damped: bool = False
-    repair: bool = False
-    logit_temperature: float = 1.0  # logits are divided by it before the link
     tuned: str = ""  # how prior, temperature and noise were chosen, in a line
     watch: Watch | None = field(default=None, repr=False)  # what the module was like at the fit
-    _plans: dict[str, Plan] = field(default_factory=dict, repr=False)  # the plan, once inputs were seen
 
     # --- what it is ------------------------------------------------------------------------------------------------
 
@@ -126,6 +88,41 @@ class Laplace:
         return self.network.module
 
     @property
+    def curvature(self) -> Curvature:
+        """The curvature of the log-likelihood, without prior, noise and temperature."""
+        return self.belief.curvature
+
+    @property
+    def prior(self) -> Prior:
+        """The prior over the weights."""
+        return self.belief.prior
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the outputs of the network mean."""
+        return self.belief.likelihood
+
+    @property
+    def temperature(self) -> Tempered:
+        """How often the data count."""
+        return self.belief.temperature
+
+    @property
+    def logit_temperature(self) -> float:
+        """What logits are divided by before they become probabilities."""
+        return self.belief.logit_temperature
+
+    @property
+    def damped(self) -> bool:
+        """Whether Kronecker factors are damped one by one (`damping("factored")`)."""
+        return self.belief.damped
+
+    @property
+    def posterior(self) -> Posterior:
+        """N(θ̂, Σ): `.mean`, `.precision`, `.sample(n)`, `.log_prob(theta)`, `.variance`, `.covariance()`."""
+        return self.belief.posterior
+
+    @property
     def n_data(self) -> float:
         """The size of the data set that the curvature stands for."""
         return self.curvature.n_data
@@ -133,49 +130,7 @@ class Laplace:
     @property
     def log_likelihood(self) -> Tensor:
         """Σ log p(y | f̂) of the training data under the current noise."""
-        return self.likelihood.log_likelihood(self.curvature.statistics)
-
-    @cached_property
-    def _resolved_prior(self) -> tuple[Tensor, PSD]:
-        params = self.params
-        return self.prior.resolve(params.names, params.sizes, torch.float64, params.device, index=params.index)
-
-    @cached_property
-    def _prior_in_use(self) -> tuple[Tensor, PSD]:
-        """The prior with what `repair` had to add to its precision."""
-        mean, matrix = self._resolved_prior
-        increase = self.posterior.increase if self.repair and not self.damped else 0.0
-        if not increase:
-            return mean, matrix
-        added = torch.full((self.params.size,), increase, dtype=torch.float64, device=self.params.device)
-        return mean, matrix + Diagonal(added / self.temperature.prior_scale)
-
-    @property
-    def _scale(self) -> Tensor:
-        return self.temperature.likelihood_scale(self.likelihood.dispersion, self.curvature.dispersion_power)
-
-    @property
-    def _split(self) -> float | None:
-        """√n of factored damping, None without."""
-        return max(self.curvature.n_data, 1.0) ** 0.5 if self.damped else None
-
-    @cached_property
-    def posterior(self) -> Posterior:
-        """N(θ̂, Σ): `.mean`, `.precision`, `.sample(n)`, `.log_prob(theta)`, `.variance`, `.covariance()`."""
-        prior = self._resolved_prior[1]
-        if self.temperature.prior:
-            prior = prior.scale(self.temperature.prior_scale)
-        if self.damped:
-            precision = factored_precision(self.curvature.matrix, self._scale, prior, split=self._split or 1.0)
-            return Posterior(self.params.flat, precision)
-        return make_posterior(self.params.flat, self.curvature.matrix, self._scale, prior, repair=self.repair)
-
-    @property
-    def _certain(self) -> bool:
-        """Whether any structure has this posterior: a sum of squares and one precision for all weights."""
-        matrix = self._resolved_prior[1]
-        tau = matrix.constant() if matrix.expanded else None
-        return tau is not None and bool(tau > 0) and not self.repair and self.curvature.factor.definite
+        return self.belief.log_likelihood
 
     # --- evidence --------------------------------------------------------------------------------------------------
 
@@ -186,25 +141,12 @@ class Laplace:
         At T ≠ 1 it is that of the tempered likelihood. `at="linear-mode"` moves to the mode of the linearized model,
         for networks that were not trained to the mode of this very prior: by one step of Newton in the stored
         curvature, or, with the training `data`, by Jacobian products until it is reached (`linear_mode`; no gradients).
+
+            la.log_evidence();  la.log_evidence("linear-mode")
         """
         if at == "linear-mode" and data is not None:
-            return self.log_evidence() - self._log_joint + self.linear_mode(data).log_joint
-        return log_evidence(
-            self.curvature,
-            self._prior_in_use,
-            self.likelihood,
-            mean=self.params.flat,
-            temperature=self.temperature,
-            at=at,
-        )
-
-    @property
-    def _log_joint(self) -> Tensor:
-        """T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀)."""
-        mean, matrix = self._prior_in_use
-        offset = self.params.flat.double() - mean
-        scale = self.temperature.prior_scale
-        return self.temperature.T * self.log_likelihood - 0.5 * scale * (offset * matrix.matvec(offset)).sum()
+            return self.log_evidence() - self.belief.log_joint + self.linear_mode(data).log_joint
+        return evidence_of(self.belief, at)
 
     @outside_inference
     def linear_mode(self, data: Any) -> LinearMode:
@@ -214,35 +156,19 @@ class Laplace:
         """
         require_one_process("linear_mode")
         self._require_unchanged()
-        mean, matrix = self._prior_in_use
-        batches = self.batches(data)
-        batches.require_reiterable("the mode of the linearized model")
-        model = LinearModel(
-            Products(self.network, batches, self.options.progress),
-            self.likelihood,
-            float(self.temperature.T) * self.curvature.n_data / self.curvature.seen,
-            self.params.flat.double() - mean,
-            matrix.scale(self.temperature.prior_scale),
-        )
-        return linear_mode(model, self.params.flat, self.posterior.precision)
+        return linear_mode(self.network, self.belief, self.batches(data), progress=self.options.progress)
 
     @property
     @outside_inference
     def effective_parameters(self) -> float:
         """γ = tr(c·H (c·H + Π)⁻¹): how many directions the data, not the prior, determine."""
-        return effective_parameters(self.curvature, self._prior_in_use, self.likelihood, temperature=self.temperature)
+        return effective_parameters(self.belief)
 
     @property
     @outside_inference
     def stationarity(self) -> float:
         """½gᵀΣg in nats: what the log joint would gain by moving to the mode of the linearized model."""
-        return stationarity(
-            self.curvature,
-            self._prior_in_use,
-            self.likelihood,
-            mean=self.params.flat.double(),
-            temperature=self.temperature,
-        )
+        return stationarity(self.belief)
 
     # --- changes ---------------------------------------------------------------------------------------------------
 
@@ -283,11 +209,9 @@ class Laplace:
             changes["logit_temperature"] = check_logit_temperature(logit_temperature, self.likelihood)
         if repair is not None:
             changes["repair"] = repair
-        replaced = replace(self, **changes)
-        mean, matrix = replaced._resolved_prior
-        if not (mean.requires_grad or matrix.diagonal().requires_grad or replaced._certain):
-            _ = replaced.posterior  # refuse now what has no posterior
-        return replaced
+        belief = replace(self.belief, **changes)
+        belief.require_posterior()  # refuse now what has no posterior
+        return replace(self, belief=belief)
 
     @outside_inference
     def damping(self, kind: str) -> Laplace:
@@ -298,9 +222,9 @@ class Laplace:
         """
         if kind not in ("exact", "factored"):
             raise UnsupportedOperation(f"damping is 'exact' or 'factored', got {kind!r}")
-        damped = replace(self, damped=kind == "factored")
-        _ = damped.posterior  # refuse now what is not Kronecker
-        return damped
+        belief = replace(self.belief, damped=kind == "factored")
+        _ = belief.posterior  # refuse now what is not Kronecker
+        return replace(self, belief=belief)
 
     @outside_inference
     @together()
@@ -327,7 +251,8 @@ class Laplace:
         )
         curvature = extend_curvature(problem, self.curvature)
         likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
-        return replace(self, curvature=curvature, likelihood=likelihood, plan=problem.plan, _plans={})
+        belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
+        return replace(self, belief=belief, plan=problem.plan)
 
     def _fingerprint(self) -> str:
         """A text that tells two curvatures apart."""
@@ -346,14 +271,14 @@ class Laplace:
         network, matrix = replace(self.network, params=moved), self.curvature.matrix
         curvature = replace(
             self.curvature,
-            matrix=sent(matrix, network, device) if isinstance(matrix, Operator) else move(matrix, device),
+            matrix=self.curvature.structure.moved(matrix, network, device),
             statistics=self.curvature.statistics.to(device),
             gradient=None if self.curvature.gradient is None else self.curvature.gradient.to(device),
             state={k: v.to(device) for k, v in self.curvature.state.items()},
             params=moved,
         )
         watch = None if self.watch is None else self.watch.to(device)
-        return replace(self, network=network, curvature=curvature, watch=watch, plan=None, _plans={})
+        return replace(self, network=network, belief=replace(self.belief, curvature=curvature), watch=watch, plan=None)
 
     # --- prediction ------------------------------------------------------------------------------------------------
 
@@ -383,64 +308,18 @@ class Laplace:
         """
         self._require_unchanged()
         require_generator(generator, self.params.device)
-        inputs = self._inputs(x)
+        inputs = self._predictive.inputs(x)
         if samples is not None and not (isinstance(samples, int) and samples > 0):
             raise BadData(f"samples is a positive whole number, got {samples!r}")
         with self.network.explaining(inputs):
-            return self._predicted(inputs, method, link, samples, joint, differentiable, generator)
-
-    def _predicted(
-        self,
-        inputs: Inputs,
-        method: str,
-        link: str,
-        samples: int | None,
-        joint: bool,
-        differentiable: bool,
-        generator: torch.Generator | None,
-    ) -> Prediction:
-        if method == "sampled":
-            if joint:
-                raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
-            draws = self._draws(samples or SAMPLED_DRAWS, generator)
-            function: Any = sampled_function(self.network, draws, inputs, differentiable)
-            warn_of_collapse(self.network, self.likelihood, function, inputs)
-            link = "mc" if link == "auto" else link
-        elif method == "linearized":
-            by_draws = link == "jvp"
-            if by_draws and (joint or differentiable or "mc" not in self.likelihood.links):
-                raise UnsupportedOperation(
-                    'link="jvp" is for likelihoods with Monte Carlo predictions ("mc"), without joint=True and '
-                    "differentiable=True"
-                )
-            layer = None if joint or differentiable or by_draws else self._last_layer
-            if layer is not None:
-                self.network.require_apart(inputs)
-                with torch.no_grad():
-                    f, a = layer(inputs)
-                function = layer.function(f, a, self.likelihood.shift_invariant)
-            else:
-                function = self._linearized(inputs).function(
-                    inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
-                )
-            if by_draws:
-                link, samples = "mc", samples or JVP_DRAWS
-        else:
-            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
-        return predict_targets(
-            function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature),
-            self.likelihood,
-            link=link,
-            samples=samples,
-            novelty=lambda: self._novelty(inputs, function.mean),
-            scalar=self.options.scalar,
-            shifted=bool(self.options.convention.shifted),
-            generator=generator,
-        )
+            return self._predictive.predict(
+                inputs, method=method, link=link, samples=samples, joint=joint, differentiable=differentiable,
+                generator=generator,
+            )  # fmt: skip
 
     @outside_inference
     def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
-        """Predictions as a plain `nn.Module` that no longer needs this object, for posteriors over the last layer.
+        """Return predictions as a plain `nn.Module` that no longer needs this object, for posteriors over a last layer.
 
         `forward(x)` returns a dict of tensors, one per name of `outputs`: attributes of `Prediction` such as "probs",
         "mean", "variance", "epistemic", "aleatoric", "entropy", "novelty". Without names: "probs" and "epistemic", or
@@ -450,7 +329,7 @@ class Laplace:
             predictor = la.predictor("probs", "epistemic");  predictor(x)["probs"]
         """
         self._require_unchanged()
-        layer = self._last_layer
+        layer = self._predictive.last_layer
         if layer is None:
             raise UnsupportedOperation(
                 "a predictor is for a posterior over the linear layer that produces the outputs as they are: fit with "
@@ -461,7 +340,7 @@ class Laplace:
             layer,
             self.likelihood,
             names,
-            novelty=self._novelty_layer if "novelty" in names else None,
+            novelty=self._predictive.novelty_layer if "novelty" in names else None,
             logit_temperature=self.logit_temperature,
             scalar=self.options.scalar,
             samples=samples,
@@ -479,91 +358,40 @@ class Laplace:
         export(self.predictor(*outputs, samples=samples), path, example)
 
     def predict_loader(self, data: Any, **options: Any) -> Iterator[Prediction]:
-        """One prediction a batch, in order. Batches may be inputs alone or come with targets, which are left unread."""
-        batches = self.batches(data)
-        for inputs in batches.unlabeled():
+        """Yield one prediction per batch, in order. Targets in the batches, if any, are not read.
+
+        for p in la.predict_loader(test_loader): print(p.label)
+        """
+        for inputs in self.batches(data).unlabeled():
             yield self.predict(inputs, **options)
 
     @outside_inference
     def ensemble(self, n: int, generator: torch.Generator | None = None) -> Ensemble:
-        """n fixed weight samples as n networks: the same ones at every input."""
+        """Return n fixed weight samples as n networks: the same ones at every input.
+
+        la.ensemble(5).predict(x).probs
+        """
         self._require_unchanged()
         require_whole("the number of members of an ensemble", n)
-        draws = self._draws(n, generator)
         return Ensemble(
             self.network,
             self.likelihood,
-            draws,
+            self._predictive.draws(n, generator),
             self.options.scalar,
             self.watch,
             self.logit_temperature,
-            self._inputs,
+            self._predictive.inputs,
             bool(self.options.convention.shifted),
         )
 
     def batches(self, data: Any) -> Batches:
-        """Data as batches, read as those of the fit were."""
-        options = self.options
-        return Batches(data, self.module, self.params.device, options.split, options.convention)
-
-    def _inputs(self, x: Inputs) -> Inputs:
-        """Inputs as the fit used them: without what it took as targets, on its device, in a dtype the network takes."""
-        x = as_tensors(x)
-        x = self.options.convention.inputs_of(x) if isinstance(x, Mapping) else x
-        if not any(True for _ in tensors_in(x)):
-            raise BadData(
-                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
-            )
-        x = self.batches(()).placed(x)
-        if batch_size(x) == 0:
-            raise BadData("the batch to predict is empty")
-        for tensor in tensors_in(x):
-            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
-                where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-                raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
-        self.network.settle(x)
-        return x
-
-    def _draws(self, n: int, generator: torch.Generator | None) -> Tensor:
-        generator = torch.Generator(self.params.device).manual_seed(0) if generator is None else generator
-        return self.posterior.sample(n, generator)
-
-    def _linearized(self, inputs: Inputs) -> Linearized:
-        return Linearized(
-            self.network,
-            self._plan_for(inputs),
-            self.posterior.precision,
-            self._draws,
-            self.options.memory,
-            shift_invariant=self.likelihood.shift_invariant,
-        )
+        """Read data as the fit read its own."""
+        return self._predictive.batches(data)
 
     @cached_property
-    def _last_layer(self) -> LastLayer | None:
-        """The short path of predictions, where the posterior is one over the layer that produces the outputs."""
-        probe = self.watch.probe if self.watch is not None else None
-        example = probe.inputs if probe is not None else None
-        return last_layer_of(self.network, self.posterior.precision, self.options.memory, example)
-
-    @cached_property
-    def _novelty_layer(self) -> LastLayer | None:
-        layer, precision = self._last_layer, novelty_precision(self.curvature.matrix)
-        return None if layer is None else layer.under(precision, self.options.memory)
-
-    def _plan_for(self, inputs: Inputs) -> Plan:
-        if self.plan is not None:
-            return self.plan
-        if "plan" not in self._plans:
-            with self.network.borrow():
-                self._plans["plan"] = self.network.plan(detached(inputs))
-        return self._plans["plan"]
-
-    def _novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
-        mean = mean.detach()
-        at = replace(self._linearized(inputs), precision=novelty_precision(self.curvature.matrix))
-        if mean.shape[-1] > CLOSED_FORM:
-            return information_bound(mean, at.variance(inputs, mean, at.precision), self.likelihood)
-        return information_gain(mean, at.covariance(inputs, mean, contrast=at.shift_invariant), self.likelihood)
+    def _predictive(self) -> Predictive:
+        probe = None if self.watch is None else self.watch.probe
+        return Predictive(self.network, self.belief, self.options, self.plan, None if probe is None else probe.inputs)
 
     def _require_unchanged(self) -> None:
         if self.watch is not None:
@@ -603,149 +431,61 @@ class Laplace:
         alone = method == "auto" and data is None
         if method == "auto":
             method = "validation" if data is not None else "evidence"
-        learn = (learn,) if isinstance(learn, str) else learn
-        common: dict[str, Any] = {
-            "start": self._start(prior),
-            "center": self.prior.mean,
-            "temperature": self.temperature,
-        }
+        learn = (learn,) if isinstance(learn, str) else tuple(learn) if learn else None
+        if prior not in ("scalar", "layerwise", "parameterwise"):
+            raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}")
+        groups = partition(prior, self.curvature.names, self.params)
         if method == "evidence":
-            tuning = self._tune_evidence(data, learn, prior, grid, common)
+            tuning = self._tune_evidence(data, groups, learn, grid or {})
             if alone and grid is None and self.likelihood.has_logits:
-                tuning = self._kept_if_shown(tuning, prior)
+                tuning = self._kept_if_shown(tuning, groups)
         elif method == "validation":
             if data is None:
                 raise BadData("method='validation' needs held-out data: tune(val_loader)")
+            self._require_unchanged()
             tuning = tune_validation(
-                self.curvature,
-                self.likelihood,
-                self._groups(prior),
-                self._held_out(data, link),
-                learn=tuple(learn) if learn else None,
+                self.belief,
+                groups,
+                self._predictive.held_out(data, link),
+                learn=learn,
                 grid=grid,
                 score=linked(link, samples=128),
                 rule=resolve_rule(rule),
-                logit_temperature=self.logit_temperature,
                 memory=self.options.memory,
-                split=self._split,
-                **common,
             )
         elif method == "loo":
             if data is None:
                 raise BadData("method='loo' needs the training data: tune(train_loader, method='loo')")
-            tuning = tune_loo(
-                self.curvature,
-                self.likelihood,
-                self._groups(prior),
-                self._held_out(data),
-                learn=tuple(learn) if learn else None,
-                grid=grid,
-                split=self._split,
-                **common,
-            )
+            self._require_unchanged()
+            tuning = tune_loo(self.belief, groups, self._predictive.held_out(data), learn=learn, grid=grid)
         else:
             raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}")
-        return replace(
-            self,
-            prior=tuning.prior,
-            temperature=tuning.temperature,
-            likelihood=tuning.likelihood,
-            logit_temperature=tuning.logit_temperature or self.logit_temperature,
-            tuning=tuning,
-            tuned=f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}",
-        )
+        told = f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}"
+        return replace(self, belief=tuning.applied(self.belief), tuning=tuning, tuned=told)
 
-    def _tune_evidence(self, data: Any, learn: Any, prior: str, grid: Any, common: dict[str, Any]) -> Tuning:
+    def _tune_evidence(
+        self, data: Any, groups: Groups, learn: tuple[str, ...] | None, grid: Mapping[str, Sequence[float]]
+    ) -> Tuning:
         bound = "excess" in self.curvature.state
         if not learn:
             default = ("prior", "noise") if self.likelihood.learns_noise and not bound else ("prior",)
-            learn = tuple(dict.fromkeys((*default, *(grid or {}))))
-        learn = tuple(learn)
+            learn = tuple(dict.fromkeys((*default, *grid)))
         if "temperature" in learn:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
-        tune, value = (tune_bound, variational_bound) if bound else (tune_evidence, log_evidence)
-        groups, mean = self._groups(prior), self.params.flat.double()
-        tuning = tune_grid(
-            tune, self.curvature, self.likelihood, groups, grid or {}, mean=mean, learn=learn, value=value, **common
-        )
+        tune, value = (tune_bound, variational_bound) if bound else (tune_evidence, evidence_of)
+        tuning = tune_grid(tune, self.belief, groups, grid, learn=learn, value=value)
         if self.params.size <= self.n_data:
             return tuning
         if data is None:
             warnings.warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)", stacklevel=3)
         return replace(tuning, messages=(INTERPOLATES, *tuning.messages))
 
-    def _kept_if_shown(self, tuning: Tuning, prior: str) -> Tuning:
-        """Labels without held-out data: the posterior must be shown to predict better than the network."""
+    def _kept_if_shown(self, tuning: Tuning, groups: Groups) -> Tuning:
+        """Keep a classifier's posterior only if it is shown to predict better than the network."""
         known = None if sharded() else self.options.data  # a process has its own shard, and all must choose the same
-        held = None if known is None else self._held_out(known, most=LOO_DATA)
-        return keep_if_shown(
-            tuning,
-            self.curvature,
-            self.likelihood,
-            self._groups(prior),
-            held,
-            center=self.prior.mean,
-            temperature=self.temperature,
-            memory=self.options.memory,
-            split=self._split,
-        )
-
-    def _groups(self, prior: str) -> Groups:
-        params = self.params
-        if prior == "scalar":
-            return Groups.scalar(params.size)
-        if prior == "layerwise":
-            return Groups.layerwise(self.curvature.names, params.names, params.sizes, params.index)
-        if prior == "parameterwise":
-            return Groups.parameterwise(params.size)
-        raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}")
-
-    def _start(self, prior: str) -> Tensor:
-        """The current precision, averaged (geometrically) over each group."""
-        groups, matrix = self._groups(prior), self._resolved_prior[1]
-        if not matrix.is_diagonal:
-            raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
-        logs = matrix.diagonal().detach().double().log().cpu()
-        counts = groups.total(torch.ones_like(logs))
-        return (groups.total(logs) / counts.clamp(min=1)).exp()
-
-    def _held_out(
-        self, data: Any, link: str = "auto", most: float = math.inf
-    ) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
-        """(f, targets, rows) of held-out data, a few samples at a time; rows of what the link sees of f.
-
-        Ends with the batch that reaches `most` samples.
-        """
         self._require_unchanged()
-        batches = self.batches(data)
-        show = self.options.progress
-        bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
-                   leave=False)  # fmt: skip
-        for batch in bar:
-            y = self._targets(batch)
-            start = 0
-            at = self._linearized(batch.inputs)
-            for linearization, rows in at.jacobians(batch.inputs, contrast=self._contrast(link)):
-                f = linearization.f.detach()
-                yield f, y[start : start + f.shape[0]], rows
-                start += f.shape[0]
-            most -= start
-            if most <= 0:
-                return
-
-    def _contrast(self, link: str) -> bool:
-        """Whether a link does not see what all logits of an item share."""
-        return self.likelihood.shift_invariant and link in ("auto", "mc")
-
-    def _targets(self, batch: Batch) -> Tensor:
-        """The targets of a batch in canonical form; errors name the batch."""
-        try:
-            f = self.network.forward(self._inputs(batch.inputs))
-            if not bool(f.isfinite().all()):
-                raise BadData("the outputs of the network are not finite")
-            return self.likelihood.targets(f, batch.targets)
-        except BadData as error:
-            raise BadData(f"batch {batch.number}: {error}") from error
+        held = None if known is None else self._predictive.held_out(known, most=LOO_DATA)
+        return keep_if_shown(tuning, self.belief, groups, held, memory=self.options.memory)
 
     @outside_inference
     def temperature_curve(
@@ -765,53 +505,15 @@ class Laplace:
             lapwing.plots.temperature(curve).savefig("temperature.png")
         """
         require_one_process("temperature_curve")
-        if not temperatures or not all(T > 0 for T in temperatures):
-            raise BadData(f"temperatures must be positive and at least one, got {list(temperatures)}")
-        groups, precision = self._prior_groups()
-        sweep = partial(
-            collect,
-            self.curvature.matrix,
-            groups,
-            nodes=nodes_for(
-                self.curvature, precision, temperatures, self.likelihood, self.temperature.prior, self._split
-            ),
-            likelihood=self.likelihood,
-            power=self.curvature.dispersion_power,
-            tempers_prior=self.temperature.prior,
-            score=linked(link),
-            memory=self.options.memory,
-            split=self._split,
-        )
+        self._require_unchanged()
         return temperature_curve(
-            sweep(self._held_out(data, link)),
-            {name: sweep(self._unlabeled(others, link)) for name, others in (ood or {}).items()},
-            precision,
+            self.belief,
+            self._predictive.held_out(data, link),
+            {name: self._predictive.unlabeled(others, link) for name, others in (ood or {}).items()},
             temperatures,
-            logit_temperature=self.logit_temperature,
             link=link,
+            memory=self.options.memory,
         )
-
-    def _prior_groups(self) -> tuple[Groups, Tensor]:
-        """Groups of weights with one precision each, and these precisions."""
-        for kind in ("scalar", "layerwise"):
-            groups, start = self._groups(kind), self._start(kind)
-            matrix = self._resolved_prior[1]
-            values = matrix.diagonal().detach().double().cpu()
-            if torch.allclose(groups.expand(start), values, rtol=1e-9):
-                return groups, start
-        raise IncompatiblePrior("a curve needs a prior that is constant per block; use a scalar or layerwise prior")
-
-    def _unlabeled(self, data: Any, link: str) -> Iterator[tuple[Tensor, Tensor, Jacobian]]:
-        """(f, targets of the network's own, rows) of data whose targets, if any, are left unread."""
-        data = as_tensors(data)
-        data = [data] if isinstance(data, Tensor) else data
-        batches = self.batches(data)
-        generator = torch.Generator(self.params.device).manual_seed(0)
-        for raw in batches.unlabeled():
-            inputs = self._inputs(raw)
-            for linearization, rows in self._linearized(inputs).jacobians(inputs, contrast=self._contrast(link)):
-                f = linearization.f.detach()
-                yield f, self.likelihood.sample_target(f, generator), rows
 
     # --- reports and storage ---------------------------------------------------------------------------------------
 

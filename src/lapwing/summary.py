@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lapwing.evidence import variational_bound
+from lapwing.extras.valla import variational_bound
 
 BOUNDS = {  # how a structure's evidence compares with that of the full GGN
     None: "; no bound of the full GGN's",
@@ -28,7 +28,7 @@ def summary(la: Any) -> str:
         f"  log-likelihood at the weights  {float(la.log_likelihood):.6g}",
     ]
     deterministic = la.tuning is not None and la.tuning.deterministic
-    if not la.damped and not deterministic:
+    if not la.belief.damped and not deterministic:
         what = "log evidence" if la.temperature.is_bayes else "log evidence of the tempered likelihood"
         lines.append(f"  {what}  {_evidence_line(la)}")
         lines += _distance_line(la)
@@ -65,10 +65,7 @@ def _evidence_line(la: Any) -> str:
 
 
 def _variational_line(la: Any) -> str:
-    matrix = la._resolved_prior[1]
+    matrix = la.belief.resolved_prior[1]
     if "excess" not in la.curvature.state or matrix.constant() is None:
         return ""
-    bound = variational_bound(
-        la.curvature, la._resolved_prior, la.likelihood, mean=la.params.flat, temperature=la.temperature
-    )
-    return f", whose variational lower bound is {float(bound):.6g}"
+    return f", whose variational lower bound is {float(variational_bound(la.belief)):.6g}"

@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 from lapwing.curvature import Factor, Structure
 from lapwing.curvature.resume import require_folder
 from lapwing.curvature.shards import require_one_process
-from lapwing.errors import BadData
+from lapwing.errors import BadData, require_generator
 from lapwing.evidence.checkpoints import Moment
 from lapwing.evidence.online import BATCH, Online, Subset
 from lapwing.evidence.training import Schedule, Shuffled, Training, count_data
 from lapwing.fitting import fit
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg.generators import require_generator
 from lapwing.model import unwrap
 
 FIT = 2  # the fit at the end reads so many times the data of a step of the evidence

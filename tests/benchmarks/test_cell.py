@@ -12,8 +12,8 @@ from benchmarks.cell import ROOT
 
 from benchmarks import __main__ as suite
 from benchmarks import checkpoints
+from experiments import _networks as networks
 from lapwing.cli import main as cli
-from lapwing.cli import networks
 from lapwing.cli import repository as bench
 
 

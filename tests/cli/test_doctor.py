@@ -1,7 +1,6 @@
-"""`lapwing doctor` and `lapwing reproduce`: what they say is what the library does."""
+"""`lapwing doctor`: what it says is what the library does."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import torch
 
 import lapwing
 from lapwing.cli import main as cli
-from lapwing.cli import repository as bench
-from lapwing.cli import reproduce
 
 ROOT = Path(__file__).parents[2]
 NET = """
@@ -155,42 +152,3 @@ def test_networks_that_are_refused(words: list[str], message: str, capsys: pytes
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
-
-
-# --- reproduce ----------------------------------------------------------------------------------------------------
-
-
-def test_experiments_are_listed_with_their_question(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["reproduce", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
-    assert all(len(line.split()) > 4 for line in lines)
-
-
-def test_an_experiment_gets_the_arguments_that_follow(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lapwing", "reproduce", "tolerance", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "usage: tolerance.py" in done.stdout
-
-
-@pytest.mark.parametrize("words", [["gone"], []])
-def test_an_unknown_experiment(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["reproduce", *words]) == 1
-    said = capsys.readouterr().err
-    assert "there are architectures, " in said
-    assert said.count("\n") == 1
-
-
-def test_an_experiment_that_stops(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["reproduce", "tolerance", "--no-such-option"]) == 1
-    assert "lapwing: tolerance stopped with exit code 2" in capfd.readouterr().err
-
-
-def test_experiments_need_the_repository(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def nowhere() -> Path:
-        return bench.repository(Path("/"))
-
-    monkeypatch.setattr(reproduce, "repository", nowhere)
-    assert cli.main(["reproduce", "--list"]) == 1
-    assert "get Lapwing's repository" in capsys.readouterr().err

@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lapwing import BadData, Categorical, Gaussian, NotReiterable
-from lapwing.cli.files.data import Reading, Rows
-from lapwing.cli.files.models import read_model
-from lapwing.cli.files.objects import read_object
-from lapwing.cli.files.predictions import write_predictions
+from lapwing.cli.data import Reading, Rows
+from lapwing.cli.models import read_model, read_object
+from lapwing.cli.predictions import write_predictions
 from lapwing.errors import LapwingError
 
 NET = """

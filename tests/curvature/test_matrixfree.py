@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.curvature import GGN, pose
-from lapwing.curvature.matrixfree import MatrixFree, restored, stored
+from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Diagonal
 from lapwing.linalg.krylov import Sketch
@@ -325,11 +325,8 @@ def test_what_a_file_needs_gives_the_same_matrix() -> None:
     model, data, likelihood = problem("conv classification")
     la = lapwing.fit(model, data, likelihood, structure=MatrixFree(rank=12, tolerance=1e-10), n_data=48)
     batches = Batches(data, model, torch.device("cpu"))
-    again = restored(
-        pose(la.network, batches, la.likelihood, la.curvature.factor),
-        la.curvature.structure,
-        stored(la.curvature.matrix),
-    )
+    structure, same = la.curvature.structure, pose(la.network, batches, la.likelihood, la.curvature.factor)
+    again = structure.restored(*structure.stored(la.curvature.matrix), same)
     v = torch.randn(2, la.params.size, dtype=torch.float64)
     mine, theirs = (m + Diagonal(torch.ones(la.params.size)) for m in (la.curvature.matrix, again))
     torch.testing.assert_close(theirs.solve(v), mine.solve(v))
@@ -494,7 +491,7 @@ def test_yesterdays_posterior_as_a_prior(tmp_path: Path) -> None:
     whole, free = fitted("full"), fitted("matrixfree")
     torch.testing.assert_close(free.log_evidence(), whole.log_evidence())
     assert free.effective_parameters == pytest.approx(whole.effective_parameters, rel=1e-8)
-    curved, prior = whole.curvature.dense(), whole._resolved_prior[1].dense()
+    curved, prior = whole.curvature.dense(), whole.belief.resolved_prior[1].dense()
     exact = torch.linalg.solve(curved + prior, curved).trace()
     assert free.effective_parameters == pytest.approx(float(exact), rel=1e-8)
     temperature = torch.tensor(1.0, requires_grad=True)

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.laplace import Laplace
+from lapwing.predictive.predictive import Predictive
 
 
 @pytest.fixture
 def counted(monkeypatch):
     calls = []
-    plain = Laplace._novelty
-    monkeypatch.setattr(Laplace, "_novelty", lambda self, *args: (calls.append(1), plain(self, *args))[1])
+    plain = Predictive.novelty
+    monkeypatch.setattr(Predictive, "novelty", lambda self, *args: (calls.append(1), plain(self, *args))[1])
     return calls
 
 

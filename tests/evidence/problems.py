@@ -1,15 +1,18 @@
 """Small models with everything written out, so that the evidence can be checked by brute force."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
+from lapwing.evidence import Groups
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, Layout
 from lapwing.linalg.matrixrows import MatrixRows, Term
+from lapwing.posterior import Belief, Prior, Tempered, resolve_temperature
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +23,31 @@ class Handmade:
     statistics: Tensor
     dispersion_power: int = 1
     gradient: Tensor | None = None
+    n_data: float = 1.0
+    params: None = None
+
+
+OF_THE_BELIEF = ("start", "center", "temperature", "logit_temperature", "split")
+
+
+def believed(
+    curvature: Handmade,
+    likelihood: Likelihood,
+    groups: Groups,
+    theta: Tensor,
+    *,
+    start: float | Tensor = 1.0,
+    center: float | Tensor = 0.0,
+    temperature: float | Tempered = 1.0,
+    split: float | None = None,
+    **options: Any,
+) -> Belief:
+    """A belief with a curvature made by hand; `split` = √n asks for factored damping."""
+    values = torch.as_tensor(start, dtype=torch.float64).expand(groups.count)
+    if split is not None:
+        curvature, options = replace(curvature, n_data=split**2), {**options, "damped": True}
+    prior = Prior(groups.expand(values), center)
+    return Belief(curvature, prior, likelihood, resolve_temperature(temperature), mean=theta, **options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +79,10 @@ class Problem:
     def curvature(self, structure: str = "full") -> Handmade:
         statistics = self.likelihood.statistics(self.f, self.y)
         return Handmade(self.matrix(structure), statistics, gradient=self.gradient)
+
+    def belief(self, groups: Groups, structure: str = "full", **options: Any) -> Belief:
+        """The belief at θ̂; `start` are prior precisions (one or one per group), `center` is the prior mean."""
+        return believed(self.curvature(structure), self.likelihood, groups, self.theta, **options)
 
     def matrix(self, structure: str) -> PSD:
         ggn = self.ggn

@@ -8,13 +8,12 @@ import torch
 
 from lapwing.evidence import Groups, Setting, collect, linked, tune_validation, widest
 from lapwing.evidence.candidates import tells_apart
-from lapwing.evidence.descent import fit_logits, wider
-from lapwing.evidence.nodes import Nodes
-from lapwing.evidence.sweep import Batch, Sweep
+from lapwing.evidence.heldout import Batch, Nodes, Sweep
+from lapwing.evidence.search import fit_logits, wider
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
-from tests.evidence.problems import Handmade, mlp
-from tests.evidence.test_by_validation import held_out, run
+from tests.evidence.problems import Handmade, believed, mlp
+from tests.evidence.test_search import held_out, run
 
 KNOWN, N = 4, 60  # weights that the data determine, of 8; held-out items
 
@@ -36,8 +35,8 @@ def two_spaces(unequal: bool, likelihood: Likelihood, outputs: int) -> tuple[Han
 
 def sweep_of(curvature: Handmade, batches: list[Batch], likelihood: Likelihood, nodes: Nodes) -> Sweep:
     groups = Groups.scalar(batches[0][2].size)
-    options = {"power": 1, "tempers_prior": False, "score": linked(), "memory": 2**30}
-    return collect(curvature.matrix, groups, batches, nodes, likelihood, **options)  # type: ignore[arg-type]
+    belief = believed(curvature, likelihood, groups, torch.zeros(groups.size))
+    return collect(belief, groups, batches, nodes, score=linked(), memory=2**30)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +48,14 @@ def test_temperature_is_kept_where_the_null_space_tells_no_inputs_apart(
 ) -> None:
     curvature, batches = two_spaces(unequal, likelihood, outputs)
     groups = Groups.scalar(batches[0][2].size)
-    tuning = tune_validation(curvature, likelihood, groups, batches, rule=widest())
+    belief = believed(curvature, likelihood, groups, torch.zeros(groups.size))
+    tuning = tune_validation(belief, groups, batches, rule=widest())
     tried = {setting.temperature for setting in tuning.settings}
     assert (len(tried) > 1) == unequal
     assert any("the temperature is kept" in message for message in tuning.messages) != unequal
-    told = tune_validation(curvature, likelihood, groups, batches, learn=("prior", "temperature"), steps=0)
+    told = tune_validation(belief, groups, batches, learn=("prior", "temperature"), steps=0)
     assert len({setting.temperature for setting in told.settings}) == 6
-    given = tune_validation(curvature, likelihood, groups, batches, grid={"temperature": (1.0, 7.0)}, steps=0)
+    given = tune_validation(belief, groups, batches, grid={"temperature": (1.0, 7.0)}, steps=0)
     assert {setting.temperature for setting in given.settings} == {1.0, 7.0}
 
 

@@ -10,7 +10,7 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.evidence import effective_parameters, log_evidence, stationarity
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import PSD, Dense, Diagonal, EigenKronecker, Kronecker
-from lapwing.posterior import Prior, Tempered
+from lapwing.posterior import Belief, Prior, Tempered
 from tests.evidence.problems import Handmade, Problem, linear, mlp
 
 STRUCTURES = ("full", "diag", "blockdiag", "kron", "ekfac")
@@ -50,9 +50,9 @@ def test_stationarity_is_the_gain_of_the_linear_mode() -> None:
     arguments = problem.curvature(), prior_of(problem, 0.7), problem.likelihood
     at_map = log_evidence(*arguments, mean=problem.theta)
     at_mode = log_evidence(*arguments, mean=problem.theta, at="linear-mode")
-    assert stationarity(*arguments, mean=problem.theta) == pytest.approx((at_mode - at_map).item(), rel=1e-9)
+    assert stationarity(Belief.of(*arguments, mean=problem.theta)) == pytest.approx((at_mode - at_map).item(), rel=1e-9)
     still = linear(mode=True)
-    quiet = stationarity(still.curvature(), prior_of(still, 0.7), still.likelihood, mean=still.theta)
+    quiet = stationarity(Belief.of(still.curvature(), prior_of(still, 0.7), still.likelihood, mean=still.theta))
     assert 0 <= quiet < 1e-20
 
 
@@ -166,7 +166,8 @@ def test_close_to_quadrature_for_one_weight() -> None:
 def test_effective_parameters(structure: str) -> None:
     problem = mlp(Gaussian(0.5))
     curvature = problem.curvature(structure)
-    got = effective_parameters(curvature, prior_of(problem, 2.0), problem.likelihood, temperature=0.5)
+    belief = Belief.of(curvature, prior_of(problem, 2.0), problem.likelihood, 0.5, mean=problem.theta)
+    got = effective_parameters(belief)
     scaled = 0.5 * curvature.matrix.dense() / 0.25
     expected = torch.linalg.solve(scaled + 2.0 * torch.eye(len(scaled)).double(), scaled).trace()
     assert got == pytest.approx(expected.item(), rel=1e-9)

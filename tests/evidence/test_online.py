@@ -10,7 +10,7 @@ import lapwing
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.batch_bound import batch_bound
 from lapwing.evidence.fixed_point import move
-from lapwing.evidence.partition import partition
+from lapwing.evidence.groups import partition
 from lapwing.model import Batches, Network, Params
 
 
@@ -72,8 +72,7 @@ def test_a_long_reach_ends_where_the_evidence_is_flat(kind: str, structure: str)
     la = lapwing.fit(model, (x, y), "classification", structure=structure)
     groups = partition(kind, la.curvature.names, la.params)
     start = torch.ones(groups.count, dtype=torch.float64)
-    mean = la.params.flat
-    found = move(la.curvature, la.likelihood, groups, mean=mean, precision=start, reach=20.0, tolerance=1e-7)
+    found = move(la.belief, groups, start, reach=20.0, tolerance=1e-7)
     logs = found.precision.log().requires_grad_()
     value = la.replace(prior=lapwing.Prior(groups.expand(logs.exp()))).log_evidence()
     assert found.evidence == pytest.approx(value.item(), abs=1e-6)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lapwing.cli import main as cli
-from lapwing.cli.reproduce import experiments
+from lapwing.cli.repository import experiments
 
 SCRIPTS = experiments()
 NEEDS_DATA = {name for name, path in SCRIPTS.items() if "Needs LAPWING_DATA" in path.read_text(encoding="utf-8")}

@@ -10,13 +10,13 @@ from tests.curvature.test_matrixfree import problem
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.evidence import variational_bound
+from lapwing.extras.valla import variational_bound
 
 TAU = 0.7
 
 
 def bound(la: lapwing.Laplace) -> Tensor:
-    return variational_bound(la.curvature, la._resolved_prior, la.likelihood, mean=la.params.flat)
+    return variational_bound(la.belief)
 
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:

@@ -484,7 +484,7 @@ def test_storage_is_exact(name: str, kind: str, dtype: torch.dtype, scaled: bool
     matrix = matrix.scale(0.7) if scaled else matrix
     tensors, spec = pack(matrix)
     assert all(not tensor.requires_grad for tensor in tensors.values())
-    copy = unpack({key: value.clone() for key, value in tensors.items()}, json.loads(json.dumps(spec)))
+    copy = unpack({key: value.clone() for key, value in tensors.items()}, json.loads(json.dumps(spec)), PSD)
     assert type(copy) is type(matrix)
     assert copy.dtype == dtype
     assert torch.equal(copy.dense(), matrix.dense())

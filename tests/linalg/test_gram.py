@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.linalg.gram import PANEL, gram
+from lapwing.linalg.rows import PANEL, gram
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -20,9 +20,9 @@ from lapwing.linalg import (
     Layout,
     blockdiagonal,
     kronecker,
-    logs,
+    spectrum,
 )
-from lapwing.linalg.logs import FEW, sum_log1p
+from lapwing.linalg.spectrum import FEW, sum_log1p
 
 
 def exact(x: Tensor) -> float:
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_each() -> None:
 def test_logarithms_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared above is the fast way, where it is meant to be taken."""
     x = spread(FEW, -2, 2, torch.Generator().manual_seed(0))
-    monkeypatch.setattr(logs, "TOGETHER", 1)
+    monkeypatch.setattr(spectrum, "TOGETHER", 1)
     alone = sum_log1p(x)
     monkeypatch.undo()
     assert float(sum_log1p(x)) == pytest.approx(float(alone), rel=1e-12)

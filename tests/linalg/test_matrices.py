@@ -346,7 +346,7 @@ def test_contiguous_blocks_are_stored_as_ranges() -> None:
     matrix = BlockDiagonal(Layout(7, (torch.arange(4, 7), torch.arange(4))), (Dense(psd(size=3)), constant(4)))
     tensors, spec = pack(matrix)
     assert not any("layout" in key for key in tensors)
-    assert torch.equal(unpack(tensors, spec).dense(), matrix.dense())
+    assert torch.equal(unpack(tensors, spec, PSD).dense(), matrix.dense())
 
 
 def test_moving_keeps_every_part() -> None:
@@ -369,7 +369,7 @@ def test_damaged_storage_is_named(break_it: str) -> None:
     else:
         tensors["blocks.1.values"] = torch.ones(4, dtype=F64)
     with pytest.raises(CorruptFile, match="Save it again"):
-        unpack(tensors, spec)
+        unpack(tensors, spec, PSD)
 
 
 # What is computed once

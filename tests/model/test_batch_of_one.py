@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.model.fixednorm import fixed_batch_norm
+from lapwing.model.kernels import fixed_batch_norm
 
 from ..zoo.cases import assert_same
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.model import skeleton
+from lapwing.model import module as modules
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 3
@@ -30,7 +30,7 @@ WHAT: list[BaseException] = []
 
 
 def held() -> int:
-    return len(skeleton._IN_USE.__dict__.get("copies", {}))
+    return len(modules._IN_USE.__dict__.get("copies", {}))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("a"), RuntimeError("b")])
@@ -48,7 +48,7 @@ def test_after_an_error_in_a_pass(error: BaseException) -> None:
 def test_rows_that_nobody_reads_to_the_end() -> None:
     """A traceback may keep a generator alive for ever; the next pass must not run the copy that it was using."""
     la = lapwing.fit(nn.Sequential(nn.Linear(4, 3)), (X, Y), "classification", structure="diag")
-    rows = la._linearized(X).jacobians(X)
+    rows = la._predictive.linearized(X).jacobians(X)
     next(rows)
     assert held() == 0
     assert sum(len(at.f) for at, _ in rows) == len(X) - 4
@@ -59,8 +59,8 @@ def test_an_interruption_while_the_copy_is_registered(monkeypatch: pytest.Monkey
         def __setitem__(self, key: object, value: object) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(skeleton, "_SOURCES", Interrupted())
-    with pytest.raises(KeyboardInterrupt), skeleton.private(nn.Linear(4, 3)):
+    monkeypatch.setattr(modules, "_SOURCES", Interrupted())
+    with pytest.raises(KeyboardInterrupt), modules.private(nn.Linear(4, 3)):
         pass
     assert held() == 0
 
@@ -83,7 +83,7 @@ class Cycle(nn.Module):
 def test_copies_with_cycles_do_not_pile_up() -> None:
     module, alive = Cycle(), []
     for _ in range(20):
-        with skeleton.private(module) as own:
+        with modules.private(module) as own:
             alive.append(weakref.ref(own))
         del own
     assert sum(each() is not None for each in alive) <= 6

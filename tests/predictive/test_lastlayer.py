@@ -58,8 +58,8 @@ def fitted(
 @pytest.mark.parametrize("task", TASKS)
 def test_covariances_are_those_of_the_general_path(task: str, structure: str) -> None:
     la, x = fitted(task, structure, prior=2.0)
-    assert la._last_layer is not None
-    short, general = la.predict(x).function, la._linearized(x).function(x)
+    assert la._predictive.last_layer is not None
+    short, general = la.predict(x).function, la._predictive.linearized(x).function(x)
     torch.testing.assert_close(short.mean, general.mean)
     torch.testing.assert_close(short.covariance, general.covariance, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(short.variance, general.variance, rtol=1e-4, atol=1e-6)
@@ -87,11 +87,10 @@ def test_a_predictor_has_sensible_outputs_by_default() -> None:
 
 def test_a_layer_without_a_bias_and_inputs_of_zero() -> None:
     la, x = fitted(net=Net(3, bias=False))
-    assert la._last_layer is not None
-    la.network.module.body[3].weight.requires_grad  # noqa: B018  (selected is the last layer alone)
+    assert la._predictive.last_layer is not None
     assert la.params.names == ("last.weight",)
     torch.testing.assert_close(
-        la.predict(x).function.covariance, la._linearized(x).function(x).covariance, rtol=1e-4, atol=1e-6
+        la.predict(x).function.covariance, la._predictive.linearized(x).function(x).covariance, rtol=1e-4, atol=1e-6
     )
     assert bool(torch.isfinite(la.predict(torch.zeros_like(x)).probs).all())
 
@@ -109,7 +108,7 @@ class Slice(nn.Module):
 @pytest.mark.parametrize("tail", [Scale(), Slice()])
 def test_a_network_with_something_after_its_last_layer_takes_the_general_path(tail: nn.Module) -> None:
     la, x = fitted("two classes" if isinstance(tail, Slice) else "classification", net=Net(3, tail=tail))
-    assert la._last_layer is None
+    assert la._predictive.last_layer is None
     assert bool(torch.isfinite(la.predict(x).probs).all())
     with pytest.raises(lapwing.UnsupportedOperation, match="last_layer"):
         la.predictor()
@@ -127,8 +126,8 @@ def test_tokens() -> None:
     net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
     x, y = torch.randint(11, (30, 3)), torch.randint(4, (30, 3))
     la = lapwing.fit(net, (x, y), "classification", structure="kron", select="last_layer", progress=False)
-    assert la._last_layer is not None
-    short, general = la.predict(x[:4]), la._linearized(x[:4]).function(x[:4])
+    assert la._predictive.last_layer is not None
+    short, general = la.predict(x[:4]), la._predictive.linearized(x[:4]).function(x[:4])
     torch.testing.assert_close(short.function.covariance, general.covariance, rtol=1e-4, atol=1e-6)
     assert short.probs.shape == (4, 3, 4)
     torch.testing.assert_close(la.predictor("probs")(x[:4])["probs"], short.probs)

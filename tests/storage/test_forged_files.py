@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lapwing
+from lapwing import storage
 from lapwing.evidence.checkpoints import Checkpoint
-from lapwing.interfaces import storage
-from lapwing.model import trees
-from lapwing.model.trees import load_tree, save_tree
+from lapwing.storage import load_tree, save_tree
 
 STRUCTURES = ("diag", "blockdiag", "kron", "ekfac", "full", "lowrank", "functional", "nystrom", "valla")
 
@@ -226,7 +225,7 @@ def test_deep_headers_are_refused(folder: Path, tmp_path: Path) -> None:
 )
 def test_trees_that_were_never_stored_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tree"
-    save_file({}, path, metadata={"tree": text, "digest": trees._digest({}, text)})
+    save_file({}, path, metadata={"tree": text, "digest": storage._tree_digest({}, text)})
     with pytest.raises(lapwing.CorruptFile):
         load_tree(path)
 

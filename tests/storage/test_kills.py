@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.model import writing
-from lapwing.model.trees import load_tree, save_tree
+from lapwing import writing
+from lapwing.storage import load_tree, save_tree
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lapwing.model.writing import replacing
+from lapwing.writing import replacing
 with replacing(Path(sys.argv[1])) as part:
     part.write_bytes(b"half of")
     os.kill(os.getpid(), signal.SIGKILL)

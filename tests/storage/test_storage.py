@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lapwing
-from lapwing import EKFAC, Kron, Laplace, LowRank, MCFisher, Prior, Tempered
-from lapwing.interfaces import storage
+from lapwing import EKFAC, Kron, Laplace, LowRank, MCFisher, Prior, Tempered, storage
 
 N = 24
 
@@ -552,7 +551,7 @@ def test_files_with_an_index_of_all_entries_are_read(path: Path, structure: str)
     """As written before places were kept in few numbers: a tensor for each block."""
     la = fitted(structure=structure)
     la.save(path)
-    tensors, header = storage.read(path)
+    tensors, header = storage.read_file(path)
     assert {own.split(".")[0] for own in header.pop("aliases").values()} <= {"matrix"}
     tensors = {name: value.clone() for name, value in tensors.items()}
     index = la.curvature.layout.index

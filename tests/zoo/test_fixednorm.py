@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lapwing
 from lapwing.errors import UnsupportedModel
 from lapwing.model import tape
-from lapwing.model.fixednorm import fixed_batch_norm
+from lapwing.model.kernels import fixed_batch_norm
 from lapwing.model.tape import run
 
 SHAPES = [(5, 3), (4, 3, 7), (4, 3, 5, 6), (2, 3, 2, 3, 4), (1, 3, 1, 1), (0, 3, 2, 2)]

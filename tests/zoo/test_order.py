@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.linalg import Places
-from lapwing.model.order import orders
-from lapwing.model.params import Params
+from lapwing.model.params import Params, orders
 
 
 class Holder(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lapwing.errors import BadData, CorruptFile
-from lapwing.model.trees import load_tree, save_tree
+from lapwing.storage import load_tree, save_tree
 
 
 def same(a: object, b: object) -> bool:

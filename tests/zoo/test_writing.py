@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.model import writing
-from lapwing.model.trees import load_tree, save_tree
-from lapwing.model.writing import replacing
+from lapwing import writing
+from lapwing.storage import load_tree, save_tree
+from lapwing.writing import replacing
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -28,7 +28,7 @@ import resource, sys, torch
 from collections.abc import Iterator
 from pathlib import Path
 from lapwing.errors import CannotWrite
-from lapwing.model.trees import save_tree
+from lapwing.storage import save_tree
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # the kernel refuses to write more, as on a full disk
 try:
     save_tree(Path(sys.argv[1]), torch.ones(100_000))

@@ -1,11 +1,33 @@
-"""What a command is: a name, words for `--help` with an example, its options, and what it does with them."""
+"""What a command is, and the arguments that several commands share."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lapwing.cli.data import Reading
+from lapwing.cli.models import read_model
+from lapwing.curvature import GGN, Factor, Structure
+from lapwing.errors import BadData, UnsupportedModel
+from lapwing.fitting import load
+from lapwing.laplace import Laplace
+from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
+from lapwing.likelihoods.registry import NAMES
+from lapwing.saving import read
+from lapwing.storage import named
+from lapwing.writing import require_writable
+
+LEARNED = ("prior", "temperature", "logit_temperature", "noise")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+READ = ("model", "weights", "posterior", "data", "train", "tune")  # options that name what is read
+DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,3 +56,186 @@ class Command:
         )
         self.options(sub)
         sub.set_defaults(run=self.run)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, --weights and --device."""
+    parser.add_argument("model", metavar="MODEL", help="the network: path/to/file.py:name or package.module:name")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="its weights: .safetensors, or a .pt state dict")
+    parser.add_argument("--device", help="where to compute, such as cuda (default: where the model is)")
+
+
+def add_posterior(parser: argparse.ArgumentParser) -> None:
+    """POSTERIOR, and the data that a matrix-free one needs."""
+    parser.add_argument("posterior", type=Path, metavar="POSTERIOR", help="the file that `lapwing fit` wrote")
+    parser.add_argument("--train", metavar="DATA", help="the data of the fit, for structure matrixfree alone")
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """How data files are read."""
+    parser.add_argument("--batch-size", type=positive, default=256, metavar="N", help="rows a batch (%(default)s)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--target", type=names, metavar="NAMES", help="target columns of a .csv (default: the last)")
+    which.add_argument(
+        "--no-target", dest="target", action="store_const", const=(), help="every column of a .csv is a feature"
+    )
+
+
+def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
+    """What the posterior is of: the likelihood, the weights that take part, and the memory they may use."""
+    parser.add_argument("--likelihood", choices=NAMES, required=required, help="what the outputs mean")
+    parser.add_argument(
+        "--select", type=names, default=("all",), metavar="NAMES", help="all, last_layer or globs (all)"
+    )
+    parser.add_argument("--n-data", type=above_zero, metavar="N", help="size of the data set that the data stand for")
+    parser.add_argument(
+        "--memory", type=memory, metavar="SIZE", help="what may be used, such as 4GB (half of what is free)"
+    )
+
+
+def add_factor(parser: argparse.ArgumentParser) -> None:
+    """Structure and factor of the curvature."""
+    structures, factors = named(Structure), named(Factor)
+    parser.add_argument("--structure", choices=["auto", *structures], default="auto", help="what is kept (%(default)s)")
+    parser.add_argument("--factor", choices=["auto", *factors], default="ggn", help="how it is computed (%(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="SHARE", help="of the GGN that may be left out; 1e-3 is several times faster"
+    )
+
+
+def add_tuning(parser: argparse.ArgumentParser) -> None:
+    """What tuning chooses."""
+    parser.add_argument(
+        "--learn", type=learned, metavar="NAMES", help=f"what to choose: of {', '.join(LEARNED)}, with commas"
+    )
+    parser.add_argument(
+        "--tune-prior",
+        choices=("scalar", "layerwise", "parameterwise"),
+        default="scalar",
+        help="one precision for all weights, for each layer or for each weight (%(default)s)",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """--out for a posterior, and --force."""
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write: model.lapwing")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+
+
+def model_of(options: argparse.Namespace) -> nn.Module:
+    """The network with its weights, on its device."""
+    model = read_model(options.model, options.weights, options.device)
+    if not any(True for _ in model.parameters()):
+        raise BadData("the model has no parameters: there is nothing to put a posterior on")
+    return model
+
+
+def reading_of(options: argparse.Namespace, labeled: bool = True) -> Reading:
+    return Reading(options.batch_size, options.target, labeled)
+
+
+def posterior_of(options: argparse.Namespace, model: nn.Module) -> Laplace:
+    """The posterior of a file; errors name the options that may be missing."""
+    train = None
+    if options.train is not None:
+        family = likelihood_from_spec(read(options.posterior)[1]["likelihood"])
+        train = reading_of(options).read(options.train, model, family)
+    try:
+        return load(options.posterior, model, data=train)
+    except UnsupportedModel as error:
+        hint = "" if options.weights else " (--weights FILE)"
+        raise UnsupportedModel(f"{error}{hint}") from error
+    except BadData as error:
+        raise BadData(f"{error}{'' if options.train else ' (--train DATA)'}") from error
+
+
+def likelihood_of(options: argparse.Namespace) -> Likelihood:
+    if options.noise is None:
+        return resolve_likelihood(options.likelihood)
+    if options.likelihood != "regression":
+        raise BadData(f"--noise is for --likelihood regression, not for {options.likelihood}")
+    return Gaussian(noise=options.noise)
+
+
+def selection_of(options: argparse.Namespace) -> Any:
+    return options.select[0] if len(options.select) == 1 else list(options.select)
+
+
+def factor_of(options: argparse.Namespace) -> str | Factor:
+    if options.tolerance is None:
+        return str(options.factor)
+    if options.factor != "ggn":
+        raise BadData(f"--tolerance is for --factor ggn, not for {options.factor}")
+    return GGN(tolerance=options.tolerance)
+
+
+def tuned(la: Laplace, data: Any, options: argparse.Namespace) -> Laplace:
+    """The posterior with its settings chosen on held-out data, or without data by the evidence."""
+    return la.tune(data, learn=options.learn, prior=options.tune_prior)
+
+
+def require_free(path: Path, force: bool) -> None:
+    """Refuse to replace a posterior, which may have taken hours, unless told to."""
+    if path.is_dir():
+        raise BadData(f"--out {path} is a folder; name a file such as {path / 'model.lapwing'}")
+    if path.exists() and not force:
+        raise BadData(f"{path} exists: choose another --out, or say --force to replace it")
+    require_writable(path.parent)
+
+
+def require_other(options: argparse.Namespace, but: str = "") -> None:
+    """Refuse to write over what is read: files of MODEL, DATA and all others; `but` names one that may be replaced."""
+    path = options.out
+    if path.is_dir():
+        raise BadData(f"--out {path} is a folder; name a file")
+    read = [getattr(options, name, None) for name in READ if name != but]
+    texts = [str(each) for each in (*read, *(data for _, data in getattr(options, "ood", ()))) if each is not None]
+    files = [*texts, *(text.rpartition(":")[0] for text in texts if ":" in text)]
+    if any(path.resolve() == Path(file).resolve() for file in files):
+        raise BadData(f"--out {path} is also an input; choose another name")
+
+
+def positive(text: str) -> int:
+    """A whole number above zero."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return value
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names with commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def learned(text: str) -> tuple[str, ...]:
+    """Names of what tuning chooses."""
+    found = names(text)
+    if not found or not set(found) <= set(LEARNED):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(LEARNED)}")
+    return found
+
+
+def memory(text: str) -> int:
+    """Bytes: 4GB, 500MB or a plain number."""
+    number, factor = text.upper().removesuffix("B"), 1
+    for unit, size in UNITS.items():
+        if text.upper().endswith(unit):
+            number, factor = text[: -len(unit)], size
+    return int(above_zero(number) * factor) or 1
+
+
+def above_zero(text: str) -> float:
+    """A finite number above zero."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero and finite")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number that fits 64 bits."""
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2**63")
+    return value

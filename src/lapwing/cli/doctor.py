@@ -3,6 +3,8 @@
 import argparse
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,13 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from lapwing.cli import arguments
+from lapwing.cli import command
 from lapwing.cli.command import Command
-from lapwing.cli.files.data import Rows, suited
-from lapwing.cli.files.inputs import SAMPLES, Repeated, made_up
+from lapwing.cli.data import Rows, require_readable, suited
 from lapwing.curvature import (
     GGN,
-    STRUCTURES,
     Functional,
     MatrixFree,
     Problem,
@@ -26,29 +26,32 @@ from lapwing.curvature import (
     pose,
 )
 from lapwing.curvature.kron import kept_as
-from lapwing.errors import LapwingError, TooLarge
+from lapwing.errors import BadData, LapwingError, TooLarge
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, last_layer, select_names
-from lapwing.model.batches import call
-from lapwing.model.module import borrowed, output_tensor
+from lapwing.model.module import borrowed, call, output_tensor
 from lapwing.model.products import Products
+from lapwing.storage import named
 
 ASSUMED = 10_000  # samples, where there are no data
 NAMES_SHOWN = 3
+SAMPLES = 8
+SIDES = (32, 28, 64, 224, 96, 8)  # of images, the most usual first
+TOKENS = 16
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model(parser)
+    command.add_model(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--data", metavar="DATA", help=f"data to look with: {arguments.DATA}")
+    which.add_argument("--data", metavar="DATA", help=f"data to look with: {command.DATA}")
     which.add_argument("--input", type=shape, metavar="SHAPE", help="of one input, such as 1,28,28 (default: a guess)")
-    arguments.add_fit(parser, required=False)
+    command.add_fit(parser, required=False)
     parser.add_argument("--verbose", action="store_true", help="every operation on a line of its own")
-    arguments.add_reading(parser)
+    command.add_reading(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
-    model = arguments.model_of(options)
+    model = command.model_of(options)
     _print("model", _model_lines(model))
     data, likelihood, words = _examined(options, model)
     _print("data", [words])
@@ -88,7 +91,7 @@ def _model_lines(model: nn.Module) -> list[str]:
 def _examined(options: argparse.Namespace, model: nn.Module) -> tuple[Any, str, str]:
     """Data to look with, the name of their likelihood, and where they come from."""
     if options.data is not None:
-        data = arguments.reading_of(options).read(options.data, model)
+        data = command.reading_of(options).read(options.data, model)
         batch = next(iter(Batches(data, model, _device(model))))
         likelihood = options.likelihood or _guessed(_outputs(model, batch.inputs), batch.targets)
         data = suited(data, model, resolve_likelihood(likelihood)) if isinstance(data, Rows) else data
@@ -122,7 +125,7 @@ def _device(model: nn.Module) -> torch.device:
 def _posed(options: argparse.Namespace, model: nn.Module, data: Any, family: Likelihood) -> Problem:
     """The problem that a fit would solve, read and checked as a fit would."""
     batches = Batches(data, model, _device(model))
-    select = arguments.selection_of(options)
+    select = command.selection_of(options)
     names = last_layer(model, next(iter(batches)).inputs) if select == "last_layer" else select_names(model, select)
     network = Network(model, Params.of(model, names), family.outputs)
     return pose(network, batches, family, None, memory=options.memory or available_memory())
@@ -168,7 +171,7 @@ def _structure_lines(problem: Problem) -> list[str]:
     """What each structure would keep, by the estimate that fit itself refuses by."""
     picked = type(choose_structure(problem)[0])
     lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
-    for name, kind in STRUCTURES.items():
+    for name, kind in named(Structure).items():
         structure = kind()
         needed = _needed(problem, structure)
         reads = f"reads the data {structure.passes()} ×" if name != "matrixfree" else "reads the data for every product"
@@ -244,7 +247,61 @@ def _next(options: argparse.Namespace, problem: Problem) -> str:
 
 def shape(text: str) -> tuple[int, ...]:
     """Positive whole numbers with commas."""
-    return tuple(arguments.positive(part) for part in text.split(","))
+    return tuple(command.positive(part) for part in text.split(","))
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated:
+    """One batch that comes as often as so many samples need: data by their number alone."""
+
+    batch: Any
+    times: int
+
+    def __len__(self) -> int:
+        return self.times
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.times):
+            yield self.batch
+
+
+def made_up(model: nn.Module, shape: tuple[int, ...] | None) -> Tensor:
+    """Random inputs of this shape, or of the first guess that the network takes."""
+    if shape is not None:
+        x = _normal(model, shape)
+        require_readable([x], model, "--input")
+        return x
+    for x in _guesses(model):
+        try:
+            require_readable([x], model, "a guess")
+            return x
+        except LapwingError:
+            continue
+    raise BadData(
+        "the shape of an input cannot be guessed from the first layer: say --input 3,32,32 (without the batch), "
+        "or --data for inputs that are no single tensor of numbers"
+    )
+
+
+def _guesses(model: nn.Module) -> Iterator[Tensor]:
+    """Inputs that the first layer with weights would take."""
+    layers = (m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Embedding))
+    first = next(layers, None)
+    if isinstance(first, nn.Linear):
+        yield _normal(model, (first.in_features,))
+        yield _normal(model, (TOKENS, first.in_features))
+    elif isinstance(first, nn.Conv1d | nn.Conv2d):
+        for side in SIDES:
+            yield _normal(model, (first.in_channels, *(side,) * len(first.kernel_size)))
+    elif isinstance(first, nn.Embedding):
+        ids = torch.randint(first.num_embeddings, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(0))
+        yield ids.to(first.weight.device)
+
+
+def _normal(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    parameter = next(model.parameters())
+    x = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(0))
+    return x.to(parameter.device, parameter.dtype)
 
 
 COMMAND = Command(

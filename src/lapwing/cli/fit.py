@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lapwing.cli import arguments
+from lapwing.cli import command
 from lapwing.cli.command import Command
 from lapwing.errors import LapwingError
 from lapwing.fitting import fit
@@ -14,11 +14,11 @@ from lapwing.laplace import Laplace
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model(parser)
-    parser.add_argument("data", metavar="DATA", help=f"the training data: {arguments.DATA}")
-    arguments.add_output(parser)
-    arguments.add_fit(parser, required=True)
-    arguments.add_factor(parser)
+    command.add_model(parser)
+    parser.add_argument("data", metavar="DATA", help=f"the training data: {command.DATA}")
+    command.add_output(parser)
+    command.add_fit(parser, required=True)
+    command.add_factor(parser)
     parser.add_argument(
         "--prior", type=float, default=1.0, metavar="TAU", help="precision of the weights (%(default)s)"
     )
@@ -31,18 +31,18 @@ def _options(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tune", metavar="DATA", help="choose prior and temperatures on these held-out data")
     how.add_argument("--tune-evidence", action="store_true", help="choose by the evidence, without such data")
-    arguments.add_tuning(parser)
+    command.add_tuning(parser)
     parser.add_argument("--checkpoint", metavar="DIR", help="folder in which an interrupted fit goes on")
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of every draw of the fit (%(default)s)")
-    arguments.add_reading(parser)
+    parser.add_argument("--seed", type=command.seed, default=0, help="of every draw of the fit (%(default)s)")
+    command.add_reading(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
-    arguments.require_other(options)
-    arguments.require_free(options.out, options.force)
-    family = arguments.likelihood_of(options)
-    model = arguments.model_of(options)
-    reading = arguments.reading_of(options)
+    command.require_other(options)
+    command.require_free(options.out, options.force)
+    family = command.likelihood_of(options)
+    model = command.model_of(options)
+    reading = command.reading_of(options)
     data = reading.read(options.data, model, family)
     held_out = None if options.tune is None else reading.read(options.tune, model, family)
     begin = time.perf_counter()
@@ -51,8 +51,8 @@ def _run(options: argparse.Namespace) -> None:
         data,
         family,
         structure=options.structure,
-        factor=arguments.factor_of(options),
-        select=arguments.selection_of(options),
+        factor=command.factor_of(options),
+        select=command.selection_of(options),
         prior=options.prior,
         temperature=options.temperature,
         n_data=options.n_data,
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _tuned(la: Laplace, held_out: Any, options: argparse.Namespace) -> Laplace:
     try:
-        return arguments.tuned(la, held_out, options)
+        return command.tuned(la, held_out, options)
     except LapwingError as error:
         words = str(error).rstrip(".")
         raise LapwingError(f"{words}. The fit itself is done: {options.out} holds it, untuned") from error

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lapwing import __version__
-from lapwing.cli import bench, demo, doctor, fit, predict, report, reproduce, tune
+from lapwing.cli import demo, doctor, fit, predict, report, repository, tune
 from lapwing.errors import LapwingError
 
 COMMANDS = (
@@ -22,8 +22,8 @@ COMMANDS = (
     predict.COMMAND,
     report.COMMAND,
     demo.COMMAND,
-    reproduce.COMMAND,
-    bench.COMMAND,
+    repository.REPRODUCE,
+    repository.BENCH,
 )
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lapwing.cli import arguments
+from lapwing.cli import command
 from lapwing.cli.command import Command
-from lapwing.cli.files.data import require_order
-from lapwing.cli.files.predictions import Fields, fields_of, write_predictions, writer_for
+from lapwing.cli.data import require_order
+from lapwing.cli.predictions import Fields, fields_of, write_predictions, writer_for
 from lapwing.laplace import Laplace
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model(parser)
-    arguments.add_posterior(parser)
-    parser.add_argument("data", metavar="DATA", help=f"inputs: {arguments.DATA}; targets are left unread")
+    command.add_model(parser)
+    command.add_posterior(parser)
+    parser.add_argument("data", metavar="DATA", help=f"inputs: {command.DATA}; targets are left unread")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="where to write: .csv, .npz or .safetensors"
     )
@@ -26,15 +26,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--novelty", action="store_true", help="add the score of how unlike the training data an item is; takes longer"
     )
-    arguments.add_reading(parser)
+    command.add_reading(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
-    arguments.require_other(options)
+    command.require_other(options)
     writer_for(options.out)
-    model = arguments.model_of(options)
-    la = arguments.posterior_of(options, model)
-    data = arguments.reading_of(options, labeled=False).read(options.data, model, la.likelihood)
+    model = command.model_of(options)
+    la = command.posterior_of(options, model)
+    data = command.reading_of(options, labeled=False).read(options.data, model, la.likelihood)
     require_order(data, options.data)
     begin = time.perf_counter()
     count = write_predictions(options.out, _fields(la, data, options))

@@ -3,16 +3,16 @@
 import argparse
 from pathlib import Path
 
-from lapwing.cli import arguments
+from lapwing.cli import command
 from lapwing.cli.command import Command
 from lapwing.errors import BadData
 from lapwing.evaluation.evaluate import evaluate
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model(parser)
-    arguments.add_posterior(parser)
-    parser.add_argument("data", metavar="DATA", help=f"test data: {arguments.DATA}")
+    command.add_model(parser)
+    command.add_posterior(parser)
+    parser.add_argument("data", metavar="DATA", help=f"test data: {command.DATA}")
     parser.add_argument(
         "--ood",
         type=named,
@@ -22,22 +22,22 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="data unlike the training data; repeatable",
     )
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (%(default)s)")
-    arguments.add_reading(parser)
+    command.add_reading(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
     outside = dict(options.ood)
     if len(outside) < len(options.ood):
         raise BadData("two --ood data sets have the same name")
-    arguments.require_other(options)
+    command.require_other(options)
     if options.out.suffix not in (".html", ".htm"):
         raise BadData(f"a report is an HTML page: name it .html, not {options.out.name!r}")
-    model = arguments.model_of(options)
-    la = arguments.posterior_of(options, model)
-    unlabeled = arguments.reading_of(options, labeled=False)
+    model = command.model_of(options)
+    la = command.posterior_of(options, model)
+    unlabeled = command.reading_of(options, labeled=False)
     report = evaluate(
         {"MAP": model, "Laplace": la},
-        arguments.reading_of(options).read(options.data, model, la.likelihood),
+        command.reading_of(options).read(options.data, model, la.likelihood),
         ood={name: unlabeled.read(text, model, la.likelihood) for name, text in outside.items()},
     )
     print(report.table())

@@ -1,30 +1,14 @@
-"""`lapwing bench`: the benchmark beside the peers, which is part of the repository, not of the package."""
+"""`lapwing reproduce` and `lapwing bench`: experiments and benchmarks, which are part of the repository alone."""
 
+import argparse
+import ast
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+from lapwing.cli.command import Command
 from lapwing.errors import BadData
-
-
-def run(
-    out: Path, *, quick: bool = False, threads: Sequence[int] = (1,), workload: str | None = None,
-    operation: str | None = None, ours_only: bool = False, resume: bool = False,
-) -> None:  # fmt: skip
-    """Run `python -m benchmarks` in the repository that this package, or the current folder, belongs to.
-
-    Example:
-        >>> run(Path("bench-output"), quick=True)
-    """
-    arguments = ["--out", str(out.resolve()), "--threads", *map(str, threads)]
-    for name, value in (("--workload", workload), ("--operation", operation)):
-        arguments += [name, value] if value else []
-    flags = {"--quick": quick, "--ours-only": ours_only, "--resume": resume}
-    arguments += [flag for flag, wanted in flags.items() if wanted]
-    done = subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=repository())
-    if done.returncode:
-        raise BadData(f"the benchmark stopped with exit code {done.returncode}; its own message is above")
 
 
 def repository(start: Path | None = None) -> Path:
@@ -37,3 +21,82 @@ def repository(start: Path | None = None) -> Path:
         "benchmarks and experiments are not part of the installed package: get Lapwing's repository, for "
         "`make bench` or `lapwing reproduce` there"
     )
+
+
+def experiments() -> dict[str, Path]:
+    """The scripts of experiments/ by name."""
+    return {path.stem: path for path in sorted((repository() / "experiments").glob("[!_]*.py"))}
+
+
+def headline(path: Path) -> str:
+    """The first line of a script's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]
+
+
+def _reproduce_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="print the names, each with its question")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="an experiment, as --list prints it")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on; `NAME --help` says what there is"
+    )
+
+
+def _reproduce(options: argparse.Namespace) -> None:
+    known = experiments()
+    if options.list:
+        width = max(map(len, known))
+        print("\n".join(f"{name:{width}}  {headline(path)}" for name, path in known.items()))
+        return
+    if options.name not in known:
+        came = "no name came" if options.name is None else f"there is no experiment {options.name!r}"
+        raise BadData(f"{came}; there are {', '.join(known)} (--list says more)")
+    root = str(known[options.name].parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", f"experiments.{options.name}", *options.arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    if done.returncode:
+        raise BadData(f"{options.name} stopped with exit code {done.returncode}; its own message is above")
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="small data, few cells: ten minutes on two cores")
+    parser.add_argument("--out", type=Path, default=Path("bench-output"), help="folder for the results (%(default)s)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="1 (default): CPU time, more: wall time")
+    parser.add_argument("--workload", help="only these networks, with commas: lenet,resnet20")
+    parser.add_argument("--operation", help="only operations that begin so: fit-kron")
+    parser.add_argument("--ours-only", action="store_true", help="without the peers")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+
+
+def _bench(options: argparse.Namespace) -> None:
+    """Run `python -m benchmarks` in the repository."""
+    arguments = ["--out", str(options.out.resolve()), "--threads", *map(str, options.threads)]
+    for name in ("workload", "operation"):
+        arguments += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    arguments += [f"--{name.replace('_', '-')}" for name in ("quick", "ours_only", "resume") if getattr(options, name)]
+    done = subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=repository())
+    if done.returncode:
+        raise BadData(f"the benchmark stopped with exit code {done.returncode}; its own message is above")
+
+
+REPRODUCE = Command(
+    "reproduce",
+    "run one of the repository's experiments",
+    "Run experiments/NAME.py of the repository that this package, or the current folder, belongs to; what follows NAME "
+    "is passed on. Most need the folder named by LAPWING_DATA.",
+    "lapwing reproduce uci_regression --help",
+    _reproduce_options,
+    _reproduce,
+)
+BENCH = Command(
+    "bench",
+    "measure time and memory beside laplace-torch and curvlinops",
+    "Measure fits, predictions and evidence in gradient epochs beside the peers, and write a table, a JSON file and a "
+    "picture of growth. Needs the repository and the folder named by LAPWING_DATA.",
+    "lapwing bench --quick --out bench-output",
+    _bench_options,
+    _bench,
+)

@@ -3,30 +3,30 @@
 import argparse
 import time
 
-from lapwing.cli import arguments
+from lapwing.cli import command
 from lapwing.cli.command import Command
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model(parser)
-    arguments.add_posterior(parser)
+    command.add_model(parser)
+    command.add_posterior(parser)
     parser.add_argument(
-        "data", metavar="DATA", nargs="?", help=f"held-out data: {arguments.DATA}; left out: by the evidence"
+        "data", metavar="DATA", nargs="?", help=f"held-out data: {command.DATA}; left out: by the evidence"
     )
-    arguments.add_output(parser)
-    arguments.add_tuning(parser)
-    arguments.add_reading(parser)
+    command.add_output(parser)
+    command.add_tuning(parser)
+    command.add_reading(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
-    arguments.require_other(options, but="posterior")  # the same curvature: --force may put it in its place
-    arguments.require_free(options.out, options.force)
-    model = arguments.model_of(options)
-    la = arguments.posterior_of(options, model)
-    reading = arguments.reading_of(options)
+    command.require_other(options, but="posterior")  # the same curvature: --force may put it in its place
+    command.require_free(options.out, options.force)
+    model = command.model_of(options)
+    la = command.posterior_of(options, model)
+    reading = command.reading_of(options)
     data = None if options.data is None else reading.read(options.data, model, la.likelihood)
     begin = time.perf_counter()
-    la = arguments.tuned(la, data, options)
+    la = command.tuned(la, data, options)
     spent = time.perf_counter() - begin
     la.save(options.out)
     print(f"{la.summary()}\ntuned in {spent:.1f} s; written to {options.out}")

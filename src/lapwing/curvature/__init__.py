@@ -3,20 +3,18 @@
 from lapwing.curvature.curvature import Curvature, choose_structure, estimate_curvature, extend_curvature
 from lapwing.curvature.ekfac import EKFAC
 from lapwing.curvature.entries import BlockDiag, Diag, Full, Hessian
-from lapwing.curvature.factor import FACTORS, GGN, EmpiricalFisher, Factor, MCFisher, register_factor, resolve_factor
+from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, MCFisher, resolve_factor
 from lapwing.curvature.functional import Functional, Nystrom
 from lapwing.curvature.kron import Kron
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem, available_memory, pose, with_noise_ratios
-from lapwing.curvature.structure import STRUCTURES, Accumulator, Structure, register_structure, resolve_structure
+from lapwing.curvature.structure import Accumulator, Structure, resolve_structure
 
 __all__ = [
     "EKFAC",
-    "FACTORS",
     "GGN",
-    "STRUCTURES",
     "Accumulator",
     "BlockDiag",
     "Curvature",
@@ -39,8 +37,6 @@ __all__ = [
     "estimate_curvature",
     "extend_curvature",
     "pose",
-    "register_factor",
-    "register_structure",
     "resolve_factor",
     "resolve_structure",
     "with_noise_ratios",

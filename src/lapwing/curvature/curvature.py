@@ -17,10 +17,11 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.shards import require_same, sharded, together
-from lapwing.curvature.structure import OTHER_OPERATIONS, STRUCTURES, Estimate, Structure, layout_of
+from lapwing.curvature.structure import OTHER_OPERATIONS, Estimate, Structure, layout_of
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.linalg import PSD, Layout
 from lapwing.model import Params, PlanChanged, batch_size, dynamic_plan
+from lapwing.storage import named
 
 FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights
 FUNCTIONAL_BELOW = 512  # "auto" keeps all Jacobian rows up to this many
@@ -68,7 +69,7 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
     if params.index is not None:
         return Full(), "full, because the selection asks for a dense structure"
     if served:
-        return STRUCTURES[served[0]](), f"{served[0]}, because factor {type(problem.factor).__name__} asks for it"
+        return named(Structure)[served[0]](), f"{served[0]}, because factor {type(problem.factor).__name__} asks for it"
     if params.size <= FULL_BELOW and Full().bytes(plan, itemsize) <= problem.memory:
         return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
     rows = None if sharded() else _rows_at_most(problem)

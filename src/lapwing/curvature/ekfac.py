@@ -12,10 +12,11 @@ from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.kron import SHOWN, KroneckerFactor, KroneckerSums, Sharing, kept_alike, kept_as, sums_of
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
 from lapwing.model import Plan
+from lapwing.storage import register
 
 BASIS = 1e-3
 """Share of a classifier's curvature that its eigenbasis may do without."""
@@ -71,7 +72,7 @@ def eigenbasis(sums: KroneckerSums, problem: Problem) -> BlockDiagonal:
     return BlockDiagonal(layout, tuple(blocks), names)
 
 
-@register_structure("ekfac")
+@register(name="ekfac")
 @dataclass(frozen=True, eq=False)
 class EKFAC(Structure):
     """Kronecker eigenbasis, exact diagonal in it: the trace is exact, the evidence a lower bound of the block one.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import Factor, register_factor
+from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.structure import (
@@ -21,11 +21,11 @@ from lapwing.curvature.structure import (
     accumulate,
     blocks_of,
     layout_of,
-    register_structure,
 )
 from lapwing.errors import TooLarge
 from lapwing.linalg import BlockDiagonal, Dense, Diagonal, Jacobian
 from lapwing.model import Plan
+from lapwing.storage import register
 
 
 class MatrixFactor(Factor):
@@ -56,7 +56,7 @@ class DiagAccumulator(Accumulator):
         return Diagonal(self.tensors["diagonal"])
 
 
-@register_structure("diag")
+@register(name="diag")
 @dataclass(frozen=True, eq=False)
 class Diag(Structure):
     """Keep one number per weight: the cheapest structure, without any correlation. It takes any diagonal prior.
@@ -99,7 +99,7 @@ class BlockDiagAccumulator(Accumulator):
         return BlockDiagonal(self.layout, tuple(Dense(0.5 * (m + m.mT)) for m in matrices), names)
 
 
-@register_structure("blockdiag")
+@register(name="blockdiag")
 @dataclass(frozen=True, eq=False)
 class BlockDiag(Structure):
     """Keep the exact curvature inside each block and nothing between blocks. A block is one operation's weight and
@@ -139,7 +139,7 @@ class FullAccumulator(Accumulator):
         return Dense(0.5 * (matrix + matrix.mT))
 
 
-@register_structure("full")
+@register(name="full")
 @dataclass(frozen=True, eq=False)
 class Full(Structure):
     """Keep the whole matrix: memory grows with the square and time with the cube of the number of weights.
@@ -161,7 +161,7 @@ class Full(Structure):
         return accumulate(problem, FullAccumulator(problem), row_bytes=24 * problem.network.params.size)
 
 
-@register_factor("hessian")
+@register(name="hessian")
 @dataclass(frozen=True, eq=False)
 class Hessian(MatrixFactor):
     """The exact Hessian of the negative log-likelihood, by one second backward pass per weight. It may be indefinite.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, TooLarge, UnsupportedOperation, require_whole
 from lapwing.likelihoods import Likelihood
+from lapwing.storage import named, register
 
 DIRECTIONS = 2048  # output directions a sample that the exact GGN goes through before it asks for a sampled factor
 MISSED = 1e-3  # share of a weight's curvature that may be left out by default
@@ -125,36 +125,19 @@ class Factor(ABC):
         return self.width(f[0].numel())
 
 
-FACTORS: dict[str, type[Factor]] = {}
-F = TypeVar("F", bound=type[Factor])
-
-
-def register_factor(name: str) -> Callable[[F], F]:
-    """Make a factor known by a name to `fit(factor=name)`, to the command line and to files.
-
-    @register_factor("mine")
-    class Mine(Factor): ...
-    """
-
-    def register(kind: F) -> F:
-        FACTORS[name] = kind
-        return kind
-
-    return register
-
-
 def resolve_factor(factor: str | Factor) -> Factor | None:
     """Return the factor that `factor=` means, an object or a name; None for "auto"."""
     if isinstance(factor, Factor):
         return factor
     if factor == "auto":
         return None
-    if factor not in FACTORS:
-        raise UnsupportedOperation(f"factor is one of {sorted(FACTORS)} or 'auto', got {factor!r}")
-    return FACTORS[factor]()
+    factors = named(Factor)
+    if factor not in factors:
+        raise UnsupportedOperation(f"factor is one of {sorted(factors)} or 'auto', got {factor!r}")
+    return factors[factor]()
 
 
-@register_factor("ggn")
+@register(name="ggn")
 @dataclass(frozen=True, eq=False)
 class GGN(Factor):
     """The generalized Gauss–Newton matrix: one direction for each column of S and each event position.
@@ -248,7 +231,7 @@ def _matter_to_some_weight(sizes: Tensor, kept: Tensor, reach: Tensor) -> Tensor
     return rare
 
 
-@register_factor("mc")
+@register(name="mc")
 @dataclass(frozen=True, eq=False)
 class MCFisher(Factor):
     """The Fisher information by `samples` targets a datum drawn from the network's own predictive; unbiased."""
@@ -269,7 +252,7 @@ class MCFisher(Factor):
         return self.samples
 
 
-@register_factor("empirical")
+@register(name="empirical")
 @dataclass(frozen=True, eq=False)
 class EmpiricalFisher(Factor):
     """Outer products of each sample's own gradient. It vanishes where the network interpolates; for comparison."""

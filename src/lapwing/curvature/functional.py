@@ -13,13 +13,14 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import totals_of, whole_factor
-from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import TooLarge, UnsupportedOperation, require_whole
 from lapwing.linalg import Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov import Sketch
 from lapwing.model import Batch, Batches, Plan, batch_size, take
 from lapwing.model.products import Products
+from lapwing.storage import register
 
 
 class RowsAccumulator(Accumulator):
@@ -45,7 +46,7 @@ class RowsAccumulator(Accumulator):
         return LowRankMatrix(rows, rows.new_ones(len(rows), dtype=torch.float64), rows.new_zeros(rows.shape[1]))
 
 
-@register_structure("functional")
+@register(name="functional")
 @dataclass(frozen=True, eq=False)
 class Functional(Structure):
     """The exact Gaussian process of the linearized network, equal to the full weight-space posterior to rounding.
@@ -109,7 +110,7 @@ class Functional(Structure):
         return f"function space: a kernel of {rows:,} output directions{scaled}"
 
 
-@register_structure("nystrom")
+@register(name="nystrom")
 @dataclass(frozen=True, eq=False)
 class Nystrom(Structure):
     """The curvature seen by a subspace of `rank` directions in weight space, exact inside it (ELLA, Deng et al. 2022).

@@ -23,12 +23,12 @@ from lapwing.curvature.structure import (
     Estimate,
     Structure,
     layout_of,
-    register_structure,
 )
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.model import Block, BlockRows, Digest, Plan
+from lapwing.storage import register
 
 Sharing = Literal["auto", "expand", "reduce"]
 
@@ -301,7 +301,7 @@ def _trace(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
 
 
-@register_structure("kron")
+@register(name="kron")
 @dataclass(frozen=True, eq=False)
 class Kron(Structure):
     """KFAC. `sharing`: "expand" treats positions as samples (right for per-token losses), "reduce" sums gradients and

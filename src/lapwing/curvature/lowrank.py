@@ -12,13 +12,14 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
-from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov import largest_eigenpairs, nystrom
 from lapwing.model import Plan
 from lapwing.model.products import Products
+from lapwing.storage import register
 
 BLOCK = 16  # starts of block Lanczos
 OVERSAMPLE = 10  # random directions beyond the rank
@@ -77,7 +78,7 @@ def _gram(rows: Tensor, width: int = 4096) -> Tensor:
     return total
 
 
-@register_structure("lowrank")
+@register(name="lowrank")
 @dataclass(frozen=True, eq=False)
 class LowRank(Structure):
     """Uᵀ diag(d) U with `rank` rows: exact once the rank reaches that of the curvature, a lower bound before.

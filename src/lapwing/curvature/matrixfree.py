@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,15 +17,16 @@ from lapwing.curvature.lowrank import LowRankAccumulator
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor
-from lapwing.curvature.structure import Estimate, Structure, register_structure
+from lapwing.curvature.structure import Estimate, Structure
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, require_whole
-from lapwing.linalg import Jacobian
+from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg.krylov import Policy, Sketch, nystrom
 from lapwing.linalg.operator import Operator, Solver
 from lapwing.linalg.rows import chunks
 from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_values
 from lapwing.model import Network, Plan
 from lapwing.model.products import Products
+from lapwing.storage import register
 
 NEGLIGIBLE = 1e-4  # of the curvature in output space, then of the trace of rows: what may stay out of the sketch
 
@@ -52,7 +53,7 @@ def _weighty(squares: Tensor) -> Tensor:
     return order[keep]
 
 
-@register_structure("matrixfree")
+@register(name="matrixfree")
 @dataclass(frozen=True, eq=False)
 class MatrixFree(Structure):
     """The whole curvature, exactly, without a matrix: solves, samples and log-determinants by products over the data.
@@ -83,6 +84,7 @@ class MatrixFree(Structure):
     unconverged: Policy = "raise"
     seed: int = 0
     method: Literal["cg", "batches"] = "cg"
+    reads_data = True
     bound = "exact"
 
     def __post_init__(self) -> None:
@@ -162,6 +164,32 @@ class MatrixFree(Structure):
         sketch = Sketch.of_rows(accumulator.tensors["rows"])
         return Sketch(sketch.basis[: self.rank], sketch.values[: self.rank]), accumulator.trace
 
+    def stored(self, matrix: PSD) -> tuple[dict[str, Tensor], Any]:
+        return _tensors(cast(Operator, matrix)), {"type": self.name}
+
+    def restored(self, tensors: Mapping[str, Tensor], description: Any, problem: Problem) -> Operator:
+        """The inverse of `stored`, for the same network and data; no pass over them."""
+        sketch = Sketch(tensors["basis"], tensors["values"])
+        _require_sound(sketch, tensors)
+        products = Products(problem.network, problem.batches, problem.progress)
+        product = CurvatureProduct(problem, products, tensors.get("diagonal"), self.seed)
+        if sketch.basis.shape[-1] != product.size:
+            raise BadData(
+                f"the file holds vectors of {sketch.basis.shape[-1]} weights, the selection has {product.size}"
+            )
+        return Operator(product, sketch, tensors["factor"], solver=self.solver(product.dtype))
+
+    def moved(self, matrix: PSD, network: Network, device: torch.device | str) -> Operator:
+        """The same matrix on another device; data are sent there batch by batch."""
+        own = cast(Operator, matrix)
+        product, tensors = cast(CurvatureProduct, own.product), {k: v.to(device) for k, v in _tensors(own).items()}
+        batches = replace(product.problem.batches, device=torch.device(device))
+        problem = replace(product.problem, network=network, batches=batches)
+        fresh = CurvatureProduct(
+            problem, Products(network, batches, problem.progress), tensors.get("diagonal"), product.seed
+        )
+        return Operator(fresh, Sketch(tensors["basis"], tensors["values"]), tensors["factor"], solver=own.solver)
+
     def _notes(self, matrix: Operator, totals: Totals, trace: float) -> tuple[str, ...]:
         tolerance = matrix.product.problem.factor.tolerance  # type: ignore[attr-defined]
         left = f", but for samples with {tolerance:g} of the curvature in output space" if tolerance else ""
@@ -174,7 +202,7 @@ class MatrixFree(Structure):
         return (note,)
 
 
-def stored(matrix: Operator) -> dict[str, Tensor]:
+def _tensors(matrix: Operator) -> dict[str, Tensor]:
     """What a file keeps of a matrix-free curvature: its sketch, scale and diagonal. The data are read again."""
     if not isinstance(matrix.product, CurvatureProduct):
         raise UnsupportedOperation(
@@ -186,17 +214,6 @@ def stored(matrix: Operator) -> dict[str, Tensor]:
         "factor": torch.as_tensor(matrix.factor, dtype=torch.float64).detach(),
     }
     return tensors if matrix.product.exact is None else {**tensors, "diagonal": matrix.product.exact}
-
-
-def restored(problem: Problem, structure: MatrixFree, tensors: Mapping[str, Tensor]) -> Operator:
-    """The inverse of `stored`, for the same network and data; no pass over them."""
-    sketch = Sketch(tensors["basis"], tensors["values"])
-    _require_sound(sketch, tensors)
-    products = Products(problem.network, problem.batches, problem.progress)
-    product = CurvatureProduct(problem, products, tensors.get("diagonal"), structure.seed)
-    if sketch.basis.shape[-1] != product.size:
-        raise BadData(f"the file holds vectors of {sketch.basis.shape[-1]} weights, the selection has {product.size}")
-    return Operator(product, sketch, tensors["factor"], solver=structure.solver(product.dtype))
 
 
 def _require_sound(sketch: Sketch, tensors: Mapping[str, Tensor]) -> None:
@@ -228,15 +245,3 @@ def require_same_data(problem: Problem, statistics: Tensor, seen: float) -> None
             "these are not the data of the fit: the network's log-likelihood of them is another "
             f"({statistics.tolist()} then, {total.tolist()} now); pass the same"
         )
-
-
-def moved(matrix: Operator, network: Network, device: torch.device | str) -> Operator:
-    """The same matrix on another device; data are sent there batch by batch."""
-    product, tensors = matrix.product, {k: v.to(device) for k, v in stored(matrix).items()}
-    assert isinstance(product, CurvatureProduct)
-    batches = replace(product.problem.batches, device=torch.device(device))
-    problem = replace(product.problem, network=network, batches=batches)
-    fresh = CurvatureProduct(
-        problem, Products(network, batches, problem.progress), tensors.get("diagonal"), product.seed
-    )
-    return Operator(fresh, Sketch(tensors["basis"], tensors["values"]), tensors["factor"], solver=matrix.solver)

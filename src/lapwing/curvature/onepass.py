@@ -18,7 +18,8 @@ from lapwing.curvature.shards import add_up, add_up_numbers, sharded
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
 from lapwing.model import Batch, BlockRows, Digest, Linearization, Plan, batch_size, take, tensors_in
-from lapwing.model.batches import Inputs, concatenate, described, lists_values, parts_of, per_sample
+from lapwing.model.batches import parts_of
+from lapwing.model.inputs import Inputs, concatenate, described, lists_values, per_sample
 
 Update = Callable[[Jacobian, Tensor | None], None]
 """Rows, and the weights (n,) of the samples if these are the first rows of their batch."""

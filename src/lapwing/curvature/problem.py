@@ -20,7 +20,8 @@ from lapwing.curvature.shards import add_up, sharded
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tensors_in
-from lapwing.model.batches import Inputs, parts_of
+from lapwing.model.batches import parts_of
+from lapwing.model.inputs import Inputs
 from lapwing.model.module import left_out, output_tensor
 from lapwing.model.tape import run
 

@@ -14,7 +14,7 @@ from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import Jacobian
 from lapwing.linalg.krylov import Policy, Solution, xdiag
-from lapwing.linalg.krylov.results import gram
+from lapwing.linalg.krylov.results import dots
 from lapwing.linalg.operator import Product, Solver
 from lapwing.model import Batch
 from lapwing.model.products import Keep, Products
@@ -210,8 +210,8 @@ class _Dual:
             if number == len(self.parts):
                 self.parts.append(x.new_zeros(len(x), len(rows)))
             old = self.parts[number]
-            kernel = gram(rows, rows)
-            inner = gram(state[0], rows) + old @ kernel
+            kernel = dots(rows, rows)
+            inner = dots(state[0], rows) + old @ kernel
             eye = torch.eye(len(rows), dtype=kernel.dtype, device=kernel.device)
             new = torch.linalg.solve(eye + kernel, inner.T).T
             state[0] = state[0] - (new - old) @ rows.double()
@@ -227,7 +227,7 @@ class _Dual:
 
         def update(jacobian: Jacobian, fresh: Tensor | None) -> None:
             rows = self.rows(jacobian)
-            total.add_(gram(x, rows) @ rows.double())
+            total.add_(dots(x, rows) @ rows.double())
 
         pass_over(problem, update, label="residual")
         return total

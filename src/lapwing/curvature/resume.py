@@ -15,9 +15,9 @@ from torch import Tensor
 from lapwing.curvature.shards import place, sharded
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
 from lapwing.model import Batch
-from lapwing.model.batches import described
-from lapwing.model.trees import load_tree, save_tree
-from lapwing.model.writing import remove_leftovers, require_writable
+from lapwing.model.inputs import described
+from lapwing.storage import load_tree, save_tree
+from lapwing.writing import remove_leftovers, require_writable
 
 EVERY = 16  # batches after which no sample waits, so that a pass can go on from there exactly
 SECONDS = 20.0  # between two files

@@ -19,8 +19,9 @@ from torch import Tensor, distributed
 from lapwing import errors
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.model import Batch, Batches, Plan, PlanChanged, batch_size
-from lapwing.model.batches import NoSamples, map_tensors
+from lapwing.model.batches import NoSamples
 from lapwing.model.convention import Convention
+from lapwing.model.inputs import map_tensors
 
 
 def sharded() -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from lapwing.curvature.problem import Problem
 from lapwing.curvature.shards import sharded
 from lapwing.errors import TooLarge, UnsupportedOperation
 from lapwing.linalg import PSD, Jacobian, Layout, Places
-from lapwing.model import Block, Plan
+from lapwing.model import Block, Network, Plan
+from lapwing.storage import name_of, named, pack
 
 OTHER_OPERATIONS = "the new data run other operations of the network than the data of the fit"
 
@@ -55,6 +56,7 @@ class Structure(ABC):
 
     subnetworks = True  # whether single weights can be selected
     mergeable = False  # whether it is made of sums alone: an interrupted fit can go on, and processes add up
+    reads_data = False  # whether the matrix is in its products with the data, which loading then needs again
     bound: Literal["exact", "lower", "upper"] | None = None  # how its evidence compares with that of the full matrix
 
     @abstractmethod
@@ -82,9 +84,21 @@ class Structure(ABC):
         """The factor to use for the one asked for; None leaves the choice to the number of output directions."""
         return factor
 
+    def stored(self, matrix: PSD) -> tuple[dict[str, Tensor], Any]:
+        """Tensors and a description of the matrix, for a file."""
+        return pack(matrix)
+
+    def restored(self, tensors: Mapping[str, Tensor], description: Any, problem: Problem) -> PSD:
+        """The matrix of a file, where the structure reads its data; any other is restored without a problem."""
+        raise UnsupportedOperation(f"structure={self.name!r} does not read the data of the fit again")
+
+    def moved(self, matrix: PSD, network: Network, device: torch.device | str) -> PSD:
+        """The matrix on another device, where the network is already."""
+        return matrix.to(device)
+
     @property
     def name(self) -> str:
-        return type(self).__name__.lower()
+        return name_of(type(self))
 
     def require(self, problem: Problem) -> None:
         """Refuse before allocation what does not fit, with the number and the alternatives."""
@@ -114,28 +128,13 @@ class Structure(ABC):
             problem.batches.require_reiterable(f"structure={self.name!r}")
 
     def alternatives(self, plan: Plan, itemsize: int, memory: int) -> str:
-        fits = [s for s in (STRUCTURES[name]() for name in CHEAPER) if s.bytes(plan, itemsize) <= memory]
+        structures = named(Structure)
+        fits = [s for s in (structures[name]() for name in CHEAPER) if s.bytes(plan, itemsize) <= memory]
         ways = ", ".join(f"structure={s.name!r} ({_gigabytes(s.bytes(plan, itemsize))})" for s in fits)
         return f"Use {ways + ', ' if ways else ''}select='last_layer' or fewer weights, or raise memory=."
 
 
 CHEAPER = ("ekfac", "kron", "diag")  # alternatives that errors name, cheapest last
-STRUCTURES: dict[str, type[Structure]] = {}
-S = TypeVar("S", bound=type[Structure])
-
-
-def register_structure(name: str) -> Callable[[S], S]:
-    """Make a structure known by a name to `fit(structure=name)`, to the command line and to files.
-
-    @register_structure("mine")
-    class Mine(Structure): ...
-    """
-
-    def register(kind: S) -> S:
-        STRUCTURES[name] = kind
-        return kind
-
-    return register
 
 
 def resolve_structure(structure: str | Structure) -> Structure | None:
@@ -144,9 +143,10 @@ def resolve_structure(structure: str | Structure) -> Structure | None:
         return structure
     if structure == "auto":
         return None
-    if structure not in STRUCTURES:
-        raise UnsupportedOperation(f"structure is one of {sorted(STRUCTURES)} or 'auto', got {structure!r}")
-    return STRUCTURES[structure]()
+    structures = named(Structure)
+    if structure not in structures:
+        raise UnsupportedOperation(f"structure is one of {sorted(structures)} or 'auto', got {structure!r}")
+    return structures[structure]()
 
 
 def shrunk(plan: Plan, size: int) -> Plan:

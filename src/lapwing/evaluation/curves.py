@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lapwing.errors import BadData
 from lapwing.evaluation import metrics
-from lapwing.evidence.sweep import Sweep
+from lapwing.evidence import Groups, collect, linked, nodes_for
+from lapwing.evidence.heldout import Batch, Sweep
+from lapwing.evidence.search import MEMORY
+from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, Prediction, predict_targets
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
@@ -53,23 +58,30 @@ class TemperatureCurve:
 
 
 def temperature_curve(
-    inside: Sweep,
-    outside: Mapping[str, Sweep],
-    precision: Tensor,
+    belief: Belief,
+    inside: Iterable[Batch],
+    outside: Mapping[str, Iterable[Batch]],
     temperatures: Sequence[float],
     *,
-    logit_temperature: float = 1.0,
     link: str = "auto",
     samples: int = 256,
+    memory: int = MEMORY,
 ) -> TemperatureCurve:
-    """The curve of a posterior with these precisions, one per group of the sweeps, (G,).
+    """Score a belief at each temperature, its prior kept, on labeled data and on data from elsewhere.
 
-    `Laplace.temperature_curve` makes the sweeps.
+    `inside` and the streams of `outside` yield (f, targets, rows) and are read once; `Laplace.temperature_curve` makes
+    them.
     """
+    if not temperatures or not all(T > 0 for T in temperatures):
+        raise BadData(f"temperatures must be positive and at least one, got {list(temperatures)}")
+    groups, precision = Groups.of_prior(belief)
+    nodes, logit_temperature = nodes_for(belief, precision, temperatures), belief.logit_temperature
+    sweep = partial(collect, belief, groups, nodes=nodes, score=linked(link), memory=memory)
+    kept, others = sweep(inside), {name: sweep(stream) for name, stream in outside.items()}
     rows = []
     for T in temperatures:
         at = lambda sweep, T=T: _Items.of(sweep, precision, T, logit_temperature, link, samples)  # noqa: E731
-        rows.append((at(inside), {name: at(sweep) for name, sweep in outside.items()}))
+        rows.append((at(kept), {name: at(other) for name, other in others.items()}))
     column = lambda pick: torch.tensor([pick(*row) for row in rows], dtype=torch.float64)  # noqa: E731
     return TemperatureCurve(
         torch.tensor(list(temperatures), dtype=torch.float64),

@@ -17,9 +17,9 @@ from lapwing.evaluation.meter import measure
 from lapwing.evaluation.report import Gallery, Items, Outside, Report, Result
 from lapwing.evaluation.temperature import TemperatureScaled, device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.autocast import outside_autocast
-from lapwing.model.batches import Batches, as_tensors, batch_size, call, explained
-from lapwing.model.module import borrowed, output_tensor
+from lapwing.model.batches import Batches
+from lapwing.model.inputs import as_tensors, batch_size
+from lapwing.model.module import borrowed, call, explained, output_tensor, outside_autocast
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 
 PICTURES = 16

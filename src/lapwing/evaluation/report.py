@@ -13,8 +13,8 @@ from torch import Tensor
 from lapwing.errors import BadData
 from lapwing.evaluation import html, metrics, plots
 from lapwing.evaluation.meter import Cost
-from lapwing.model.writing import replacing
 from lapwing.predictive import Prediction
+from lapwing.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.autocast import outside_autocast
-from lapwing.model.batches import Batches, call
-from lapwing.model.module import borrowed, output_tensor
+from lapwing.model.batches import Batches
+from lapwing.model.module import borrowed, call, output_tensor, outside_autocast
 
 LOWEST, HIGHEST = 0.01, 100.0
 

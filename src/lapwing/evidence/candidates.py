@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evidence.descent import SUBSET, fit_logits
-from lapwing.evidence.scoring import (
+from lapwing.evidence.heldout import (
     SCALING,
+    Batch,
+    Sweep,
     best_logit_temperature,
     check_logit_temperature,
+    held_near,
 )
-from lapwing.evidence.sweep import Batch, Sweep
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 
@@ -27,6 +28,8 @@ GRID: Mapping[str, Sequence[float]] = {
 APART = 1.25  # times the spread of log-variances under the prior alone
 HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
 LOGIT_RANGE = (0.05, 20.0)
+SUBSET = 1000  # data that a first guess of the logit temperature looks at
+STEP = 0.2  # of log s, between the points of a parabola
 
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
@@ -88,10 +91,8 @@ class Candidates:
         cls,
         learned: tuple[str, ...],
         grid: Mapping[str, Sequence[float]],
-        precision: Tensor,
-        temperature: float,
+        now: Setting,
         likelihood: Likelihood,
-        logit_temperature: float = 1.0,
         optional: tuple[str, ...] = (),
         usual: Mapping[str, Sequence[float]] = GRID,
     ) -> "Candidates":
@@ -100,13 +101,15 @@ class Candidates:
         fitted = "logit_temperature" in learned
         return cls(
             learned,
-            tuple(torch.full_like(precision, v) for v in chosen["prior"]) if "prior" in learned else (precision,),
-            tuple(map(float, chosen["temperature"])) if "temperature" in learned else (temperature,),
+            tuple(torch.full_like(now.precision, v) for v in chosen["prior"])
+            if "prior" in learned
+            else (now.precision,),
+            tuple(map(float, chosen["temperature"])) if "temperature" in learned else (now.temperature,),
             tuple(float(sigma) ** 2 for sigma in chosen["noise"]) if "noise" in learned else (None,),
-            tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (logit_temperature,),
+            tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (now.logit_temperature,),
             likelihood.dispersion.item(),
-            logit_temperature,
-            temperature,
+            now.logit_temperature,
+            now.temperature,
             optional,
             tuple(name for name in learned if name in grid),
         )
@@ -118,11 +121,11 @@ class Candidates:
             found = replace(found, learned=_without("temperature", found.learned), temperatures=(self.temperature,))
         return found
 
-    def including(self, precision: Tensor, temperature: float, likelihood: Likelihood) -> "Candidates":
-        """With one more value of each."""
-        more = (*self.dispersions, likelihood.dispersion.item())
-        precisions, temperatures = (*self.precisions, precision), (*self.temperatures, temperature)
-        return replace(self, precisions=precisions, temperatures=temperatures, dispersions=more)
+    def including(self, now: Setting) -> "Candidates":
+        """With one more value of each, those in force."""
+        precisions, temperatures = (*self.precisions, now.precision), (*self.temperatures, now.temperature)
+        dispersions = (*self.dispersions, self.dispersion)
+        return replace(self, precisions=precisions, temperatures=temperatures, dispersions=dispersions)
 
     @property
     def free(self) -> tuple[str, ...]:
@@ -223,3 +226,23 @@ def box_of(
     margin = {name: math.sqrt(10) if name in free else 1.0 for name in values}
     ranges = {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
     return ranges | {"logit_temperature": LOGIT_RANGE}
+
+
+def fit_logits(sweep: Sweep, setting: Setting, bar: float = math.inf, near: float | None = None) -> Setting:
+    """The setting with a better logit temperature, the lowest point of a parabola through three losses.
+
+    As it is where its loss reaches `bar`: no logit temperature mends that. Held `near` one by `held_near`.
+    """
+
+    def loss(point: float) -> float:
+        found = sweep.nll(replace(setting, logit_temperature=math.exp(point)))
+        return found if near is None else found + held_near(torch.tensor(math.exp(point)), near).item() / len(sweep.f)
+
+    u = math.log(setting.logit_temperature)
+    here = loss(u)
+    if not here < bar:
+        return setting
+    below, above = (loss(point) for point in (u - STEP, u + STEP))
+    bend = below - 2 * here + above
+    move = STEP / 2 * (below - above) / bend if bend > 0 else math.copysign(2 * STEP, below - above)
+    return replace(setting, logit_temperature=math.exp(u + min(max(move, -3 * STEP), 3 * STEP)))

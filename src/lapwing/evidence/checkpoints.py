@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lapwing.errors import BadData, CorruptFile
-from lapwing.evidence.online import Belief, Online
-from lapwing.model.trees import load_tree, save_tree
+from lapwing.evidence.online import Online, Progress
 from lapwing.posterior import Prior
+from lapwing.storage import load_tree, save_tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class State:
     best: float = -math.inf
     stale: int = 0
     weights: dict[str, Tensor] = field(default_factory=dict)  # the state of the module at the best score
-    belief: Belief | None = None
+    belief: Progress | None = None
     stopped: bool = False
     loss: float = 0.0
     count: int = 0
@@ -124,7 +124,7 @@ def _fields(moment: Moment) -> dict[str, Any]:
     return {**vars(moment), "precision": list(moment.precision)}
 
 
-def _stored(belief: Belief) -> dict[str, Any]:
+def _stored(belief: Progress) -> dict[str, Any]:
     tensors, spec = belief.prior.spec()
     return {
         "tensors": tensors,
@@ -136,10 +136,10 @@ def _stored(belief: Belief) -> dict[str, Any]:
     }
 
 
-def _restored(stored: dict[str, Any], online: Online) -> Belief:
+def _restored(stored: dict[str, Any], online: Online) -> Progress:
     family = online.likelihood
     if family.dispersion_name:
         family = family.with_dispersion(stored["dispersion"])
     evidence, effective, steps = stored["numbers"]
     prior = Prior.from_spec(stored["tensors"], stored["spec"])
-    return Belief(prior, family, stored["precision"], evidence, effective, steps, stored["moments"])
+    return Progress(prior, family, stored["precision"], evidence, effective, steps, stored["moments"])

@@ -6,18 +6,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from lapwing.curvature import Curvature
 from lapwing.curvature.shards import require_one_process
-from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evidence.evidence import effective_parameters
-from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, once, pack
-from lapwing.linalg.operator import Operator
+from lapwing.errors import BadData
+from lapwing.evidence.evidence import effective_parameters, evidence_of, stationarity
 from lapwing.model import Network, Params
 from lapwing.model.batches import Batches
-from lapwing.posterior import Posterior, Prior, Tempered
+from lapwing.posterior import Belief
 from lapwing.predictive import Prediction
 
 NAT = 1.0  # a difference below one nat is never evidence
@@ -31,16 +25,7 @@ class Fitted(Protocol):
     @property
     def params(self) -> Params: ...
     @property
-    def curvature(self) -> Curvature: ...
-    @property
-    def likelihood(self) -> Likelihood: ...
-    @property
-    def prior(self) -> Prior: ...
-    @property
-    def temperature(self) -> Tempered: ...
-    @property
-    def posterior(self) -> Posterior: ...
-    def log_evidence(self, at: str = "map") -> Tensor: ...
+    def belief(self) -> Belief: ...
     def predict(self, x: Any) -> Prediction: ...
     def batches(self, data: Any) -> Batches: ...
 
@@ -122,32 +107,21 @@ def compare(models: Mapping[str, Fitted], data: Any = None) -> Comparison:
 
 
 def _candidate(model: Fitted, data: Any) -> Candidate:
-    value = model.log_evidence().item()
-    try:
-        shift = abs(model.log_evidence(at="linear-mode").item() - value)
-    except UnsupportedOperation:
-        shift = None
-    params = model.params
-    prior = model.prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
-    effective = effective_parameters(model.curvature, prior, model.likelihood, temperature=model.temperature)
+    belief = model.belief
+    value = evidence_of(belief).item()
+    shift = None if belief.curvature.gradient is None else abs(stationarity(belief))
+    effective = effective_parameters(belief)
     nll, cost = (None, None) if data is None else _held_out(model, data)
-    curvature, precision = model.curvature, model.posterior.precision
+    curvature, precision = belief.curvature, belief.posterior.precision
     error = 0.5 * precision.logdet_error()
-    size = _megabytes(curvature.matrix)
+    size = None if curvature.matrix.nbytes is None else curvature.matrix.nbytes / 1e6
     name = curvature.structure.name
-    return Candidate(name, params.size, effective, value, shift, curvature.n_data, size, nll, cost, error)
-
-
-def _megabytes(matrix: PSD) -> float | None:
-    if isinstance(matrix, Operator):
-        return None
-    tensors, _ = once(pack(matrix)[0])
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
+    return Candidate(name, model.params.size, effective, value, shift, curvature.n_data, size, nll, cost, error)
 
 
 def _held_out(model: Fitted, data: Any) -> tuple[float, float]:
     """Mean NLL per item that counts, and milliseconds a datum."""
-    likelihood = model.likelihood
+    likelihood = model.belief.likelihood
     total, count, seen = 0.0, 0, 0
     begin = time.perf_counter()
     for batch in model.batches(data):
@@ -168,10 +142,10 @@ def _beware(models: Mapping[str, Fitted], candidates: Mapping[str, Candidate]) -
     if len({c.n_data for c in candidates.values()}) > 1:
         sizes = ", ".join(f"{name} {c.n_data:g}" for name, c in candidates.items())
         found.append(f"fitted to data sets of different sizes ({sizes}): their evidences are not comparable")
-    tempered = [name for name, model in models.items() if not model.temperature.is_bayes]
+    tempered = [name for name, model in models.items() if not model.belief.temperature.is_bayes]
     if tempered:
         found.append(f"{_list(tempered)}: temperature ≠ 1, so this is the evidence of a tempered likelihood")
-    unbounded = [name for name, model in models.items() if model.curvature.structure.bound is None]
+    unbounded = [name for name, model in models.items() if model.belief.curvature.structure.bound is None]
     if unbounded:
         found.append(f"{_list(unbounded)}: the evidence of this structure is no bound of the full matrix's")
     far = [name for name, c in candidates.items() if c.shift is not None and c.shift > 10 * NAT]

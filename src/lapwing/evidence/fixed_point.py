@@ -1,4 +1,4 @@
-"""One step of learning from the evidence: precisions and noise moved towards MacKay's fixed point, a bounded way.
+"""MacKay's fixed point of the evidence: one bounded step during training, or all of it for matrix-free curvature.
 
 At fixed weights the evidence has its only maximum where (MacKay 1992, Eq. 3.10)
 
@@ -8,14 +8,21 @@ In logarithms x ← log γ(x) − log q has a slope between −1 and 0 in each c
 converges. While the weights still move, going all the way would chase them: the move of a step has a bound.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lapwing.evidence.evidence import FittedCurvature
+from lapwing.curvature import Curvature
+from lapwing.errors import UnsupportedOperation
+from lapwing.evidence.evidence import evidence_of
 from lapwing.evidence.groups import Groups
+from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.likelihoods import Likelihood
+from lapwing.linalg import PSD
+from lapwing.posterior import Belief
 
 ITERATIONS = 60
 TOLERANCE = 1e-3  # in log-precision, a step: the weights move on anyway
@@ -33,24 +40,22 @@ class Moved:
 
 
 def move(
-    curvature: FittedCurvature,
-    likelihood: Likelihood,
+    belief: Belief,
     groups: Groups,
-    *,
-    mean: Tensor,
     precision: Tensor,
-    center: float | Tensor = 0.0,
+    *,
     learn: tuple[str, ...] = ("prior",),
     reach: float = 1.0,
     bounds: tuple[float, float] = BOUNDS,
     tolerance: float = TOLERANCE,
 ) -> Moved:
-    """Go towards the maximum of the evidence, by at most `reach` in each log τ and in log φ.
+    """Go from `precision` (G,) and the belief's noise towards the maximum of the evidence.
 
-    A group without curvature keeps its precision: the evidence says nothing of it.
+    Each log τ and log φ moves by at most `reach`. A group without curvature keeps its precision: the evidence says
+    nothing about it.
     """
-    offset = mean.double() - torch.as_tensor(center, dtype=torch.float64, device=mean.device)
-    squares = groups.total(offset.square())
+    curvature, likelihood = belief.curvature, belief.likelihood
+    squares = groups.squares(belief)
     start = precision.double().log()
     noise = likelihood.dispersion.detach().double().log()
     low, high = (torch.tensor(b, dtype=torch.float64, device=start.device).log() for b in bounds)
@@ -77,7 +82,7 @@ def move(
     return Moved(x.exp(), told, value.item(), effective.sum().item())
 
 
-def _effective(curvature: FittedCurvature, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def _effective(curvature: Curvature, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """log|H/φᵏ + Π| − log|Π| and γ (G,)."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -89,3 +94,82 @@ def _effective(curvature: FittedCurvature, groups: Groups, x: Tensor, u: Tensor)
 
 def _within(x: Tensor, center: Tensor, reach: float) -> Tensor:
     return torch.minimum(torch.maximum(x, center - reach), center + reach)
+
+
+BOUNDS = (1e-10, 1e10)
+
+
+def tune_probes(
+    belief: Belief,
+    groups: Groups,
+    *,
+    learn: Sequence[str] = ("prior",),
+    tolerance: float = 1e-3,
+    iterations: int = 30,
+    samples: int | None = None,
+) -> Tuning:
+    """`tune_evidence` for matrix-free curvature: τ_g ← γ_g / ‖θ̂ − μ₀‖²_g with γ_g = Σ_{p∈g} (1 − τ_g Σ_pp).
+
+    The effective numbers γ_g come from the solver's fixed probes, deflated by the sketch, so that the same noise enters
+    every step and the iteration converges (MacKay 1992; for noise φ ← Σ r² / (N K − γ)). The mode θ̂ is held fixed, as
+    everywhere. Stops when no logarithm moves by more than `tolerance`. Every step costs one block of solves over data.
+    `samples` takes γ_g = E Σ_{p∈g} z_p (cGz)_p over so many posterior samples z instead, with fixed noise: EM by
+    sample-then-optimize (Antorán et al. 2023), for a posterior that has no sketch to deflate by.
+    """
+    if not belief.curvature.matrix.iterative:
+        raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
+    unknown = set(learn) - {"prior", "noise"}
+    if unknown or not learn:
+        raise ValueError(f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}")
+    likelihood = belief.likelihood
+    if "noise" in learn and not likelihood.dispersion_name:
+        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    squares = groups.squares(belief)
+    tau = groups.precisions(belief).to(squares.device)
+    first, begin = tau, groups.applied(belief, tau)
+    belief = begin
+    prior_scale = float(belief.temperature.prior_scale)
+    moved, step = math.inf, 0
+    while moved > tolerance and step < iterations:
+        gamma = _effective_by_probes(belief, groups, samples)
+        moved, step = 0.0, step + 1
+        if "prior" in learn:
+            known = (gamma > 0) & (squares > 0)
+            best = gamma.clamp(min=1e-12) / (prior_scale * squares.clamp(min=1e-300))
+            fresh = torch.where(known, best, tau).clamp(*BOUNDS)
+            moved, tau = float((fresh / tau).log().abs().max()), fresh
+            belief = groups.applied(belief, tau)
+        if "noise" in learn:
+            taken = gamma.sum() / float(belief.temperature.T)
+            ahead = float(belief.likelihood.dispersion_step(belief.curvature.statistics, taken))
+            likelihood = belief.likelihood.with_dispersion(float(belief.likelihood.dispersion) * math.exp(ahead))
+            belief, moved = replace(belief, likelihood=likelihood), max(moved, abs(ahead))
+    settings = [_setting(values, each, learn) for values, each in ((first, begin), (tau, belief))]
+    with torch.no_grad():
+        scores = torch.tensor([-float(evidence_of(each)) for each in (begin, belief)], dtype=torch.float64)
+    scaled, prior = _sum(belief)
+    error = (scaled + prior).logdet_error() / 2
+    messages = [f"matrix-free: the log evidence has a standard error of {error:.3g}"]
+    if moved > tolerance:
+        messages.append(f"not converged after {step} iterations: a logarithm still moves by {moved:.3g}")
+    return Tuning.of(
+        "evidence", belief, groups, settings, scores, 1, iterations=step, converged=moved <= tolerance,
+        messages=tuple(messages),
+    )  # fmt: skip
+
+
+def _setting(precision: Tensor, belief: Belief, learn: Sequence[str]) -> Setting:
+    dispersion = float(belief.likelihood.dispersion) if "noise" in learn else None
+    return Setting(precision, float(belief.temperature.T), dispersion)
+
+
+def _sum(belief: Belief) -> tuple[PSD, PSD]:
+    """The two terms of the posterior precision: T/φ·H and the prior."""
+    prior = belief.resolved_prior[1].scale(belief.temperature.prior_scale)
+    return belief.curvature.matrix.scale(belief.scale.detach()), prior
+
+
+def _effective_by_probes(belief: Belief, groups: Groups, samples: int | None) -> Tensor:
+    """γ_g of every group, (G,)."""
+    scaled, prior = _sum(belief)
+    return groups.total(scaled.determined_shares(prior, samples))

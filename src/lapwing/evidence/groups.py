@@ -1,13 +1,15 @@
 """Which weights share one prior precision."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lapwing.errors import IncompatiblePrior, UnsupportedOperation
 from lapwing.linalg import Diagonal
-from lapwing.posterior import Prior
+from lapwing.model import Params
+from lapwing.posterior import Belief, Prior
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,21 @@ class Groups:
         flat = torch.repeat_interleave(torch.tensor([where[name] for name in names]), torch.tensor(list(sizes)))
         return cls(flat if index is None else flat[index.cpu()], len(blocks), tuple(map(tuple, blocks)))
 
+    @classmethod
+    def of_prior(cls, belief: Belief) -> tuple["Groups", Tensor]:
+        """The fewest groups in which the prior of a belief is constant, and its precision in each."""
+        params, precision = belief.curvature.params, belief.resolved_prior[1].diagonal().detach().double().cpu()
+        assert params is not None
+        kinds = (
+            cls.scalar(params.size),
+            cls.layerwise(belief.curvature.names, params.names, params.sizes, params.index),
+        )
+        for groups in kinds:
+            values = groups.precisions(belief)
+            if torch.allclose(groups.expand(values), precision, rtol=1e-9):
+                return groups, values
+        raise IncompatiblePrior("a curve needs a prior that is constant per block; use a scalar or layerwise prior")
+
     @property
     def size(self) -> int:
         """P, the number of weights."""
@@ -89,3 +106,61 @@ class Groups:
         if self.members:
             return Prior.per_block(values.tolist(), self.members, mean)
         return Prior(values.item() if self.count == 1 else values, mean)
+
+    def precisions(self, belief: Belief) -> Tensor:
+        """The prior precisions of a belief, averaged geometrically over each group, (G,)."""
+        matrix = belief.resolved_prior[1]
+        if not matrix.is_diagonal:
+            raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
+        logs = matrix.diagonal().detach().double().log().cpu()
+        counts = self.total(torch.ones_like(logs))
+        return (self.total(logs) / counts.clamp(min=1)).exp()
+
+    def squares(self, belief: Belief) -> Tensor:
+        """‖θ̂ − μ₀‖² over each group, (G,) float64."""
+        return self.total(belief.offset.detach().square())
+
+    def applied(self, belief: Belief, values: Tensor) -> Belief:
+        """The belief with precision values[g] on group g; gradients flow into the values."""
+        return replace(belief, prior=Prior(self.diagonal(values), belief.prior.mean))
+
+
+KINDS = ("scalar", "layerwise", "unit", "input", "parameterwise")
+
+
+def partition(kind: str, blocks: Sequence[Sequence[str]], params: Params) -> Groups:
+    """The groups of a kind for the selected weights; `blocks` are `curvature.names`.
+
+    "unit" joins what feeds one output of a block: a row of the weight and its bias. "input" joins what reads one input
+    of a block, a column of the weight; biases of a block are then one group. Both are products over rows and columns,
+    which Kronecker structures accept. A tensor without rows or columns (a norm's scale) counts each entry as a unit.
+    """
+    if kind not in KINDS:
+        raise UnsupportedOperation(f"a prior is learned as one of {', '.join(KINDS)}; got {kind!r}")
+    if kind == "scalar":
+        return Groups.scalar(params.size)
+    if kind == "parameterwise":
+        return Groups.parameterwise(params.size)
+    if kind == "layerwise":
+        return Groups.layerwise(blocks, params.names, params.sizes, params.index)
+    where = {name: k for k, block in enumerate(blocks) for name in block}
+    labels: dict[tuple[int, int, int], int] = {}
+    parts = [_labels(kind, where[name], shape, labels) for name, shape in zip(params.names, params.shapes, strict=True)]
+    flat = torch.cat(parts)
+    index = flat if params.index is None else flat[params.index.cpu()]
+    used, index = index.unique(return_inverse=True)
+    return Groups(index, len(used))
+
+
+def _labels(kind: str, block: int, shape: torch.Size, labels: dict[tuple[int, int, int], int]) -> torch.Tensor:
+    """A number for each entry of a tensor; the same key is the same number in every tensor of a block."""
+    if kind == "input" and len(shape) < 2:
+        return torch.full((shape.numel(),), labels.setdefault((block, 1, 0), len(labels)))
+    axis = 1 if kind == "input" else 0
+    count = shape[axis] if shape else 1
+    numbers = torch.tensor([labels.setdefault((block, 0, k), len(labels)) for k in range(count)])
+    if not shape:
+        return numbers
+    view = [1] * len(shape)
+    view[axis] = count
+    return numbers.reshape(view).expand(shape).reshape(-1)

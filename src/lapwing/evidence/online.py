@@ -14,22 +14,20 @@ from lapwing.curvature import Factor, Structure, estimate_curvature, pose, resol
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.batch_bound import batch_bound
-from lapwing.evidence.evidence import effective_parameters, log_evidence
+from lapwing.evidence.evidence import effective_parameters, evidence_of
 from lapwing.evidence.fixed_point import BOUNDS, Moved, move
-from lapwing.evidence.groups import Groups
-from lapwing.evidence.partition import KINDS, partition
+from lapwing.evidence.groups import KINDS, Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batch, Batches, Network, Params, batch_size, select_names, take
-from lapwing.model.autocast import outside_autocast
-from lapwing.model.batches import Inputs, call
-from lapwing.model.module import output_tensor
-from lapwing.posterior import Prior, resolve_prior
+from lapwing.model.inputs import Inputs
+from lapwing.model.module import call, output_tensor, outside_autocast
+from lapwing.posterior import Belief, Prior, resolve_prior
 
 BATCH = "batch"  # structure="batch": the stochastic bound of one batch
 
 
 @dataclass(frozen=True, eq=False)
-class Belief:
+class Progress:
     """What the evidence has taught so far."""
 
     prior: Prior
@@ -74,7 +72,7 @@ class Online:
     samples: int | None = 4096
     split: Callable[[Any], tuple] | None = None
     generator: torch.Generator | None = None
-    belief: Belief = None  # type: ignore[assignment]
+    belief: Progress = None  # type: ignore[assignment]
     _terms: dict[str, Any] = field(default_factory=dict, repr=False)  # the prior by parameter, once it was needed
 
     def __post_init__(self) -> None:
@@ -95,7 +93,7 @@ class Online:
             )
         if self.belief is None:
             prior = Prior(self.start) if isinstance(self.prior, str) else resolve_prior(self.prior)
-            object.__setattr__(self, "belief", Belief(prior, family))
+            object.__setattr__(self, "belief", Progress(prior, family))
 
     @property
     def learning(self) -> tuple[str, ...]:
@@ -170,28 +168,20 @@ class Online:
         belief = self._by_batch(network, batches) if self.structure == BATCH else self._by_curvature(network, batches)
         return replace(self, belief=belief, _terms={})
 
-    def _by_curvature(self, network: Network, batches: Batches) -> Belief:
+    def _by_curvature(self, network: Network, batches: Batches) -> Progress:
         old = self.belief
         factor = resolve_factor(self.factor)
         problem = pose(network, batches, old.likelihood, factor, generator=self.generator, progress=False)
         structure = None if self.structure == BATCH else resolve_structure(self.structure)
         curvature = estimate_curvature(problem, structure, self.n_data)
-        mean = network.params.flat.double()
+        belief = Belief(curvature, old.prior, old.likelihood)
         if not isinstance(self.prior, str) and not self.learning:
-            return self._judged(curvature, network, mean)
+            value, effective = evidence_of(belief).item(), effective_parameters(belief)
+            return replace(old, evidence=value, effective=effective, steps=old.steps + 1)
         groups = self._groups(curvature.names, network.params)
-        moved = move(
-            curvature,
-            old.likelihood,
-            groups,
-            mean=mean,
-            precision=self._precision(groups, network.params),
-            center=old.prior.mean,
-            learn=self.learning,
-            reach=self.reach,
-            bounds=self.bounds,
-        )
-        return self._belief(groups, moved)
+        precision = self._precision(groups, network.params)
+        moved = move(belief, groups, precision, learn=self.learning, reach=self.reach, bounds=self.bounds)
+        return self._progress(groups, moved)
 
     def _groups(self, blocks: Any, params: Params) -> Groups:
         if isinstance(self.prior, str):
@@ -199,14 +189,6 @@ class Online:
         if not self.belief.prior.resolve(params.names, params.sizes)[1].is_diagonal:
             raise UnsupportedOperation("the noise cannot be learned under a prior that is itself a posterior: learn=()")
         return Groups.parameterwise(params.size)
-
-    def _judged(self, curvature: Any, network: Network, mean: Tensor) -> Belief:
-        """The evidence under a prior that stays as it is."""
-        params, old = network.params, self.belief
-        prior = old.prior.resolve(params.names, params.sizes, torch.float64, params.device)
-        value = log_evidence(curvature, prior, old.likelihood, mean=mean)
-        effective = effective_parameters(curvature, prior, old.likelihood)
-        return replace(old, evidence=value.item(), effective=effective, steps=old.steps + 1)
 
     def _precision(self, groups: Groups, params: Params) -> Tensor:
         if self.belief.precision is not None and isinstance(self.prior, str):
@@ -216,14 +198,14 @@ class Online:
         counts = groups.total(torch.ones_like(values))
         return (groups.total(values.log()) / counts.clamp(min=1)).exp()
 
-    def _belief(self, groups: Groups, moved: Moved, moments: Tensor | None = None) -> Belief:
+    def _progress(self, groups: Groups, moved: Moved, moments: Tensor | None = None) -> Progress:
         prior = self.belief.prior
         if isinstance(self.prior, str):
             prior = _prior(groups, moved.precision, prior.mean)
         steps = self.belief.steps + 1
-        return Belief(prior, moved.likelihood, moved.precision, moved.evidence, moved.effective, steps, moments)
+        return Progress(prior, moved.likelihood, moved.precision, moved.evidence, moved.effective, steps, moments)
 
-    def _by_batch(self, network: Network, batches: Batches) -> Belief:
+    def _by_batch(self, network: Network, batches: Batches) -> Progress:
         old, params = self.belief, network.params
         batch: Batch = next(iter(batches))
         problem = pose(network, batches, old.likelihood, resolve_factor(self.factor), progress=False)
@@ -251,7 +233,7 @@ class Online:
         there, moments = _adam(point.detach(), gradient, moments, old.steps + 1, self.reach / 10)
         tau = there[:-1].exp().clamp(*self.bounds) if "prior" in self.learning else x.exp()
         told = old.likelihood.with_dispersion(there[-1].exp()) if noisy else old.likelihood
-        return self._belief(groups, Moved(tau, told, value.item(), math.nan), moments)
+        return self._progress(groups, Moved(tau, told, value.item(), math.nan), moments)
 
 
 @dataclass(frozen=True, eq=False)

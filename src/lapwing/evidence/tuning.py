@@ -1,15 +1,19 @@
 """What tuning tried and what it scored."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperation
+from lapwing.evidence.groups import Groups
 from lapwing.likelihoods import Likelihood
-from lapwing.posterior import Prior, Tempered
+from lapwing.posterior import Belief, Prior, Tempered
+
+DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +123,35 @@ class Tuning:
     baselines: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[str, ...] = ()
     logit_temperature: float | None = None
+
+    @classmethod
+    def of(
+        cls, method: str, belief: Belief, groups: Groups, settings: Sequence[Setting], scores: Tensor, best: int,
+        **more: Any,
+    ) -> "Tuning":  # fmt: skip
+        """The tuning of a belief that chose `settings[best]`: its prior, temperature and likelihood follow from it."""
+        chosen = settings[best]
+        precision = chosen.precision
+        if chosen.deterministic:
+            precision = torch.full((groups.count,), DETERMINISTIC, dtype=torch.float64)
+        tempered, likelihood = belief.temperature, belief.likelihood
+        if not chosen.deterministic and chosen.temperature != float(tempered.T):
+            tempered = Tempered(chosen.temperature, tempered.prior)
+        if chosen.dispersion is not None:
+            likelihood = likelihood.with_dispersion(chosen.dispersion)
+        prior = groups.prior(precision, belief.prior.mean)
+        return cls(method, tuple(settings), scores, best, prior, tempered, likelihood, **more)
+
+    def applied(self, belief: Belief) -> Belief:
+        """The belief with what was chosen."""
+        scaling = belief.logit_temperature if self.logit_temperature is None else self.logit_temperature
+        return replace(
+            belief,
+            prior=self.prior,
+            temperature=self.temperature,
+            likelihood=self.likelihood,
+            logit_temperature=scaling,
+        )
 
     @property
     def setting(self) -> Setting:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN, register_factor
+from lapwing.curvature.factor import GGN
 from lapwing.curvature.kron import LARGEST_FACTOR, KroneckerFactor, KroneckerSums, kept_as
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
@@ -25,11 +25,12 @@ from lapwing.model.agreement import tolerance
 from lapwing.model.linearization import pull
 from lapwing.model.rules import RULES, MatrixRule, Rule
 from lapwing.model.tape import first_reached
+from lapwing.storage import register
 
 CHECKED = 4  # output directions of the self-check
 
 
-@register_factor("kfra")
+@register(name="kfra")
 @dataclass(frozen=True, eq=False)
 class KFRA(KroneckerFactor):
     """Kronecker factors of linear layers joined by elementwise functions, for `structure="kron"`.

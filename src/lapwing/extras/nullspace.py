@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg.krylov import Policy, Solution
-from lapwing.linalg.krylov.results import gram
+from lapwing.linalg.krylov.results import dots
 from lapwing.model import batch_size, take
 
 FLOOR = 1e-12  # of the largest eigenvalue of a batch's kernel: directions below are dependent
@@ -40,10 +40,10 @@ def project_to_nullspace(
     for number in range(passes + 1):
         total = torch.zeros_like(start)
         for rows in _rows(problem, samples):
-            inside = gram(x, rows)  # (s, m)
+            inside = dots(x, rows)  # (s, m)
             total += inside.square().sum(-1)
             if number < passes:
-                x = x - (inside @ _inverse(gram(rows, rows))) @ rows.double()
+                x = x - (inside @ _inverse(dots(rows, rows))) @ rows.double()
         start = total.sqrt() if number == 0 else start
         # measured while projecting: every batch as it was before its own projection of this pass
         residuals = total.sqrt() / torch.where(start > 0, start, 1.0)

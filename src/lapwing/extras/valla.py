@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from lapwing.curvature import Curvature
 from lapwing.curvature.functional import subset
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure, register_structure
-from lapwing.errors import BadData, UnsupportedOperation, require_whole
+from lapwing.curvature.structure import Accumulator, Estimate, Structure
+from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
+from lapwing.evidence.evidence import evidence_of
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov.lanczos import _complement, _orthonormal_rows
 from lapwing.model import Plan, batch_size, take
+from lapwing.posterior import Belief
+from lapwing.storage import register
 
 OUTPUTS = 64  # outputs of an inducing input that are used; of more, a random choice
 POOL = 4  # candidates for every inducing input of a greedy choice
@@ -44,7 +52,7 @@ class ProjectionAccumulator(Accumulator):
         return LowRankMatrix(turn.T.to(self.basis) @ self.basis, values.clamp(min=0), zero)
 
 
-@register_structure("valla")
+@register(name="valla")
 @dataclass(frozen=True, eq=False)
 class VaLLA(Structure):
     """A sparse variational Gaussian process around the network: inducing outputs at `inducing` training inputs.
@@ -53,7 +61,7 @@ class VaLLA(Structure):
     2009; for linearized networks Ortega, Rodríguez Santana, Hernández-Lobato 2024) has precision VᵀV·cG·VᵀV + τI: exact
     once the inducing inputs span all data, and the prior alone outside their span. One pass over data of any size, and
     k = inducing × outputs vectors of memory. `summary()` brackets the evidence of the full GGN: `log_evidence` of the
-    compressed curvature is never below it, `lapwing.evidence.variational_bound` (the ELBO) never above, and `tune`
+    compressed curvature is never below it, `variational_bound` (the ELBO) never above, and `tune`
     maximizes that. Inducing inputs are data: picked greedily by the variance that is left among 4 × as many candidates,
     or at random. They are not moved by gradients, which the paper does.
 
@@ -131,3 +139,54 @@ class VaLLA(Structure):
                     directions = eye.reshape(-1, 1, *at.f.shape[1:])
                     rows.append(at.jacobian(directions).dense()[0].detach())
         return rows
+
+
+BOUNDS = (1e-10, 1e10)
+
+
+def variational_bound(belief: Belief) -> Tensor:
+    """The ELBO of structure='valla': never above the log evidence of the full GGN, a differentiable float64 scalar.
+
+    The log evidence of the compressed curvature minus ½ c/τ·(tr G − tr VGVᵀ) (Titsias 2009, Eq. 9): for Q ⪯ K,
+    log|I + K| ≤ log|I + Q| + tr(K − Q). Equal to the log evidence once nothing of G is left outside the span.
+
+        bound = variational_bound(la.belief)
+    """
+    tau = belief.resolved_prior[1].constant()
+    if tau is None:
+        raise IncompatiblePrior("the variational bound is for one prior precision for all weights; use a scalar prior")
+    excess = belief.scale * _excess(belief.curvature) / (tau * belief.temperature.prior_scale)
+    return evidence_of(belief) - 0.5 * excess
+
+
+def _excess(curvature: Curvature) -> Tensor:
+    """The trace of the curvature outside the span of the inducing points."""
+    if "excess" not in curvature.state:
+        raise UnsupportedOperation("only structure='valla' has a variational bound: it knows what its span leaves out")
+    return curvature.state["excess"].double() * (curvature.n_data / curvature.seen)
+
+
+def tune_bound(belief: Belief, groups: Groups, *, learn: Sequence[str] = ("prior",)) -> Tuning:
+    """Maximize `variational_bound` over one prior precision: concave in log τ, so its slope is bisected.
+
+    ∂/∂log τ = ½[Σ c e/(c e + τ) + c t/τ − τ‖θ̂ − μ₀‖²], e the eigenvalues inside the span and t the trace outside.
+    """
+    if tuple(learn) != ("prior",) or groups.count != 1:
+        raise UnsupportedOperation("inducing points learn one prior precision (learn='prior', prior='scalar')")
+    inside, prior_scale = belief.curvature.matrix.eigenvalues(), belief.temperature.prior_scale
+    assert inside is not None  # of the span, without a prior
+    inner = belief.scale.detach() / prior_scale
+    values, outside = inner * inside, inner * _excess(belief.curvature)
+    square = prior_scale * groups.squares(belief)[0]
+    low, high = (math.log(bound) for bound in BOUNDS)
+    for _ in range(100):
+        middle = (low + high) / 2
+        tau = math.exp(middle)
+        slope = (values / (values + tau)).sum() + outside / tau - tau * square
+        low, high = (middle, high) if float(slope) > 0 else (low, middle)
+    found = torch.tensor([math.exp(low)], dtype=torch.float64, device=square.device)
+    settings = [Setting(tau, float(belief.temperature.T)) for tau in (groups.precisions(belief).to(found), found)]
+    with torch.no_grad():
+        scores = torch.stack([-variational_bound(groups.applied(belief, each.precision)) for each in settings])
+    message = "the prior maximizes the variational lower bound of the evidence (inducing points)"
+    return Tuning.of("evidence", belief, groups, settings, scores, 1, iterations=100, messages=(message,))

@@ -1,17 +1,15 @@
 """Matrices and rows of Jacobians. Knows no network and no data."""
 
 from lapwing.linalg.blockdiagonal import BlockDiagonal
-from lapwing.linalg.deferredrows import DeferredRows
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.eigenkronecker import EigenKronecker
 from lapwing.linalg.kronecker import Kronecker
-from lapwing.linalg.layout import Layout
+from lapwing.linalg.layout import Layout, Places
 from lapwing.linalg.lowrank import LowRank
-from lapwing.linalg.matrixrows import Extent, MatrixRows, Term
-from lapwing.linalg.places import Places
-from lapwing.linalg.psd import PSD, Diagonal
+from lapwing.linalg.matrixrows import DeferredRows, Extent, FactoredRows, MatrixRows, Term
+from lapwing.linalg.psd import PSD, Diagonal, unpack_sound
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
-from lapwing.linalg.storage import move, once, pack, pack_layout, unpack, unpack_layout, unpack_sound
+from lapwing.storage import move, once, pack, unpack
 
 __all__ = [
     "PSD",
@@ -22,6 +20,7 @@ __all__ = [
     "Diagonal",
     "EigenKronecker",
     "Extent",
+    "FactoredRows",
     "Jacobian",
     "Kronecker",
     "Layout",
@@ -33,8 +32,6 @@ __all__ = [
     "move",
     "once",
     "pack",
-    "pack_layout",
     "unpack",
-    "unpack_layout",
     "unpack_sound",
 ]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingError
+from lapwing.linalg.kronecker import sharing_factors
 from lapwing.linalg.layout import Layout
-from lapwing.linalg.logs import PIECE, sum_log1p
 from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows, added
+from lapwing.linalg.spectrum import PIECE, sum_log1p
 from lapwing.linalg.validity import Scalar, require_positive
+from lapwing.storage import register, unpack
 
 KEPT = 2**20  # eigenvalues that are kept in one vector, so that the evidence at a new scalar prior is one sum
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class BlockDiagonal(PSD):
     """Blocks A_k, each acting on its own entries of the flat vector; names are for messages."""
@@ -50,6 +54,13 @@ class BlockDiagonal(PSD):
     @property
     def device(self) -> torch.device:
         return self.blocks[0].device
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BlockDiagonal:
+        """The matrix of a file; blocks with equal factors share them again."""
+        blocks = sharing_factors(unpack(tensors, block, PSD) for block in description["blocks"])
+        layout = Layout.restore(description["layout"], tensors)
+        return cls(layout, blocks, tuple(description.get("names", ())))
 
     def flaw(self, signed: bool = False) -> str:
         for k, block in enumerate(self.blocks):

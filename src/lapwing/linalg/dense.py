@@ -22,8 +22,10 @@ from lapwing.linalg.validity import (
     not_positive,
     require_positive,
 )
+from lapwing.storage import register
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class Dense(PSD):
     """A = factor · M + diag(shift): matrix M (P, P), shift a scalar or (P,).

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior
-from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import DenseRows, Rows, chunks
+from lapwing.linalg.spectrum import sum_log1p
 from lapwing.linalg.tangent import tangent
 from lapwing.linalg.validity import Scalar, first_flaw, flaw_of_basis, flaw_of_values, nonnegative, require_positive
+from lapwing.storage import register
 
 
 def first_order(matrix: PSD, prior: Diagonal) -> Tensor:
@@ -22,6 +23,7 @@ def first_order(matrix: PSD, prior: Diagonal) -> Tensor:
     return (tangent(prior.values).double() * gradient).sum()
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class EigenKronecker(PSD):
     """S (U_G ⊗ U_A) diag(values) (U_G ⊗ U_A)ᵀ S for each of q groups, S = diag(left_scale ⊗ right_scale).

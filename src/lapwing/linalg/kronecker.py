@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
-from lapwing.linalg.logs import PIECE, sum_log1p
 from lapwing.linalg.psd import PSD, Diagonal
 from lapwing.linalg.rows import Rows, added
-from lapwing.linalg.spectrum import Spectrum
+from lapwing.linalg.spectrum import PIECE, Spectrum, sum_log1p
 from lapwing.linalg.tangent import tangent
 from lapwing.linalg.validity import (
     Scalar,
@@ -26,8 +25,10 @@ from lapwing.linalg.validity import (
     nonnegative,
     require_positive,
 )
+from lapwing.storage import register
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class Kronecker(PSD):
     """factor · (G ⊗ A) + shift · I for each of q groups: left G (q, o, o), right A (q, i, i), vectors as (q, o, i).
@@ -40,7 +41,7 @@ class Kronecker(PSD):
     left: Tensor
     right: Tensor
     factor: Scalar = 1.0
-    ranks: tuple[int | None, int | None] = (None, None)  # how many outer products each factor is the sum of
+    ranks: tuple[int | None, int | None] = field(default=(None, None), metadata={"later": True})  # see `Spectrum.rank`
     shift: Tensor | None = None
     left_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
     right_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]

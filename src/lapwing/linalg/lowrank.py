@@ -14,10 +14,12 @@ from lapwing.errors import NotPositiveDefinite
 from lapwing.linalg.psd import PSD, Diagonal, require_shifts
 from lapwing.linalg.rows import Rows, chunks
 from lapwing.linalg.validity import Scalar, first_flaw, flaw_of_values, nonnegative, require_positive
+from lapwing.storage import register
 
 NEXT_TO_NOTHING = 1e-100
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class LowRank(PSD):
     """A = D + Uᵀ diag(d) U: basis U (k, P), values d (k,) ≥ 0, shift the diagonal of D (P,).

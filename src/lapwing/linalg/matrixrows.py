@@ -1,9 +1,10 @@
-"""Rows of a weight matrix as sums of outer products, J[n, r] = Σ_terms Σ_t left ⊗ right, kept factored."""
+"""Rows of a weight matrix as sums of outer products, J[n, r] = Σ_terms Σ_t left ⊗ right: held, or made when read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,8 +81,11 @@ class Extent:
         return self.q * (self.t * (self.r * self.o + self.i) + 2 * self.r * self.o * self.i)
 
 
-@dataclass(frozen=True, eq=False)
-class MatrixRows(Rows):
+Make = Callable[[int, int], tuple[Term, ...]]
+"""The terms of samples start … start + length − 1."""
+
+
+class FactoredRows(Rows):
     """Rows J[n, r] = Σ_terms Σ_t left ⊗ right of a weight (q, o, i), flattened row-major.
 
     `basis` holds matrices (q, o, o) and (q, i, i) that each block is still to be multiplied with: a rotation that is
@@ -89,24 +93,21 @@ class MatrixRows(Rows):
     """
 
     terms: tuple[Term, ...]
-    basis: tuple[Tensor, Tensor] | None = None
+    basis: tuple[Tensor, Tensor] | None
+    extent: Extent
 
-    def __post_init__(self) -> None:
-        if not self.terms:
-            raise ValueError("rows of a weight matrix need at least one term")
-        kinds = {(t.left.shape[0], *t.left.shape[3:], t.right.shape[4]) for t in self.terms}
-        directions = {side.shape[1] for t in self.terms for side in (t.left, t.right)} - {1}
-        if len(kinds) > 1 or len(directions) > 1:
-            raise ValueError(
-                f"all terms need the same (n, q, o, i) and directions, got {sorted(kinds)} and {sorted(directions)}"
-            )
+    @property
+    @abstractmethod
+    def _outer(self) -> bool:
+        """Whether each row is a single outer product with the directions on one side: squares then factor."""
 
-    @cached_property
-    def extent(self) -> Extent:
-        """Their sizes."""
-        (n, _, _, q, o), i = self.terms[0].left.shape, self.terms[0].right.shape[4]
-        r = max(side.shape[1] for term in self.terms for side in (term.left, term.right))
-        return Extent(n, r, q, o, i, sum(term.left.shape[2] for term in self.terms))
+    @property
+    @abstractmethod
+    def _block_chunks(self) -> Iterator[tuple[int, int]]:
+        """(start, length) of samples whose blocks, and one array of their size, fit into a chunk."""
+
+    @abstractmethod
+    def narrow(self, start: int, length: int) -> MatrixRows: ...
 
     @property
     def n(self) -> int:
@@ -133,29 +134,9 @@ class MatrixRows(Rows):
         return self.q * self.o * self.i
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.terms[0].left.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.terms[0].left.device
-
-    @property
-    def _outer(self) -> bool:
-        """A single outer product a row with the directions on one side: squares then factor."""
-        if self.basis is not None or len(self.terms) > 1 or self.terms[0].left.shape[2] != 1:
-            return False
-        return 1 in (self.terms[0].left.shape[1], self.terms[0].right.shape[1])
-
-    @property
     def _sides(self) -> tuple[Tensor, Tensor]:
         """left (n, r|1, q, o) and right (n, r|1, q, i) of the only term at its only position."""
         return self.terms[0].left[:, :, 0], self.terms[0].right[:, :, 0]
-
-    @property
-    def _block_chunks(self) -> Iterator[tuple[int, int]]:
-        """Samples whose blocks, and one array of their size, fit into a chunk."""
-        return chunks(self.n, 2 * self._block_bytes)
 
     @property
     def _block_bytes(self) -> int:
@@ -173,33 +154,6 @@ class MatrixRows(Rows):
 
     def dense(self) -> Tensor:
         return self.matrix().reshape(self.n, self.r, self.size)
-
-    def narrow(self, start: int, length: int) -> MatrixRows:
-        return MatrixRows(
-            tuple(Term(t.left.narrow(0, start, length), t.right.narrow(0, start, length)) for t in self.terms),
-            self.basis,
-        )
-
-    def to(self, dtype: torch.dtype) -> MatrixRows:
-        basis = None if self.basis is None else (self.basis[0].to(dtype), self.basis[1].to(dtype))
-        return MatrixRows(tuple(Term(t.left.to(dtype), t.right.to(dtype)) for t in self.terms), basis)
-
-    def rotate(self, left: Tensor, right: Tensor) -> Rows:
-        """J (left ⊗ right) for square left (q, o, o), right (q, i, i): the two sides of every term times the matrices.
-
-        With many positions, the blocks are multiplied once the positions are summed.
-        """
-        if (left.shape[0], left.shape[1], right.shape[1]) != (self.q, self.o, self.i):
-            return super().rotate(left, right)
-        if self.basis is not None:
-            return MatrixRows(self.terms, (self.basis[0] @ left, self.basis[1] @ right))
-        before = sum(
-            t.left[0, :, :, 0, 0].numel() * self.o**2 + t.right[0, :, :, 0, 0].numel() * self.i**2 for t in self.terms
-        )
-        after = self.r * self.o * self.i * (self.o + self.i)
-        if after < before and self.extent.t > 1:
-            return MatrixRows(self.terms, (left, right))
-        return MatrixRows(rotated(self.terms, left, right))
 
     def matvec(self, v: Tensor) -> Tensor:
         v = self._check(v)
@@ -305,6 +259,142 @@ class MatrixRows(Rows):
             ll, aa = torch.einsum("nrqo,nrup->nqoup", l, l), torch.einsum("nrqi,nruj->nqiuj", a, a)
             total = total + torch.einsum("nqoup,nqiuj->qoiupj", ll, aa).reshape(self.size, self.size)
         return total
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixRows(FactoredRows):
+    """Factored rows whose terms are held in memory."""
+
+    terms: tuple[Term, ...]
+    basis: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("rows of a weight matrix need at least one term")
+        kinds = {(t.left.shape[0], *t.left.shape[3:], t.right.shape[4]) for t in self.terms}
+        directions = {side.shape[1] for t in self.terms for side in (t.left, t.right)} - {1}
+        if len(kinds) > 1 or len(directions) > 1:
+            raise ValueError(
+                f"all terms need the same (n, q, o, i) and directions, got {sorted(kinds)} and {sorted(directions)}"
+            )
+
+    @cached_property
+    def extent(self) -> Extent:  # type: ignore[override]
+        (n, _, _, q, o), i = self.terms[0].left.shape, self.terms[0].right.shape[4]
+        r = max(side.shape[1] for term in self.terms for side in (term.left, term.right))
+        return Extent(n, r, q, o, i, sum(term.left.shape[2] for term in self.terms))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.terms[0].left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.terms[0].left.device
+
+    @property
+    def _outer(self) -> bool:
+        if self.basis is not None or len(self.terms) > 1 or self.terms[0].left.shape[2] != 1:
+            return False
+        return 1 in (self.terms[0].left.shape[1], self.terms[0].right.shape[1])
+
+    @property
+    def _block_chunks(self) -> Iterator[tuple[int, int]]:
+        return chunks(self.n, 2 * self._block_bytes)
+
+    def narrow(self, start: int, length: int) -> MatrixRows:
+        return MatrixRows(
+            tuple(Term(t.left.narrow(0, start, length), t.right.narrow(0, start, length)) for t in self.terms),
+            self.basis,
+        )
+
+    def to(self, dtype: torch.dtype) -> MatrixRows:
+        basis = None if self.basis is None else (self.basis[0].to(dtype), self.basis[1].to(dtype))
+        return MatrixRows(tuple(Term(t.left.to(dtype), t.right.to(dtype)) for t in self.terms), basis)
+
+    def rotate(self, left: Tensor, right: Tensor) -> Rows:
+        """J (left ⊗ right) for square left (q, o, o), right (q, i, i): the two sides of every term times the matrices.
+
+        With many positions, the blocks are multiplied once the positions are summed.
+        """
+        if (left.shape[0], left.shape[1], right.shape[1]) != (self.q, self.o, self.i):
+            return super().rotate(left, right)
+        if self.basis is not None:
+            return MatrixRows(self.terms, (self.basis[0] @ left, self.basis[1] @ right))
+        before = sum(
+            t.left[0, :, :, 0, 0].numel() * self.o**2 + t.right[0, :, :, 0, 0].numel() * self.i**2 for t in self.terms
+        )
+        after = self.r * self.o * self.i * (self.o + self.i)
+        if after < before and self.extent.t > 1:
+            return MatrixRows(self.terms, (left, right))
+        return MatrixRows(rotated(self.terms, left, right))
+
+
+class DeferredRows(FactoredRows):
+    """Factored rows whose terms a function makes for a few samples at a time.
+
+    Patches and gradients at many positions are then written, read and forgotten while they are in the cache. What needs
+    all samples at once makes all of them.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        extent: Extent,
+        dtype: torch.dtype,
+        device: torch.device,
+        basis: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        vars(self).update(make=make, extent=extent, type=dtype, place=device, basis=basis)
+
+    make: Make
+    type: torch.dtype
+    place: torch.device
+
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:  # type: ignore[override]
+        return self.make(0, self.n)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.type
+
+    @property
+    def device(self) -> torch.device:
+        return self.place
+
+    @property
+    def deferred(self) -> bool:
+        return True
+
+    @property
+    def _outer(self) -> bool:
+        return False
+
+    @property
+    def _block_chunks(self) -> Iterator[tuple[int, int]]:
+        return chunks(self.n, self.extent.elements * self.dtype.itemsize)
+
+    def narrow(self, start: int, length: int) -> MatrixRows:
+        if "terms" in vars(self):
+            return MatrixRows(self.terms, self.basis).narrow(start, length)
+        return MatrixRows(self.make(start, length), self.basis)
+
+    def to(self, dtype: torch.dtype) -> FactoredRows:
+        return self if dtype == self.dtype else MatrixRows(self.terms, self.basis).to(dtype)
+
+    def rotate(self, left: Tensor, right: Tensor) -> Rows:
+        if (left.shape[0], left.shape[1], right.shape[1]) != (self.q, self.o, self.i):
+            return super().rotate(left, right)
+        e, make, basis = self.extent, self.make, self.basis
+        if basis is not None:
+            return self._with(make, (basis[0] @ left, basis[1] @ right))
+        if e.r * e.o * e.i * (e.o + e.i) < e.t * (e.r * e.o**2 + e.i**2):
+            return self._with(make, (left, right))
+        return self._with(lambda start, length: rotated(make(start, length), left, right), None)
+
+    def _with(self, make: Make, basis: tuple[Tensor, Tensor] | None) -> DeferredRows:
+        return DeferredRows(make, self.extent, self.dtype, self.device, basis)
 
 
 def rotated(terms: tuple[Term, ...], left: Tensor, right: Tensor) -> tuple[Term, ...]:

@@ -258,6 +258,10 @@ class Operator(PSD):
         """log |A| − log |D| with its standard error."""
         return self._remember("ratio", self._ratio)
 
+    @property
+    def nbytes(self) -> int | None:
+        return None
+
     def logdet_error(self) -> float:
         return float(self.ratio_estimate().error)
 

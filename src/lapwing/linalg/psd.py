@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite
+from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite
 from lapwing.linalg.layout import Layout
-from lapwing.linalg.logs import sum_log1p
 from lapwing.linalg.rows import Jacobian, Rows, chunks
+from lapwing.linalg.spectrum import sum_log1p
 from lapwing.linalg.validity import Scalar, flaw_of_values, nonnegative, require_positive
+from lapwing.storage import move, nbytes, register, unpack
 
 
 class PSD(ABC):
@@ -160,6 +162,15 @@ class PSD(ABC):
         """How many products with A the log-determinant will take; 0 where it takes none or is known already."""
         return 0
 
+    @property
+    def nbytes(self) -> int | None:
+        """The memory of what A is kept in; None where it is in its products alone."""
+        return nbytes(self)
+
+    def to(self, device: torch.device | str) -> PSD:
+        """A on another device, without graph and caches."""
+        return move(self, device)
+
     # --- algebra ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -282,6 +293,7 @@ class PSD(ABC):
         )
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class Diagonal(PSD):
     """A = diag(values), values (P,).
@@ -466,3 +478,16 @@ def require_shifts(eigenvalues: Tensor, shifts: Tensor) -> None:
         "temperature curves try such precisions. Fit with factor='ggn', which is never indefinite, or choose the prior "
         "yourself: la.replace(prior=...)."
     )
+
+
+def unpack_sound(tensors: Mapping[str, Tensor], description: Any, size: int, *, signed: bool = False) -> PSD:
+    """The matrix of a file, of this size; `CorruptFile` where its numbers or shapes are impossible (`PSD.flaw`)."""
+    layout = description.get("layout", {"size": size}) if isinstance(description, Mapping) else {}
+    if not isinstance(layout, Mapping) or layout.get("size") != size:  # before anything of that size is made
+        raise CorruptFile(f"the stored matrix is not one of {size:,} weights. Save it again.")
+    matrix = unpack(tensors, description, PSD)
+    if matrix.size != size:
+        raise CorruptFile(f"the stored matrix is of {matrix.size:,} weights, and there are {size:,}. Save it again.")
+    if found := matrix.flaw(signed):
+        raise CorruptFile(f"the stored {type(matrix).__name__} is impossible: {found}. Save it again.")
+    return matrix

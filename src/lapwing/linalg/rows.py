@@ -14,11 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.linalg.gram import gram
 from lapwing.linalg.layout import Layout
 
 CHUNK_BYTES = 8 * 2**20
 """Temporaries that hold per-sample blocks stay below this size (or at one sample)."""
+
+PANEL = 128  # columns of a product; smaller ones, and sums of fewer rows, gain nothing
 
 
 def chunks(n: int, bytes_per_sample: int) -> Iterator[tuple[int, int]]:
@@ -271,4 +272,18 @@ def added(parts: list[Tensor]) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
+    return total
+
+
+def gram(rows: Tensor) -> Tensor:
+    """rowsᵀ rows, (*b, m, d) → (*b, d, d). Of a large one the upper half is multiplied, and mirrored."""
+    m, d = rows.shape[-2:]
+    if rows.requires_grad or d < 2 * PANEL or m < PANEL:
+        return rows.mT @ rows
+    total = rows.new_empty(*rows.shape[:-2], d, d)
+    for start in range(0, d, PANEL):
+        stop = min(start + PANEL, d)
+        panel = rows[..., start:stop].mT @ rows[..., start:]
+        total[..., start:stop, start:] = panel
+        total[..., stop:, start:stop] = panel[..., stop - start :].mT
     return total

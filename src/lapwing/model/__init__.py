@@ -1,13 +1,13 @@
 """A module and its batches as pure functions: parameters, selection, the tape, Jacobian rows."""
 
-from lapwing.model.batches import Batch, Batches, batch_size, take, tensors_in
+from lapwing.model.batches import Batch, Batches
 from lapwing.model.blockrows import BlockRows, RecordedPass
+from lapwing.model.inputs import batch_size, take, tensors_in
 from lapwing.model.linearization import Digest, Linearization
 from lapwing.model.module import unwrap
 from lapwing.model.network import Network, last_layer
-from lapwing.model.params import Params
+from lapwing.model.params import Params, Subnetwork, choose_weights, select_names, subnetwork
 from lapwing.model.plan import Block, Plan, PlanChanged, dynamic_plan
-from lapwing.model.select import Subnetwork, choose_weights, select_names, subnetwork
 
 __all__ = [
     "Batch",

@@ -1,39 +1,20 @@
-"""Batches as users have them, turned into (inputs, targets, weights), and inputs cut by sample."""
+"""Data as users have them, read as batches of inputs, targets and weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import islice
-from numbers import Number
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lapwing.errors import BadData, LapwingError, NotReiterable, UnsupportedModel
-from lapwing.model.convention import (
-    IGNORED,
-    Answer,
-    Convention,
-    are_tokens,
-    ask,
-    entry_for,
-    floating_dtype,
-    shift,
-)
-from lapwing.model.module import borrowed, ordinary
-from lapwing.model.skeleton import put_back, source_of
+from lapwing.errors import BadData, NotReiterable
+from lapwing.model.convention import IGNORED, Answer, Convention, are_tokens, ask, entry_for, floating_dtype, shift
+from lapwing.model.inputs import Inputs, as_tensors, batch_size, is_array, map_tensors, take, tensors_in
+from lapwing.model.module import arguments, borrowed, ordinary
 
-Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
-
-PLAIN = (str, bytes, Number, type(None), Enum, slice, range, torch.dtype, torch.device)  # equal if their text is
 ASKED = 8  # samples for which a network is asked what it makes of labels
 ROWS = 256  # a pair (X, y) of whole tensors is read in batches of this many samples
 
@@ -50,212 +31,6 @@ class Batch:
     targets: Any
     weights: Tensor | None
     number: int  # its place in the data, for messages
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from tensors_in(value)
-
-
-Path = tuple[str | int, ...]
-"""Where a tensor is in nested inputs: the keys and numbers that lead to it."""
-
-
-def named_tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor of `tensors_in` with its path."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from named_tensors(value, (*path, key))
-    elif isinstance(tree, (tuple, list)):
-        for number, value in enumerate(tree):
-            yield from named_tensors(value, (*path, number))
-
-
-def map_named(function: Callable[[Path, Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function of path and tensor to every tensor."""
-    paths = (path for path, _ in named_tensors(tree))
-    return map_tensors(lambda tensor: function(next(paths), tensor), tree)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to every tensor of nested tuples, lists and mappings."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
-    return tree
-
-
-def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
-    """A key that two nested inputs share if they have the same build and the same plain values.
-
-    The build is the type of every container and the names of a mapping in their order; `tensor` says what counts of a
-    tensor. Raises `TypeError` for an object whose value cannot be compared.
-    """
-    if isinstance(tree, Tensor):
-        return ("tensor", tensor(tree))
-    if isinstance(tree, Mapping):
-        return ("mapping", *((repr(key), described(value, tensor)) for key, value in tree.items()))
-    if isinstance(tree, (tuple, list)):
-        return (type(tree).__name__, *(described(value, tensor) for value in tree))
-    if isinstance(tree, PLAIN):
-        return (type(tree).__name__, repr(tree))
-    raise TypeError(f"an object of type {type(tree).__name__}")
-
-
-def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given.
-
-    A module that writes to its inputs gets copies; whether it does is seen in its first call.
-    """
-    source = source_of(module)
-    writes = _WRITES.get(source)
-    own = inputs if writes is False else map_tensors(Tensor.clone, inputs)
-    before = [_version(t) for t in tensors_in(own)]
-    try:
-        out = _called(module, own, weights)
-    finally:
-        put_back(module)
-    changed = before != [_version(t) for t in tensors_in(own)]
-    if changed and writes is False:
-        _WRITES[source] = True
-        raise UnsupportedModel(
-            "the network wrote to its inputs, which it had not done in earlier calls, so that your data have changed. "
-            "Let its forward pass work on a copy (x = x.clone()), load the data again and start over."
-        )
-    if writes is None:
-        _WRITES[source] = changed
-    return out
-
-
-_WRITES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether its first call wrote to the inputs
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _called(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None) -> Any:
-    args, kwargs = arguments(inputs)
-    if weights is None:
-        return module(*args, **kwargs)
-    return functional_call(module, dict(weights), args, kwargs)
-
-
-def arguments(inputs: Inputs) -> tuple[tuple, dict[str, Any]]:
-    """Positional and named arguments that inputs stand for."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
-
-
-def as_tensors(tree: Any) -> Any:
-    """Turn every array and data frame in nested tuples, lists and mappings into a tensor of its dtype."""
-    if isinstance(tree, Mapping):
-        return {key: as_tensors(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*map(as_tensors, tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map(as_tensors, tree))
-    return _tensor_of(tree) if _is_array(tree) else tree
-
-
-def _is_array(value: Any) -> bool:
-    """Whether a value is a NumPy array, a pandas frame or series, or another object that NumPy reads as an array."""
-    return hasattr(value, "__array__") and not isinstance(value, (Tensor, np.generic))
-
-
-def _tensor_of(value: Any) -> Tensor:
-    array = np.asarray(value)
-    try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except TypeError as error:
-        raise BadData(
-            f"a {type(value).__name__} of dtype {array.dtype} holds no plain numbers: turn its entries into numbers"
-        ) from error
-
-
-@contextmanager
-def explained(inputs: Inputs) -> Iterator[None]:
-    """Say which inputs came where a network fails on them."""
-    try:
-        yield
-    except (LapwingError, torch.OutOfMemoryError):
-        raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as error:
-        came = " and ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(inputs))
-        whole = any(not (t.is_floating_point() or t.is_complex()) for t in tensors_in(inputs))
-        hint = " Integers stay integers: pass x.float() to a network of real numbers." if whole else ""
-        raise BadData(
-            f"the network does not take inputs of shape {came} ({type(error).__name__}: {error}).{hint}"
-        ) from error
-
-
-_SHARED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that do not hold one entry per sample
-
-
-def share(tensor: Tensor) -> None:
-    """Note that all samples share a tensor, whatever its first dimension."""
-    _SHARED[tensor] = True
-
-
-def per_sample(tensor: Tensor, size: int) -> bool:
-    """Whether a tensor of a batch of `size` samples holds one entry per sample."""
-    return tensor.ndim > 0 and tensor.shape[0] == size and tensor not in _SHARED
-
-
-def batch_size(inputs: Inputs) -> int:
-    """The number of samples: the first dimension of the first tensor that has one."""
-    for tensor in tensors_in(inputs):
-        if tensor.ndim:
-            return tensor.shape[0]
-    raise BadData(f"no tensor with a batch dimension in inputs of type {type(inputs).__name__}")
-
-
-def lists_values(tree: Any, n: int) -> bool:
-    """Whether a list or tuple with as many entries as there are samples holds no tensor."""
-    if isinstance(tree, Mapping):
-        return any(lists_values(value, n) for value in tree.values())
-    if not isinstance(tree, (tuple, list)):
-        return False
-    own = len(tree) == n and not any(True for _ in tensors_in(tree))
-    return own or any(lists_values(value, n) for value in tree)
-
-
-def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
-    """The chosen samples of inputs; tensors that are not `per_sample` are shared by all samples."""
-    return map_tensors(lambda tensor: tensor[rows] if per_sample(tensor, size) else tensor, inputs)
-
-
-def detached(inputs: Inputs) -> Inputs:
-    """Inputs without their graphs; what is shared stays so."""
-
-    def cut(tensor: Tensor) -> Tensor:
-        own = tensor.detach()
-        if tensor in _SHARED:
-            share(own)
-        return own
-
-    return map_tensors(cut, inputs)
-
-
-def concatenate(pieces: Sequence[Inputs]) -> Inputs:
-    """Inputs that are `described` alike one after the other, every tensor along its first dimension."""
-    streams = [iter(list(tensors_in(piece))) for piece in pieces]
-    return map_tensors(lambda _: torch.cat([next(stream) for stream in streams]), pieces[0])
 
 
 def _alike(data: Any) -> bool:
@@ -327,7 +102,7 @@ class Batches:
         pair = isinstance(self.data, (tuple, list)) and len(self.data) == 2
         for tensor in tensors_in(self.data) if pair else ():
             _dense(tensor)
-        if _is_array(self.data) or (pair and (isinstance(self.data, tuple) or all(map(_is_array, self.data)))):
+        if is_array(self.data) or (pair and (isinstance(self.data, tuple) or all(map(is_array, self.data)))):
             object.__setattr__(self, "data", as_tensors(self.data))
         if isinstance(self.data, tuple) and pair and isinstance(self.data[0], (Tensor, Mapping)):
             object.__setattr__(self, "data", (self.data[0], _listed(self.data[1])))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.linalg import DeferredRows, DenseRows, Extent, MatrixRows, Rows, Term
+from lapwing.linalg import DeferredRows, DenseRows, Extent, FactoredRows, MatrixRows, Rows, Term
 from lapwing.linalg.rows import added
-from lapwing.model.batches import map_tensors
+from lapwing.model.inputs import map_tensors
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, Source, Step, bind
 from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule, Samples
@@ -174,7 +174,7 @@ class BlockRows(Sequence[Rows]):
         size = params.sizes[params.names.index(name)]
         return torch.zeros(self.n, self.r, size, dtype=self.dtype, device=self.device)
 
-    def _matrix(self, block: Block) -> MatrixRows:
+    def _matrix(self, block: Block) -> FactoredRows:
         """Return the rows of a matrix block as factors; a few samples at a time where they have many positions and the
         arguments of the recorded calls can be cut into samples."""
         assert not any(k in self.gradients.sums for k, _ in block.uses), "gradients were summed up: there are no rows"

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel
 from lapwing.model.agreement import close
-from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
-from lapwing.model.module import borrowed, output_tensor
+from lapwing.model.copies import ATOMIC, written_by_forward
+from lapwing.model.inputs import Inputs, batch_size, map_tensors, take, tensors_in
+from lapwing.model.module import borrowed, call, output_tensor
 from lapwing.model.params import Params
-from lapwing.model.skeleton import ATOMIC, written_by_forward
 
 DEPTH = 6  # how far a look follows objects into each other
 PROBED = 2  # samples whose outputs are kept

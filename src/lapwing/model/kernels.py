@@ -1,24 +1,29 @@
-"""Kernels written out as elementary operations, chosen per thread: nothing here touches a switch of PyTorch's.
+"""Kernels replaced by others that give the same numbers, chosen per thread: no global switch of PyTorch is touched.
 
 PyTorch's own switches (the fast path of encoders, mkldnn, cudnn, the attention backends) are global to the process, so
-that another thread would compute with other kernels too, and two threads could leave a switch off for good. A
-`TorchFunctionMode` belongs to the thread that enters it. While any such mode is active, encoders do not take their fast
-path either.
+another thread would compute with other kernels too, and two threads could leave a switch off for good. A
+`TorchFunctionMode` belongs to the thread that enters it.
+
+Three kinds of replacement are here. Recurrent kernels are written out as the linear maps and elementwise steps that the
+tape has rules for; such a function takes the kernel's own arguments and returns its result, or None where it declines
+(packed sequences): then the kernel is called as it is, and the parameters behind it get rows from a loop over samples.
+Attention is written out as two products and a softmax, which can be differentiated forwards and twice. Batch norms with
+fixed statistics become one multiplication and one addition per channel: PyTorch computes the same numbers, but its
+backward pass on a CPU is several times as slow, and for a batch of one it is wrong (PyTorch 2.13) where the gradient or
+the input has the memory layout of tokens, which differs from channels-last in the stride of the batch alone.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-
-from lapwing.model.decompose import DECOMPOSED
 
 
 class _Written(TorchFunctionMode):
@@ -47,17 +52,6 @@ def elementary_attention() -> TorchFunctionMode:
 def differentiable_kernels() -> TorchFunctionMode:
     """Kernels that have forward-mode and second derivatives: elementary attention, recurrent layers step by step."""
     return _Written({**DECOMPOSED, **ATTENTION})
-
-
-@contextmanager
-def without_fast_path(module: nn.Module) -> Iterator[None]:
-    """Keep encoders from their fast path, which is taken without a graph only and zeroes padded positions.
-
-    Outputs and derivatives would be those of two networks.
-    """
-    fast = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
-    with _Written({}) if any(isinstance(m, fast) for m in module.modules()) else nullcontext():
-        yield
 
 
 def attention(
@@ -90,6 +84,183 @@ def attention(
     weights = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min).softmax(-1)
     empty = ~attn_mask.any(-1, keepdim=True)
     return (weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights) @ value
+
+
+class FixedNorms(TorchFunctionMode):
+    """Batch norms by `fixed_batch_norm` in passes that no tape records."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = fixed_batch_norm(*args, **(kwargs or {})) if func is F.batch_norm else None
+        return func(*args, **(kwargs or {})) if out is None else out
+
+
+def fixed_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """`functional.batch_norm`, or None where it is not that simple or PyTorch's own is as fast."""
+    if training or running_mean is None or running_var is None or input.ndim < 2 or _hooked():
+        return None
+    if running_mean.requires_grad or running_var.requires_grad:
+        return None  # for PyTorch to refuse
+    input = input.contiguous() if len(input) == 1 else input
+    if not input.is_contiguous():
+        return None  # PyTorch's results have the input's memory layout
+    tensors = [t for t in (input, running_mean, running_var, weight, bias) if t is not None]
+    kinds = {(t.dtype, t.device.type) for t in tensors}
+    if kinds not in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")}):
+        return None
+    if any(t.shape != input.shape[1:2] for t in tensors[1:]):
+        return None  # for PyTorch to refuse
+    slope = (running_var + eps).rsqrt()
+    slope = slope if weight is None else slope * weight
+    level = -running_mean * slope
+    level = level if bias is None else level + bias
+    channels = (-1, *(1,) * (input.ndim - 2))
+    # not addcmul, which takes one number at a time where the others repeat
+    return (input * slope.reshape(channels)).add_(level.reshape(channels))
+
+
+def _hooked() -> bool:
+    """Whether what a forward pass keeps is watched, or may be: PyTorch before 2.8 does not tell. That of a checkpoint
+    is, which runs part of the network again, outside the tape, and wants the same tensors to be kept."""
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    except (AttributeError, TypeError):
+        return True
+
+
+def _as_data(state: Tensor, step: Tensor) -> Tensor:
+    """The initial state as something that depends on the data, so that its product with a weight is a use of it."""
+    return state + 0 * step.sum(-1, keepdim=True)
+
+
+def _lstm_step(
+    gates_in: Tensor, state: tuple[Tensor, Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    h, c = state
+    i, f, g, o = (gates_in + linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (h if w_hr is None else linear(h, w_hr)), c
+
+
+def _gru_step(gates_in: Tensor, h: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> Tensor:
+    r_in, z_in, n_in = gates_in.chunk(3, -1)
+    r_h, z_h, n_h = linear(h, w_hh, b_hh).chunk(3, -1)
+    r, z = (r_in + r_h).sigmoid(), (z_in + z_h).sigmoid()
+    n = (n_in + r * n_h).tanh()
+    return n + z * (h - n)
+
+
+def _layers(params: Any, has_biases: bool, projected: bool, num_layers: int, directions: int) -> list[list[tuple]]:
+    per = 2 + 2 * has_biases + projected
+    flat = list(params)
+    cut = [flat[k * per : (k + 1) * per] for k in range(num_layers * directions)]
+    named = [
+        (p[0], p[1], p[2] if has_biases else None, p[3] if has_biases else None, p[-1] if projected else None)
+        for p in cut
+    ]
+    return [named[k * directions : (k + 1) * directions] for k in range(num_layers)]
+
+
+def _recurrent(
+    step: Callable, states: list[list[Tensor]], inputs: Tensor, layers: list[list[tuple]], batch_first: bool
+) -> Any:
+    """Run `step` over time for every layer and direction. states[k]: the parts (h,) or (h, c) of layer-direction k."""
+    x = inputs.transpose(0, 1) if batch_first else inputs  # (t, b, i)
+    finals = []
+    for depth, layer in enumerate(layers):
+        outputs = []
+        for way, (w_ih, w_hh, b_ih, b_hh, w_hr) in enumerate(layer):
+            gates = linear(x, w_ih, b_ih)
+            state = [_as_data(part, x[0]) for part in states[depth * len(layer) + way]]
+            order = range(x.shape[0]) if way == 0 else reversed(range(x.shape[0]))
+            hidden: list[Any] = [None] * x.shape[0]
+            for t in order:
+                state = step(gates[t], state, w_hh, b_hh, w_hr)
+                hidden[t] = state[0]
+            finals.append(state)
+            outputs.append(torch.stack(hidden))
+        x = torch.cat(outputs, -1)
+    return (x.transpose(0, 1) if batch_first else x), finals
+
+
+def lstm(inputs: Tensor, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+    """torch.lstm(input, (h, c), params, has_biases, num_layers, dropout, train, bidirectional, batch_first)."""
+    if isinstance(hx, Tensor):
+        return None
+    num_layers, _, train, bidirectional, batch_first = rest
+    if train:
+        return None
+    h0, c0 = hx
+    layers = _layers(params, has_biases, h0.shape[-1] != c0.shape[-1], num_layers, 1 + bidirectional)
+    states = [[h, c] for h, c in zip(h0, c0, strict=True)]
+
+    def step(
+        gates: Tensor, state: list[Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
+    ) -> list[Tensor]:
+        return list(_lstm_step(gates, (state[0], state[1]), w_hh, b_hh, w_hr))
+
+    out, finals = _recurrent(step, states, inputs, layers, batch_first)
+    return out, torch.stack([s[0] for s in finals]), torch.stack([s[1] for s in finals])
+
+
+def _simple(step: Callable) -> Callable:
+    def kernel(inputs: Tensor, hx: Tensor, params: Any, has_biases: Any, *rest: Any) -> Any:
+        if isinstance(params, Tensor):
+            return None
+        num_layers, _, train, bidirectional, batch_first = rest
+        if train:
+            return None
+        layers = _layers(params, has_biases, False, num_layers, 1 + bidirectional)
+        wrapped = lambda gates, state, w_hh, b_hh, _: [step(gates, state[0], w_hh, b_hh)]  # noqa: E731
+        out, finals = _recurrent(wrapped, [[h] for h in hx], inputs, layers, batch_first)
+        return out, torch.stack([s[0] for s in finals])
+
+    return kernel
+
+
+def _rnn_step(activation: Callable) -> Callable:
+    def step(gates: Tensor, h: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> Tensor:
+        return activation(gates + linear(h, w_hh, b_hh))
+
+    return step
+
+
+def _cell(step: Callable) -> Callable:
+    def kernel(
+        x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+    ) -> Tensor:
+        return step(linear(x, w_ih, b_ih), _as_data(h, x), w_hh, b_hh)
+
+    return kernel
+
+
+def lstm_cell(
+    x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Any:
+    """torch.lstm_cell."""
+    h, c = (_as_data(part, x) for part in hx)
+    return _lstm_step(linear(x, w_ih, b_ih), (h, c), w_hh, b_hh, None)
+
+
+DECOMPOSED: dict[Callable, Callable] = {
+    torch.lstm: lstm,
+    torch.gru: _simple(_gru_step),
+    torch.rnn_tanh: _simple(_rnn_step(torch.tanh)),
+    torch.rnn_relu: _simple(_rnn_step(torch.relu)),
+    torch.lstm_cell: lstm_cell,
+    torch.gru_cell: _cell(_gru_step),
+    torch.rnn_tanh_cell: _cell(_rnn_step(torch.tanh)),
+    torch.rnn_relu_cell: _cell(_rnn_step(torch.relu)),
+}
 
 
 def _opened(function: Any) -> Callable:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.linalg import DenseRows, Jacobian, Layout
-from lapwing.model.batches import Inputs, batch_size, call, take
 from lapwing.model.blockrows import BlockRows, Gradients, RecordedPass, small_rows
-from lapwing.model.fixednorm import FixedNorms
-from lapwing.model.module import output_tensor, warnings_here
+from lapwing.model.inputs import Inputs, batch_size, take
+from lapwing.model.kernels import FixedNorms
+from lapwing.model.module import call, output_tensor, warnings_here
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged
 from lapwing.model.rules import Call, RowsRule

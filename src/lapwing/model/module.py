@@ -1,24 +1,36 @@
-"""The user's module as Lapwing runs it: a private copy in eval mode; and the outputs in what it returns."""
+"""The user's module as Lapwing runs it: a private copy in eval mode, called with nested inputs; and what it returns."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import BaseTorchFunctionMode
 
-from lapwing.errors import UnsupportedModel
-from lapwing.model.autocast import outside_autocast
-from lapwing.model.kernels import without_fast_path
-from lapwing.model.skeleton import private
+from lapwing.errors import BadData, LapwingError, UnsupportedModel
+from lapwing.model.copies import PrivateCopy
+from lapwing.model.inputs import Inputs, map_tensors, tensors_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
+AUTOCAST_KINDS = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
+LINGERING = 2**27  # bytes of tensors in copies of modules with cycles, which only the garbage collector frees
+
+_SOURCES: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_DROPPED: deque[tuple[weakref.ref[nn.Module], int]] = deque(maxlen=64)  # large copies that may be alive still
+_IN_USE = threading.local()
+_WRITES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether its first call wrote to the inputs
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -31,6 +43,27 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module.module
         else:
             return module
+
+
+def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function as if the caller had not switched on `torch.autocast`.
+
+    Curvature that is summed in half precision is not positive definite, and a network that computed in another type
+    when it was fitted is another network. Autocast inside a network's own forward is part of the network and stays.
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        own = torch._C._get_privateuse1_backend_name()
+        on = [kind for kind in (*AUTOCAST_KINDS, own) if torch.is_autocast_enabled(kind)]
+        if not on:
+            return function(*args, **kwargs)
+        with ExitStack() as stack:
+            for kind in on:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return called
 
 
 def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
@@ -66,6 +99,156 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Mod
         yield own
 
 
+@contextmanager
+def without_fast_path(module: nn.Module) -> Iterator[None]:
+    """Keep encoders from their fast path, which is taken only without a graph and zeroes padded positions.
+
+    With it, outputs and derivatives would belong to two different networks. Encoders do not take it while any
+    `TorchFunctionMode` is active.
+    """
+    fast = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+    with BaseTorchFunctionMode() if any(isinstance(m, fast) for m in module.modules()) else nullcontext():
+        yield
+
+
+@contextmanager
+def private(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Module]:
+    """Lend a private copy of a module in eval mode, in which the selected parameters alone require gradients.
+
+    A thread that asks again for the copy it is using gets the same one.
+    """
+    key = (id(module), frozenset(selected))
+    mine: dict = _IN_USE.__dict__.setdefault("copies", {})
+    if key in mine:
+        yield mine[key].root
+        return
+    _collect()
+    maker = PrivateCopy(module, key[1])
+    try:
+        mine[key] = maker
+        _SOURCES[maker.root] = module
+        yield maker.root
+    finally:
+        mine.pop(key, None)
+        maker.put_back()
+        maker.release()
+        if maker.size > LINGERING // 64:
+            _DROPPED.append((weakref.ref(maker.root), maker.size))
+
+
+def _collect() -> None:
+    """Free copies that refer to themselves before they fill the memory: Python counts objects, not their bytes."""
+    if _DROPPED and sum(size for root, size in list(_DROPPED) if root() is not None) > LINGERING:
+        gc.collect()
+        _DROPPED.clear()
+
+
+def in_use(module: nn.Module, selected: Iterable[str] = ()) -> nn.Module:
+    """Return the private copy that this thread is using."""
+    return _IN_USE.copies[id(module), frozenset(selected)].root
+
+
+def put_back(module: nn.Module) -> None:
+    """Undo what a call of a private copy has written to it, so that the next call begins like the first.
+
+    A module that keeps what it made of its weights would compute with them at other weights too.
+    """
+    for maker in _IN_USE.__dict__.get("copies", {}).values():
+        if maker.root is module:
+            maker.put_back()
+
+
+def source_of(module: nn.Module) -> nn.Module:
+    """Return the user's module behind a private copy, or the module itself."""
+    return _SOURCES.get(module, module)
+
+
+def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given.
+
+    A module that writes to its inputs gets copies; whether it does is seen in its first call.
+    """
+    source = source_of(module)
+    writes = _WRITES.get(source)
+    own = inputs if writes is False else map_tensors(Tensor.clone, inputs)
+    before = [_version(t) for t in tensors_in(own)]
+    try:
+        out = _called(module, own, weights)
+    finally:
+        put_back(module)
+    changed = before != [_version(t) for t in tensors_in(own)]
+    if changed and writes is False:
+        _WRITES[source] = True
+        raise UnsupportedModel(
+            "the network wrote to its inputs, which it had not done in earlier calls, so that your data have changed. "
+            "Let its forward pass work on a copy (x = x.clone()), load the data again and start over."
+        )
+    if writes is None:
+        _WRITES[source] = changed
+    return out
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _called(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None) -> Any:
+    args, kwargs = arguments(inputs)
+    if weights is None:
+        return module(*args, **kwargs)
+    return functional_call(module, dict(weights), args, kwargs)
+
+
+def arguments(inputs: Inputs) -> tuple[tuple, dict[str, Any]]:
+    """Positional and named arguments that inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+@contextmanager
+def explained(inputs: Inputs) -> Iterator[None]:
+    """Say which inputs came where a network fails on them."""
+    try:
+        yield
+    except (LapwingError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as error:
+        came = " and ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(inputs))
+        whole = any(not (t.is_floating_point() or t.is_complex()) for t in tensors_in(inputs))
+        hint = " Integers stay integers: pass x.float() to a network of real numbers." if whole else ""
+        raise BadData(
+            f"the network does not take inputs of shape {came} ({type(error).__name__}: {error}).{hint}"
+        ) from error
+
+
+def output_tensor(output: object) -> Tensor:
+    """The tensor of outputs in what a module returned: itself, `.logits`, `["logits"]`, or the first of a tuple."""
+    from_attribute = getattr(output, "logits", None)
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(from_attribute, Tensor):
+        return from_attribute
+    if isinstance(output, dict) and isinstance(output.get("logits"), Tensor):
+        return output["logits"]
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    raise UnsupportedModel(
+        f"the model returned {type(output).__name__}; Lapwing needs a tensor, an object with `.logits`, or a tuple "
+        "whose first entry is a tensor. Wrap the model in a module that returns its outputs."
+    )
+
+
+def left_out(output: object) -> tuple[Tensor, ...]:
+    """Tensors of the shape of the outputs that a tuple or list holds beside them, and that `output_tensor` leaves."""
+    if not isinstance(output, (tuple, list)) or hasattr(output, "logits") or not output:
+        return ()
+    first, *others = output
+    if not isinstance(first, Tensor):
+        return ()
+    return tuple(each for each in others if isinstance(each, Tensor) and each.shape == first.shape)
+
+
 class _Here:
     """Matches messages of the thread that made it."""
 
@@ -95,30 +278,3 @@ def warnings_here(action: Literal["ignore", "error"], category: type[Warning], s
             if entry in own:
                 own.remove(entry)
         warnings._filters_mutated()  # type: ignore[attr-defined]
-
-
-def left_out(output: object) -> tuple[Tensor, ...]:
-    """Tensors of the shape of the outputs that a tuple or list holds beside them, and that `output_tensor` leaves."""
-    if not isinstance(output, (tuple, list)) or hasattr(output, "logits") or not output:
-        return ()
-    first, *others = output
-    if not isinstance(first, Tensor):
-        return ()
-    return tuple(each for each in others if isinstance(each, Tensor) and each.shape == first.shape)
-
-
-def output_tensor(output: object) -> Tensor:
-    """The tensor of outputs in what a module returned: itself, `.logits`, `["logits"]`, or the first of a tuple."""
-    from_attribute = getattr(output, "logits", None)
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(from_attribute, Tensor):
-        return from_attribute
-    if isinstance(output, dict) and isinstance(output.get("logits"), Tensor):
-        return output["logits"]
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        return output[0]
-    raise UnsupportedModel(
-        f"the model returned {type(output).__name__}; Lapwing needs a tensor, an object with `.logits`, or a tuple "
-        "whose first entry is a tensor. Wrap the model in a module that returns its outputs."
-    )

@@ -11,18 +11,16 @@ from torch import Tensor, nn
 
 from lapwing.errors import LapwingError, UnsupportedModel
 from lapwing.model.agreement import Types, close, tolerance
-from lapwing.model.batches import Inputs, arguments, batch_size, call, detached, explained, map_tensors, take
 from lapwing.model.blockrows import RecordedPass
-from lapwing.model.fixednorm import FixedNorms
+from lapwing.model.copies import written_by_forward
 from lapwing.model.forward import Recording, Values, agrees, push_forward
-from lapwing.model.kernels import differentiable_kernels, without_fast_path
+from lapwing.model.inputs import Inputs, Roles, batch_size, detached, map_tensors, refusal, take
+from lapwing.model.kernels import FixedNorms, differentiable_kernels
 from lapwing.model.linearization import Linearization, Outputs, pull
-from lapwing.model.module import borrowed, output_tensor
+from lapwing.model.module import arguments, borrowed, call, explained, in_use, output_tensor, private, without_fast_path
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unseen_names
-from lapwing.model.roles import Roles, refusal
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
-from lapwing.model.skeleton import in_use, private, written_by_forward
 from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
 
 ROWS = 2**26  # bytes of back-propagated gradients and rows under way where products are made of rows
@@ -227,6 +225,13 @@ class Network:
         if not (plan.compatible(anew) and matches(anew)):
             raise PlanChanged
         return anew
+
+    def plan_of_first(self, inputs: Inputs) -> Plan:
+        """Return the plan made for the first inputs that asked for one; make it for these if there is none yet."""
+        if "first" not in self._plans:
+            with self.borrow():
+                self._plans["first"] = self.plan(detached(inputs))
+        return self._plans["first"]
 
     def leaves(self) -> dict[str, Tensor]:
         """The selected parameters of the borrowed copy, by name."""

@@ -1,15 +1,25 @@
-"""The selected parameters of a module as one flat vector, and back."""
+"""The selected parameters of a module: which they are, their values as one flat vector, and the place of each weight.
+
+Selections are all parameters, the last layer, globs, lists or predicates; a subnetwork picks single weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData, UnsupportedModel
+from lapwing.errors import BadData, UnsupportedModel, require_whole
+from lapwing.linalg.layout import Places, Run
+
+Selection = str | Iterable[str] | Callable[[str, Tensor], bool]
+View = Callable[[Tensor], Tensor]
+"""A tensor of a weight's shape as a rule sees it, (groups, out, in)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,3 +141,149 @@ def require_no_hooks(parameters: Mapping[str, Tensor]) -> None:
             "(Tensor.register_hook): they can change gradients, and curvature needs derivatives as they are. Remove "
             "them before the fit (handle.remove(), wandb.unwatch()), or leave these parameters out with select=."
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Subnetwork:
+    """The `size` single weights with the largest variance (of a diagonal posterior) or magnitude, or a random set."""
+
+    size: int
+    by: Literal["variance", "magnitude", "random"] = "variance"
+    within: Any = "all"
+
+
+def subnetwork(k: int, by: Literal["variance", "magnitude", "random"] = "variance", within: Any = "all") -> Subnetwork:
+    """Select k single weights: `lapwing.fit(..., structure="full", select=lapwing.subnetwork(100))`.
+
+    by="variance" takes the largest marginal variances of a diagonal posterior under the prior of the fit,
+    "magnitude" the largest absolute weights, "random" a uniform set (with the fit's generator).
+    """
+    require_whole("the number of weights of a subnetwork", k)
+    if by not in ("variance", "magnitude", "random"):
+        raise BadData(f"a subnetwork is chosen by 'variance', 'magnitude' or 'random', got {by!r}")
+    return Subnetwork(k, by, within)
+
+
+def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
+    """Names of the selected parameters in the order of `named_parameters()`; frozen and empty ones are left out."""
+    free = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+    every = dict(module.named_parameters())
+    if not free:
+        raise BadData("every parameter of the model is frozen (requires_grad=False): nothing to put a posterior on")
+    known, patterns = _patterns(selection)
+    if not known:
+        raise BadData(
+            f"select is 'all', 'last_layer', a glob, a list of names, a predicate (name, tensor) -> bool or a "
+            f"subnetwork, got {patterns or type(selection).__name__}"
+        )
+    if callable(selection):
+        names = [name for name, p in free.items() if selection(name, p)]
+        if not names:
+            raise BadData("the select predicate chose no parameter that requires grad")
+        return tuple(names)
+    if not patterns:
+        raise BadData("select is an empty list: name at least one parameter")
+    if patterns == ["all"]:
+        return tuple(free)
+    chosen = set()
+    for pattern in patterns:
+        hits = {name for name in every if fnmatchcase(name, pattern)}
+        if not hits:
+            raise BadData(f"select={pattern!r} matches no parameter; there are {_some(every)}")
+        frozen = hits - set(free)
+        if not isinstance(selection, str) and pattern in every and frozen:
+            raise BadData(f"select names {pattern!r}, which is frozen (requires_grad=False)")
+        chosen |= hits & set(free)
+    if not chosen:
+        raise BadData(f"select={selection!r} matches only frozen parameters (requires_grad=False)")
+    return tuple(name for name in free if name in chosen)
+
+
+def _patterns(selection: Any) -> tuple[bool, list[Any]]:
+    """Whether a selection is of a kind that is known, and the names or globs that it lists."""
+    if isinstance(selection, str):
+        return True, [selection]
+    if isinstance(selection, nn.Module | Tensor | bytes) or not isinstance(selection, Iterable):
+        return callable(selection) and not isinstance(selection, nn.Module), []
+    listed = list(selection)
+    return all(isinstance(name, str) for name in listed), listed
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(repr(n) for n in names[:limit]) + more
+
+
+def choose_weights(values: Tensor, k: int, by: str, generator: torch.Generator | None = None) -> Tensor:
+    """Sorted positions (k,) of the k largest scores; `values` (total,) are the weights or their variances."""
+    if k > values.numel():
+        raise BadData(f"a subnetwork of {k} weights was asked for, but only {values.numel()} are selected")
+    if by == "random":
+        order = torch.randperm(values.numel(), generator=generator, device=generator.device if generator else None)
+        return order[:k].to(values.device).sort().values
+    return values.abs().topk(k).indices.sort().values
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """A weight as a rule sees it, (q, o, i): a view of memory whose strides tell the order, or the positions of all
+    entries in the whole flat vector."""
+
+    seen: Tensor
+    written: bool  # whether the entries are positions
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        q, o, i = self.seen.shape
+        return q, o, i
+
+    @property
+    def _steps(self) -> list[int]:
+        return [step for step, size in zip(self.seen.stride(), self.shape, strict=True) if size > 1]
+
+    def swapped(self) -> Order:
+        """With rows for columns."""
+        return Order(self.seen.transpose(1, 2), self.written)
+
+    def same_as(self, other: Order) -> bool:
+        """Whether both have the same entries at the same places."""
+        if self.shape != other.shape:
+            return False
+        return torch.equal(self.seen, other.seen) if self.written else self._steps == other._steps
+
+    def places(self, params: Params, name: str, bias: str | None = None) -> Places:
+        """Of the parameter of that name, with its bias as a last column."""
+        q, o, i = self.shape
+        starts = dict(zip(params.names, params.offsets, strict=True))
+        plain, turned = self.seen.is_contiguous(), q == 1 and self.seen.mT.is_contiguous()
+        if self.written or not (plain or turned) or q * o == 1:
+            index = self.seen if self.written else positions(params, name).as_strided(self.shape, self.seen.stride())
+            if bias is not None:
+                index = torch.cat([index, positions(params, bias).reshape(q, o, 1)], dim=2)
+            return Places.of(index.reshape(-1))
+        if bias is None and plain:
+            return Places.range(starts[name], starts[name] + q * o * i)
+        return Places(q * o, (Run(starts[name], i, not plain), *([] if bias is None else [Run(starts[bias], 1)])))
+
+
+def orders(params: Params, name: str, views: Sequence[View]) -> list[Order]:
+    """How rules see a weight. Memory that is never written to tells, where all of them see it by views."""
+    blank = torch.empty(params.shapes[params.names.index(name)], dtype=torch.uint8)
+    seen = [view(blank) for view in views]
+    memory = blank.untyped_storage().data_ptr()
+    if all(s.untyped_storage().data_ptr() == memory and s.numel() == blank.numel() for s in seen):
+        return [Order(each, False) for each in seen]
+    return [Order(view(positions(params, name)), True) for view in views]
+
+
+def positions(params: Params, name: str) -> Tensor:
+    """Where the entries of a parameter are in the whole flat vector, in its shape."""
+    k = params.names.index(name)
+    start, shape = params.offsets[k], params.shapes[k]
+    return torch.arange(start, start + params.sizes[k], device=params.device).reshape(shape)
+
+
+def places_of(params: Params, names: Sequence[str]) -> Places:
+    """Of parameters one after the other."""
+    return Places.of(torch.cat([positions(params, name).reshape(-1) for name in names]))

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lapwing.errors import BadData, LapwingError, UnsupportedModel
 from lapwing.linalg import Rows
 from lapwing.model.agreement import Types, close, tolerance
-from lapwing.model.batches import Inputs, batch_size, call, map_tensors, take, tensors_in
 from lapwing.model.blockrows import Gradients, RecordedPass
+from lapwing.model.inputs import APART, NOT_DETERMINISTIC, Inputs, batch_size, map_tensors, take, tensors_in
 from lapwing.model.linearization import Linearization, Outputs, pull
-from lapwing.model.module import output_tensor, warnings_here
+from lapwing.model.module import call, output_tensor, warnings_here
 from lapwing.model.params import Params
 from lapwing.model.plan import (
     AMBIGUOUS,
@@ -32,7 +32,6 @@ from lapwing.model.plan import (
     read_steps,
     unseen_names,
 )
-from lapwing.model.roles import APART, NOT_DETERMINISTIC
 from lapwing.model.tape import Pass, run
 
 BATCHED_SAMPLE = 2**14  # numbers of all directions and layers of a sample up to which directions share a pass

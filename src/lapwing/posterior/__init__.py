@@ -1,10 +1,12 @@
-"""Priors, tempering and the Gaussian posterior over the weights."""
+"""Priors, tempering, the belief that they form with a curvature, and the Gaussian posterior over the weights."""
 
+from lapwing.posterior.belief import Belief
 from lapwing.posterior.posterior import Posterior, factored_precision, make_posterior
 from lapwing.posterior.prior import Prior, resolve_prior
 from lapwing.posterior.tempered import Tempered, resolve_temperature
 
 __all__ = [
+    "Belief",
     "Posterior",
     "Prior",
     "Tempered",

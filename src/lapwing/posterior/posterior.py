@@ -7,10 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, TooLarge, UnsupportedOperation
+from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, TooLarge, UnsupportedOperation, require_generator
 from lapwing.linalg import PSD, Diagonal
-from lapwing.linalg.generators import require_generator
-from lapwing.model.autocast import outside_autocast
+from lapwing.model.module import outside_autocast
 
 DENSE_BYTES = 2 * 1024**3
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation
-from lapwing.linalg import PSD, Diagonal, pack, unpack, unpack_sound
+from lapwing.linalg import PSD, Diagonal, unpack_sound
 from lapwing.posterior.posterior import Posterior
+from lapwing.storage import pack, prefixed, under, unpack
 
 Scalar = float | Tensor
 Precision = Scalar | Mapping[str, Scalar] | PSD
@@ -129,7 +130,7 @@ class Prior:
             )
         if isinstance(self.precision, PSD):
             packed, inner = pack(self.precision)
-            tensors.update({f"precision.{key}": value for key, value in packed.items()})
+            tensors.update(prefixed("precision.", packed))
             spec |= {"kind": "matrix", "precision": inner}
         elif isinstance(self.precision, Mapping):
             keys = list(self.precision)
@@ -144,10 +145,10 @@ class Prior:
         """The inverse of `spec`; where `size` weights are given, a matrix is checked to be one of as many."""
         mean = _restore(spec["mean"], tensors)
         if spec["kind"] == "matrix":
-            prefix = "precision."
-            inner = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            precision = spec["precision"]
-            return cls(unpack(inner, precision) if size is None else unpack_sound(inner, precision, size), mean)
+            inner, matrix = under("precision.", tensors), spec["precision"]
+            if size is not None:
+                return cls(unpack_sound(inner, matrix, size), mean)
+            return cls(unpack(inner, matrix, PSD), mean)
         if spec["kind"] == "names":
             return cls({key: _restore(value, tensors) for key, value in spec["precision"]}, mean)
         return cls(_restore(spec["precision"], tensors), mean)

@@ -14,7 +14,7 @@ from torch.quasirandom import SobolEngine
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods.marginal import safe_sqrt
-from lapwing.model.autocast import outside_autocast
+from lapwing.model.module import outside_autocast
 
 SEED = 2021
 """The seed of everything that is drawn without a generator."""

@@ -14,10 +14,10 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, DenseRows
 from lapwing.model import Network
-from lapwing.model.batches import Inputs, call
+from lapwing.model.copies import written_by_forward
+from lapwing.model.inputs import Inputs
 from lapwing.model.linearization import Outputs
-from lapwing.model.module import output_tensor
-from lapwing.model.skeleton import written_by_forward
+from lapwing.model.module import call, output_tensor
 from lapwing.predictive.function import GaussianFunction
 from lapwing.predictive.linearized import CLOSED_FORM, output_spread
 from lapwing.predictive.novelty import information_bound, information_gain

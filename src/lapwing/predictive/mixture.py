@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.model.autocast import outside_autocast
+from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.prediction import Prediction
 

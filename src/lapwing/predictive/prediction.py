@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
 
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import UnsupportedOperation, require_generator
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import BlendedMarginal, Marginal, MixtureMarginal, sample_crps
-from lapwing.linalg.generators import require_generator
-from lapwing.model.autocast import outside_autocast
 from lapwing.model.convention import are_tokens, shift
+from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.links import ClassLaw, choose_link, entropy, inner_law, law_of
 

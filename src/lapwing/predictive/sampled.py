@@ -14,10 +14,9 @@ from torch.distributions import Categorical as CategoricalLaw
 
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network, batch_size, take
-from lapwing.model.autocast import outside_autocast
-from lapwing.model.batches import Inputs
 from lapwing.model.fingerprint import Watch
-from lapwing.model.module import outside_inference
+from lapwing.model.inputs import Inputs
+from lapwing.model.module import outside_autocast, outside_inference
 from lapwing.predictive.function import BLOCK, FunctionDistribution, fixed_generator
 from lapwing.predictive.links import inner_law, log_class_probs
 from lapwing.predictive.prediction import Prediction, predict_targets

@@ -1,13 +1,20 @@
 """Iterative methods on matrices that are given by their products with blocks of row vectors."""
 
-from lapwing.linalg.krylov.cg import conjugate_gradients
-from lapwing.linalg.krylov.estimators import hutchinson, hutchpp, signs, spheres, xdiag, xtrace
-from lapwing.linalg.krylov.gradients import differentiable_logdet, differentiable_solve
+from lapwing.linalg.krylov.estimators import (
+    Density,
+    deflated_density,
+    hutchinson,
+    hutchpp,
+    signs,
+    slq_logdet,
+    spheres,
+    xdiag,
+    xtrace,
+)
 from lapwing.linalg.krylov.lanczos import Eigenpairs, Tridiagonal, lanczos, largest_eigenpairs
-from lapwing.linalg.krylov.lsmr import lsmr
 from lapwing.linalg.krylov.nystrom import Preconditioner, Sketch, nystrom
-from lapwing.linalg.krylov.quadrature import Density, deflated_density, slq_logdet
 from lapwing.linalg.krylov.results import Estimate, Matvec, Policy, Solution
+from lapwing.linalg.krylov.solvers import conjugate_gradients, differentiable_logdet, differentiable_solve, lsmr
 
 __all__ = [
     "Density",

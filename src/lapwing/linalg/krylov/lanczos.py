@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.linalg.krylov.results import Matvec, Policy, gram, report
+from lapwing.linalg.krylov.results import Matvec, Policy, dots, report
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ def largest_eigenpairs(
     basis, images = block, matvec(block)
     products = len(block)
     while True:
-        small = gram(basis, images)
+        small = dots(basis, images)
         values, turn = torch.linalg.eigh((small + small.T) / 2)
         keep = values.argsort(descending=True)[:rank]
         values, turn = values[keep], turn[:, keep].T
@@ -132,7 +132,7 @@ def _orthonormal_rows(v: Tensor) -> Tensor:
     for _ in range(2):
         if not len(v):
             return v
-        values, vectors = torch.linalg.eigh(gram(v, v))
+        values, vectors = torch.linalg.eigh(dots(v, v))
         keep = values > values.max() * 1e-13
         v = ((vectors[:, keep] / values[keep].sqrt()).T).to(v) @ v
     return v
@@ -142,8 +142,8 @@ def _complement(w: Tensor, basis: Tensor) -> Tensor:
     """An orthonormal basis of what the rows of w have outside the basis."""
     before = float(w.double().norm())
     for _ in range(2):
-        w = w - gram(w, basis).to(w) @ basis
+        w = w - dots(w, basis).to(w) @ basis
     if float(w.double().norm()) <= 1e3 * torch.finfo(w.dtype).eps * before:
         return w[:0]
     w = _orthonormal_rows(w)
-    return _orthonormal_rows(w - gram(w, basis).to(w) @ basis)
+    return _orthonormal_rows(w - dots(w, basis).to(w) @ basis)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg.krylov.lanczos import _orthonormal_rows
-from lapwing.linalg.krylov.results import Matvec, gram
+from lapwing.linalg.krylov.results import Matvec, dots
 from lapwing.linalg.validity import flaw_of_basis, flaw_of_values
 
 
@@ -36,7 +36,7 @@ class Sketch:
     @classmethod
     def of_rows(cls, rows: Tensor, floor: float = 1e-14) -> Sketch:
         """The eigenpairs of RᵀR for rows R (k, P)."""
-        values, vectors = torch.linalg.eigh(gram(rows, rows)) if len(rows) else (rows.double()[:, 0], rows.double())
+        values, vectors = torch.linalg.eigh(dots(rows, rows)) if len(rows) else (rows.double()[:, 0], rows.double())
         keep = values.argsort(descending=True)
         keep = keep[values[keep] > floor * values.max().clamp(min=0)] if len(values) else keep
         values = values[keep]
@@ -49,7 +49,7 @@ class Sketch:
         return cls(like.new_zeros(0, like.shape[-1]), torch.zeros(0, dtype=torch.float64, device=like.device))
 
     def matvec(self, v: Tensor) -> Tensor:
-        inner = gram(v.to(self.basis), self.basis) * self.values
+        inner = dots(v.to(self.basis), self.basis) * self.values
         return (inner.to(self.basis) @ self.basis).to(v)
 
 
@@ -66,7 +66,7 @@ def nystrom(matvec: Matvec, like: Tensor, rank: int, generator: torch.Generator 
     y = matvec(omega)
     shift = float(y.double().norm()) * torch.finfo(y.dtype).eps
     y = y + shift * omega
-    core = gram(omega, y)
+    core = dots(omega, y)
     values, vectors = torch.linalg.eigh((core + core.T) / 2)
     keep = values > max(shift * 1e-3, float(values.max()) * 1e-15)
     half = ((vectors[:, keep] / values[keep].sqrt()).T).to(y) @ y  # A ≈ halfᵀ half

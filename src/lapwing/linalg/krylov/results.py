@@ -79,7 +79,7 @@ def report(policy: Policy, message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def gram(a: Tensor, b: Tensor) -> Tensor:
+def dots(a: Tensor, b: Tensor) -> Tensor:
     """A Bᵀ of blocks of rows (j, P) and (k, P), accumulated in float64 whatever the dtype."""
     if a.dtype == torch.float64 and b.dtype == torch.float64:
         return a @ b.T

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.linalg.gram import gram
+from lapwing.linalg.rows import gram
 
 RULES: dict[Callable, Rule] = {}
 """The rule of each torch function that has one; see `register`."""

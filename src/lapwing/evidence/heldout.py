@@ -1,0 +1,423 @@
+"""Held-out data: one pass keeps what every prior, temperature and noise needs to be scored without another.
+
+The covariance of the outputs under precision c·H + τI is (1/c) J (H + ρI)⁻¹ Jᵀ with ρ = τ/c: one function of one number
+ρ for each group of weights. In log ρ and log e the kernel 1/(e + ρ) is a sech, whose spectrum falls like exp(−πω), so
+that few nodes ρ_j a decade carry it:
+
+    (e + ρ)⁻¹ ≈ Σ_j a_j(ρ) (e + ρ_j)⁻¹  for all e in the spectrum of H.
+
+With relative error at most δ for each e, the combination of J (H + ρ_j I)⁻¹ Jᵀ lies between 1 − δ and 1 + δ times the
+truth as a matrix: it stays positive semi-definite, and every variance is right to δ. Spacing 2.5 a decade: δ ≈ 1e-4.
+
+Ritter's factored damping of G ⊗ A is (g + √ρ)(a + √ρ) for each pair of eigenvalues, again a function of ρ alone, and
+smoother: the same nodes carry it, fitted at pairs (g, a) as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from lapwing.errors import BadData, IncompatiblePrior, TooLarge, UnsupportedOperation, positive
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.tuning import Setting
+from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods.marginal import normal_nodes
+from lapwing.linalg import PSD, Rows
+from lapwing.posterior import Belief
+from lapwing.predictive import GaussianFunction, predict_targets
+from lapwing.predictive.function import base_points
+
+CHUNK = 2**22  # elements of f that one Monte Carlo step holds
+Adjust = Callable[[Tensor, float, slice | Tensor], Tensor]
+"""(covariance (items, C, C), T/φ, which items) -> the covariance that is scored."""
+Batch = tuple[Tensor, Tensor, Rows]
+"""f (B, *event, C), canonical targets, and rows (B, *event·C flattened) of ∂f/∂θ."""
+PER_DECADE = 2.5
+PADDING = 2  # nodes beyond either end, where the approximation would be worst
+RIDGE = 1e-12
+Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
+"""(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
+SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
+OVERFLOW = 80.0  # of an exponent, in float32 with room for a sum
+NODE, WIDEST = 10, 5.2  # every tenth node of the rule for one logit is taken, up to so many standard deviations
+JITTER = 1e-6  # of the mean variance: the covariance of f may be singular
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """Shifts ρ_j (m,), ascending, and the eigenvalues e (k,) and pairs (g, a) (l, 2) at which a_j(ρ) are fitted."""
+
+    shifts: Tensor
+    spectrum: Tensor
+    pairs: Tensor | None = None
+
+    @classmethod
+    def spanning(
+        cls, low: float, high: float, largest: float, factors: float | None = None, per_decade: float = PER_DECADE
+    ) -> Nodes:
+        """Nodes for every ρ in [low, high] and every eigenvalue in [0, largest]; of damped factors in [0, factors]."""
+        step = 1 / per_decade
+        first, last = math.log10(low) - PADDING * step, math.log10(high) + PADDING * step
+        shifts = torch.logspace(first, last, max(2, math.ceil((last - first) / step) + 1), dtype=torch.float64)
+        start, stop = math.log10(low) - 3, max(math.log10(max(largest, 1e-30)), math.log10(low) - 2)
+        count = max(20, math.ceil(12 * (stop - start)))
+        grid = torch.logspace(start, stop, count, dtype=torch.float64)
+        pairs = None if factors is None else _factor_pairs(math.sqrt(low), factors)
+        return cls(shifts, torch.cat([grid.new_zeros(1), grid]), pairs)
+
+    def _ratios(self, rho: Tensor) -> Tensor:
+        """(e + ρ)/(e + ρ_j) and (g + √ρ)(a + √ρ)/((g + √ρ_j)(a + √ρ_j)), (*b, k + l, m)."""
+        rho = rho[..., None, None]
+        plain = (self.spectrum[:, None] + rho) / (self.spectrum[:, None] + self.shifts)
+        if self.pairs is None:
+            return plain
+        g, a = self.pairs[:, :1], self.pairs[:, 1:]
+        root, roots = rho.sqrt(), self.shifts.sqrt()
+        return torch.cat([plain, (g + root) * (a + root) / ((g + roots) * (a + roots))], -2)
+
+    def coefficients(self, rho: Tensor) -> Tensor:
+        """a(ρ): (*b) -> (*b, m), by least squares in the relative error; differentiable."""
+        ratios = self._ratios(rho.double())
+        size = ratios.square().mean(-2, keepdim=True).sqrt().detach()
+        columns = ratios / size
+        normal = columns.mT @ columns / columns.shape[-2]
+        eye = torch.eye(len(self.shifts), dtype=normal.dtype)
+        right = columns.mean(-2)
+        return torch.linalg.solve(normal + RIDGE * eye, right) / size[..., 0, :]
+
+    def error(self, rho: Tensor) -> float:
+        """δ: the largest relative error of (e + ρ)⁻¹ over the spectrum and all ρ given."""
+        rho = rho.double().reshape(-1)
+        fitted = (self._ratios(rho) @ self.coefficients(rho)[..., None])[..., 0]
+        return (fitted - 1).abs().max().item()
+
+
+def _factor_pairs(low: float, largest: float) -> Tensor:
+    """Pairs g ≤ a of zero and of three points a decade from below `low` to `largest`, (l, 2)."""
+    start, stop = math.log10(low) - 1.5, max(math.log10(max(largest, 1e-30)), math.log10(low) - 1)
+    grid = torch.logspace(start, stop, max(6, math.ceil(3 * (stop - start))), dtype=torch.float64)
+    return torch.combinations(torch.cat([grid.new_zeros(1), grid]), with_replacement=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """Outputs f (N, *event, C), targets, and grams (G, m, N·event, C(C+1)/2): J (H + ρ_j I)⁻¹ Jᵀ of each group."""
+
+    f: Tensor
+    y: Tensor
+    grams: Tensor
+    nodes: Nodes
+    likelihood: Likelihood
+    power: int
+    tempers_prior: bool
+    score: Score
+    adjust: Adjust | None = None
+
+    def _rho(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> tuple[Tensor, Tensor]:
+        """c = T/φ^k and ρ = τ/c of each group."""
+        c = temperature / dispersion**self.power
+        return c, (temperature * tau if self.tempers_prior else tau) / c
+
+    def rho(self, setting: Setting) -> Tensor:
+        """τ/c of each group, (G,)."""
+        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+        scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)
+        return self._rho(setting.precision.double(), scalars[0], scalars[1])[1]
+
+    def coefficients(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> Tensor:
+        """How much of each gram the covariance holds, (G, m); differentiable."""
+        c, rho = self._rho(tau.expand(self.grams.shape[0]), temperature, dispersion)
+        return self.nodes.coefficients(rho) / c
+
+    def covariance(self, coefficients: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """(items, C, C) of items start … stop − 1."""
+        grams = self.grams[:, :, start:stop]
+        flat = coefficients.to(grams).reshape(-1) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
+        return unpack_symmetric(flat.reshape(grams.shape[2:]), self.f.shape[-1])
+
+    def losses(self, setting: Setting) -> Tensor:
+        """−log p(y) of each item that counts under a setting, float64."""
+        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+        T, dispersion, logits = torch.tensor([setting.temperature, phi, setting.logit_temperature]).double()
+        with torch.no_grad():
+            coefficients = self.coefficients(setting.precision.double(), T, dispersion)
+            every = torch.cat(list(self.parts(coefficients, dispersion, (T / dispersion).item(), logits)))
+        return counted(self.f, self.y, self.likelihood, every)
+
+    def nll(self, setting: Setting) -> float:
+        """The mean NLL per item under a setting."""
+        return self.losses(setting).mean().item()
+
+    def subset(self, size: int) -> Sweep:
+        """About `size` data, evenly spread."""
+        keep = torch.arange(0, len(self.f), max(1, len(self.f) // size))
+        places = self.f[0, ..., 0].numel()
+        index = (places * keep[:, None] + torch.arange(places)).reshape(-1)
+        adjust = self.adjust
+        if adjust is not None:
+            inner = adjust
+            adjust = lambda covariance, scale, part: inner(covariance, scale, index[part])  # noqa: E731
+        return replace(self, f=self.f[keep], y=self.y[keep], grams=self.grams[:, :, index], adjust=adjust)
+
+    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: float, logits: Tensor) -> Iterator[Tensor]:
+        """−log p(y) of chunks of items; scale is T/φ, and logits are divided by `logits`."""
+        likelihood = self.likelihood
+        if dispersion.requires_grad or dispersion.item() != likelihood.dispersion.item():
+            likelihood = likelihood.with_dispersion(dispersion)
+        f, y = self.flat
+        step = max(1, CHUNK // (256 * f.shape[-1]))
+        for start in range(0, len(f), step):
+            part = slice(start, min(len(f), start + step))
+            covariance = self.covariance(coefficients, part.start, part.stop)
+            if self.adjust is not None:
+                covariance = self.adjust(covariance, scale, part)
+            mean = f[part]
+            if logits.requires_grad or logits.item() != 1.0:
+                mean, covariance = mean / logits.to(mean), covariance / logits.to(mean).square()
+            yield -self.score(mean, covariance, y[part], likelihood).double()
+
+    def spreads(self) -> Tensor:
+        """How unequal the items are at each shift ρ_j: the standard deviation of their log-variances, (m,).
+
+        Variances of f, or for classes of f less its average over them; NaN where rounding drowns one.
+        """
+        size = self.f.shape[-1]
+        low, high = torch.tril_indices(size, size, device=self.f.device)
+        shared = 1 / size if self.likelihood.shift_invariant and size > 1 else 0.0
+        weights = torch.where(low == high, 1 - shared, -2 * shared)
+        total = self.grams.sum(0)  # (m, items, C(C+1)/2)
+        variances = total @ weights.to(total)
+        rounding = 10 * size * torch.finfo(total.dtype).eps * total[..., low == high].amax(-1)
+        logs = torch.where(variances > rounding, variances, torch.nan).double().log()
+        items = torch.stack([counted(self.f, self.y, self.likelihood, each) for each in logs])
+        return items.std(1) if items.shape[1] > 1 else torch.full_like(items[:, 0], torch.nan)
+
+    @property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """f (items, C) and the targets of each item."""
+        f = self.f.reshape(-1, self.f.shape[-1])
+        return f, self.y.reshape(f.shape[0], *self.y.shape[self.f.ndim - 1 :])
+
+
+def collect(
+    belief: Belief, groups: Groups, batches: Iterable[Batch], nodes: Nodes, *, score: Score, memory: int
+) -> Sweep:
+    """Read the data once and keep what scoring needs; a damped belief has its Kronecker blocks damped."""
+    matrix, split = belief.curvature.matrix, belief.split
+    outputs: list[Tensor] = []
+    targets: list[Tensor] = []
+    grams: list[Tensor] = []
+    used = 0
+    for f, y, rows in batches:
+        part = _grams(matrix, groups, rows, nodes, f, split)
+        used += part.numel() * part.element_size()
+        if 2 * used > memory:
+            read = sum(len(part) for part in outputs) + len(f)
+            raise TooLarge(
+                f"tuning on held-out data keeps {groups.count} × {len(nodes.shifts)} covariances of {f.shape[-1]} "
+                f"outputs an item, more than {memory / 1e9:.3g} GB after {read} data. Use fewer validation data, "
+                "prior='scalar', a narrower grid, or raise memory="
+            )
+        outputs.append(f.detach())
+        targets.append(y)
+        grams.append(part)
+    if not outputs:
+        raise BadData("the validation data hold no batch")
+    return Sweep(
+        torch.cat(outputs),
+        torch.cat(targets),
+        torch.cat(grams, 2),
+        nodes,
+        belief.likelihood,
+        belief.curvature.dispersion_power,
+        belief.temperature.prior,
+        score,
+    )
+
+
+def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor, split: float | None = None) -> Tensor:
+    """(G, m, B·event, C(C+1)/2) of one batch."""
+    classes = f.shape[-1]
+    places = f[0, ..., 0].numel()
+    if rows.r != places * classes or rows.n != f.shape[0]:
+        raise ValueError(f"rows of {rows.n} samples and {rows.r} directions do not fit outputs {tuple(f.shape)}")
+    low, high = torch.tril_indices(classes, classes, device=f.device)
+    offsets = classes * torch.arange(places, device=f.device)[:, None]
+    pairs = torch.stack([(low + offsets).reshape(-1), (high + offsets).reshape(-1)])  # (2, event·C(C+1)/2)
+    shifts = nodes.shifts.to(f.device)
+    total = f.new_zeros(groups.count, len(shifts), rows.n * places, len(low))
+    with torch.no_grad():
+        for block, part, group in _blocks(matrix, groups, rows):
+            products = block.shifted_products(part, shifts, pairs, split)  # (m, n, event·C(C+1)/2)
+            total[group] += products.reshape(len(shifts), -1, len(low)).to(total)
+    return total
+
+
+def _blocks(matrix: PSD, groups: Groups, rows: Rows) -> Iterator[tuple[PSD, Rows, int]]:
+    """Blocks with an eigenbasis inside one group, with their rows."""
+    for block, index, part in matrix.blockwise_rows(groups.index, rows):
+        if bool((index != index[0]).any()):
+            each = "prior='layerwise', with" if block.is_diagonal else "structure='diag', 'kron' or 'ekfac' with"
+            raise IncompatiblePrior(
+                f"held-out tuning needs one precision per block of the curvature, and a {type(block).__name__} block "
+                f"spans several. Use prior='scalar', {each} one precision a layer, or method='evidence'"
+            )
+        yield block, part, int(index[0])
+
+
+def unpack_symmetric(flat: Tensor, size: int) -> Tensor:
+    """(*b, C(C+1)/2), the lower triangle row by row -> (*b, C, C)."""
+    low, high = torch.tril_indices(size, size, device=flat.device)
+    where = torch.empty(size, size, dtype=torch.long, device=flat.device)
+    where[low, high] = torch.arange(len(low), device=flat.device)
+    where[high, low] = where[low, high]
+    return flat[..., where]
+
+
+def linked(link: str = "auto", samples: int = 256) -> Score:
+    """The score under the link that prediction will use; classes by Monte Carlo go through a faster way to it."""
+
+    def score(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
+        several = mean.shape[-1] > 2 and y.ndim == mean.ndim - 1
+        if likelihood.softmax and several and link in ("auto", "mc"):
+            return class_log_prob(mean, covariance, y, likelihood, samples)
+        function = GaussianFunction(mean, covariance)
+        return predict_targets(function, likelihood, link=link, samples=samples).log_prob(y)
+
+    return score
+
+
+def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood, samples: int) -> Tensor:
+    """log E[softmax(f)_y] over fixed points of the other logits, given which f_y is Gaussian and its softmax the
+    sigmoid of f_y minus their log-sum: a one-dimensional integral, as in `expected_softmax`.
+
+    Classes come first so that the sums run over whole vectors, and logarithms only where exponentials would overflow.
+    """
+    base = base_points(samples, mean.shape[-1] - 1, mean)  # (S, C − 1)
+    mask = likelihood.mask(mean, y)
+    own = (y if mask is None else y.masked_fill(~mask, 0)).long()[:, None]
+    order = torch.arange(mean.shape[-1], device=mean.device).expand(len(mean), -1)
+    order = order.scatter(1, own, mean.shape[-1] - 1).scatter(1, order[:, -1:], own)  # the own class last
+    root, center = contrast_root(covariance, order), mean.gather(1, order)
+    ahead = root[:, :-1, :-1] - root[:, -1:, :-1]
+    spread = (ahead.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
+    spread = spread.add_((center[:, :-1] - center[:, -1:]).T[:, :, None])  # (C − 1, N, S): f_c − E[f_y | others]
+    nodes, log_weights = own_nodes(mean)
+    steps = root[:, -1, -1][:, None, None] * nodes  # (N, 1, Q): f_y − E[f_y | others]
+    if spread.detach().amax() > OVERFLOW:
+        inner = logsigmoid(steps - spread.logsumexp(0)[..., None]) + log_weights
+        value = inner.flatten(1).logsumexp(1) - math.log(samples)
+    else:
+        inner = (spread.exp_().sum(0)[..., None] * (-steps).exp()).add_(1).reciprocal_()
+        value = (inner.mean(1) @ log_weights.exp()).log()
+    return value if mask is None else torch.where(mask, value, 0.0)
+
+
+def own_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes (Q,) and log weights for N(0, 1), as coarse as they may be where the integrand itself is spread out."""
+    nodes, log_weights = normal_nodes(like)
+    likely = nodes.abs() < WIDEST
+    return nodes[likely][::NODE], log_weights[likely][::NODE].log_softmax(0)
+
+
+def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:
+    """The Cholesky factor L (N, C, C) of the covariance of f minus its average over the classes, which the softmax does
+    not see, with the classes in an order (N, C); that average is given back at a level that hides no difference.
+
+    No data determine that average: under a wide prior its variance is so much larger than all others that rounding
+    alone may leave the whole matrix indefinite. In float64, with a ridge at the level of that rounding, raised where it
+    was more.
+    """
+    wide = covariance.double()
+    rows = wide.mean(-1, keepdim=True)
+    inner = wide - rows - rows.mT + rows.mean(-2, keepdim=True)
+    level = inner.detach().diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=0)
+    noise = 0.5 * wide.shape[-1] * torch.finfo(covariance.dtype).eps
+    rounding = noise * wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
+    ridge = JITTER * level + rounding + torch.finfo(covariance.dtype).tiny
+    eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
+    inner = inner + level[:, None, None]
+    inner = inner.gather(1, order[:, :, None].expand(inner.shape)).gather(2, order[:, None].expand(inner.shape))
+    root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
+    for _ in range(3):
+        if not bool(failed.any()):
+            break
+        ridge = torch.where(failed > 0, 10 * ridge, ridge)
+        root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
+    return root.to(covariance.dtype)
+
+
+def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
+    """A positive number, for likelihoods whose outputs are logits."""
+    if not likelihood.has_logits:
+        raise UnsupportedOperation(
+            f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
+            "Bernoulli and BradleyTerry"
+        )
+    return positive("logit_temperature", value)
+
+
+def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, Tensor]:
+    """−log p of each item by the network without a posterior, and by its usual repair on the same data.
+
+    Logits: temperature scaling. A Gaussian whose noise may change: the noise that fits the residuals.
+    """
+    rivals = {"MAP": (f, likelihood)}
+    if likelihood.has_logits:
+        rivals[SCALING] = (f / best_logit_temperature(f, y, likelihood), likelihood)
+    elif likelihood.dispersion_name and noise:
+        rivals[REFITTED] = (f, likelihood.with_dispersion(likelihood.best_dispersion(f, y)))
+    return {name: counted(f, y, law, -law.log_prob(g, y).double().reshape(-1)) for name, (g, law) in rivals.items()}
+
+
+def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Tensor:
+    """Those of the items' losses whose targets count."""
+    mask = likelihood.mask(f, y)
+    return losses if mask is None else losses[mask.reshape(-1)]
+
+
+def best_logit_temperature(
+    f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0, near: float | None = None
+) -> float:
+    """1/s with the smallest Σ −log p(y | s·f), s between 1/limit and limit.
+
+    Convex in s, so Newton with bisection as its guard. `near` holds it weakly near another logit temperature, with a
+    quarter of `held_near`: otherwise a few items that are all classified right ask for infinite logits.
+    """
+    f = f.double()
+    low, high = 1 / limit, limit
+    s = 1.0
+    for _ in range(60):
+        with torch.enable_grad():
+            scale = torch.tensor(s, dtype=torch.float64, device=f.device, requires_grad=True)
+            value = -likelihood.log_prob(scale * f, y).sum()
+            value = value if near is None else value + held_near(1 / scale, near) / 4
+            (slope,) = torch.autograd.grad(value, scale, create_graph=True)
+            (curve,) = torch.autograd.grad(slope, scale)
+        low, high = (low, s) if slope > 0 else (s, high)
+        newton = s - (slope / curve).item() if curve > 0 else high
+        new = newton if low < newton < high else math.sqrt(low * high)
+        if abs(new - s) <= 1e-9 * s:
+            break
+        s = new
+    return 1 / s
+
+
+def held_near(logit_temperature: Tensor, near: float) -> Tensor:
+    """½ (log s − log near)²/½², in nats for all items together: holds s near that of temperature scaling.
+
+    Few items like a wide posterior with logits so large that draws vote instead of giving probabilities, which fails on
+    other items. Many items outweigh this.
+    """
+    return 2.0 * (logit_temperature.log() - math.log(near)).square()
+
+
+def describe(scores: Mapping[str, float]) -> str:
+    """Names and values in a line, as in: MAP 0.3, temperature scaling 0.2."""
+    return ", ".join(f"{name} {value:.5g}" for name, value in scores.items())

@@ -1,0 +1,356 @@
+"""The setting of smallest NLL on held-out data: a grid, a descent from its best point, and a rule that chooses."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.evidence.candidates import (
+    GRID,
+    Candidates,
+    box_of,
+    check_learned,
+    default_learn,
+    fit_logits,
+    log_spreads,
+    noise_grid,
+)
+from lapwing.evidence.groups import Groups
+from lapwing.evidence.heldout import (
+    Batch,
+    Nodes,
+    Score,
+    Sweep,
+    baselines,
+    collect,
+    counted,
+    describe,
+    held_near,
+    linked,
+)
+from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
+from lapwing.posterior import Belief
+
+BISECTIONS = 3  # of the decade between two priors of the grid
+OPTIONAL = ("temperature",)  # what is learned by default only where it is of use
+HELD_NOISE = 2.0  # items that the noise in force counts as where the network without a posterior has its noise fitted
+MEMORY = 2 * 1024**3
+
+
+def tune_validation(
+    belief: Belief,
+    groups: Groups,
+    batches: Iterable[Batch],
+    *,
+    learn: Sequence[str] | None = None,
+    grid: Mapping[str, Sequence[float]] | None = None,
+    score: Score | None = None,
+    rule: Rule = lowest,
+    steps: int = 20,
+    memory: int = MEMORY,
+    method: str = "validation",
+    prepare: Callable[[Sweep, Setting], Sweep] | None = None,
+) -> Tuning:
+    """Minimize the NLL of held-out data over precisions (one per group), temperature and noise.
+
+    `batches` yields (f (B, *event, C), canonical targets, rows of ∂f/∂θ) and is read once. Every candidate of the grid
+    (a common precision × temperatures × noise levels, as standard deviations) is scored under the link that prediction
+    will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network without a
+    posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps the value
+    that the belief has. Without `learn`: the prior; the temperature where the data tell inputs apart (`tells_apart`);
+    the logit temperature, or a noise that the fit estimated. `prepare` may change what the pass has kept, given the
+    setting in force (leave-one-out does).
+
+    A damped belief is tuned as it is (`factored_precision`). The covariances come from a rational approximation in τ/T
+    whose relative error is bounded and reported.
+    """
+    optional = tuple({*OPTIONAL} - {*(grid or {})}) if learn is None else ()
+    if learn is None:
+        learn = tuple(dict.fromkeys((*default_learn(belief.likelihood), *(grid or {}))))
+    learned = check_learned(learn, grid, belief.likelihood)
+    T, scaling = float(belief.temperature.T), belief.logit_temperature
+    now = Setting(groups.precisions(belief), T, logit_temperature=scaling)
+    usual = GRID
+    if "noise" in learned and "noise" not in (grid or {}):
+        noises, batches = noise_grid(batches, belief.likelihood)
+        usual = {**GRID, "noise": noises}
+    candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, optional, usual)
+    box = candidates.box if prepare is None else candidates.including(now).box
+    sweep = collect(belief, groups, batches, nodes_spanning(belief, box), score=score or linked(), memory=memory)
+    sweep = sweep if prepare is None else prepare(sweep, now)
+    found = search(sweep, candidates, rule=rule, steps=steps)
+    return Tuning.of(
+        method,
+        belief,
+        groups,
+        found.trials.settings,
+        found.trials.scores,
+        found.best,
+        iterations=found.iterations,
+        baselines={name: losses.mean().item() for name, losses in found.trials.baselines.items()},
+        messages=found.messages,
+        logit_temperature=found.setting.logit_temperature,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search tried, which setting it chose, and what to know about it."""
+
+    trials: Trials
+    best: int
+    iterations: int
+    messages: tuple[str, ...]
+
+    @property
+    def setting(self) -> Setting:
+        """The chosen setting."""
+        return self.trials.settings[self.best]
+
+
+def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: int = 20) -> Found:
+    """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
+    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
+    given, candidates = candidates, candidates.settled(sweep)
+    learned, free = candidates.learned, candidates.free
+    settings = candidates.settings(sweep, rivals)
+    losses = [sweep.losses(setting) for setting in settings]
+    iterations = 0
+    scores = [loss.mean().item() for loss in losses]
+    near = candidates.near(sweep)
+    if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):
+        start = settings[scores.index(min(scores))]
+        refined, iterations = descend(sweep, start, candidates.box, free, steps, near)
+        settings.append(refined)
+        losses.append(sweep.losses(refined))
+    if "prior" in candidates.given and len(settings[0].precision) > 1:
+        settings, losses = _by_group(sweep, candidates, settings, losses)
+    count = len(settings)
+    limits = [*_limits(sweep, candidates), _limit(sweep, None, candidates.logit_temperature)]
+    settings += [setting for setting, _ in limits]
+    losses += [loss for _, loss in limits]
+    last = len(settings) - 1
+    barred = {last} if {"noise", "logit_temperature"} & {*candidates.given} else set()
+    barred = {*range(count, last + 1)} if "prior" in candidates.given else barred
+    reference = min(range(count, last + 1), key=lambda k: losses[k].mean().nan_to_num(torch.inf).item())
+    trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred), reference)
+    if steps and "prior" in free and rule is not lowest:
+        trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
+    best = trials.choose(rule)
+    if "logit_temperature" in free and not trials.settings[best].deterministic:
+        trials = _polished(sweep, trials, best, near)
+        best = len(trials.settings) - 1
+    messages = (*_settled(sweep, given, learned), *_messages(sweep, trials, best, candidates))
+    return Found(trials, best, iterations, messages)
+
+
+def _by_group(
+    sweep: Sweep, candidates: Candidates, settings: list[Setting], losses: list[Tensor]
+) -> tuple[list[Setting], list[Tensor]]:
+    """With settings whose groups have different candidates: from the best on, one group after the other."""
+    settings, losses = list(settings), list(losses)
+    for group in range(len(settings[0].precision)):
+        scores = [loss.mean().nan_to_num(torch.inf).item() for loss in losses]
+        best = settings[scores.index(min(scores))]
+        for common in candidates.precisions:
+            if common[group] != best.precision[group]:
+                precision = best.precision.clone()
+                precision[group] = common[group]
+                settings.append(replace(best, precision=precision))
+                losses.append(sweep.losses(settings[-1]))
+    return settings, losses
+
+
+def _limits(sweep: Sweep, candidates: Candidates) -> list[tuple[Setting, Tensor]]:
+    """The network without a posterior with the best noise or logit temperature, or with each of the user's."""
+    if not {"noise", "logit_temperature"} & {*candidates.learned}:
+        return []
+    f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
+    dispersions: Sequence[float | None] = candidates.dispersions
+    if "noise" in candidates.free:
+        dispersions = (likelihood.best_dispersion(f, y, HELD_NOISE),)
+    divisors: Sequence[float] = candidates.logit_temperatures
+    if "logit_temperature" in candidates.free:
+        divisors = (candidates.near(sweep),)
+    return [_limit(sweep, phi, divisor) for phi in dispersions for divisor in divisors]
+
+
+def _limit(sweep: Sweep, dispersion: float | None, logit_temperature: float) -> tuple[Setting, Tensor]:
+    """The network without a posterior under a noise (None: as it is) and a logit temperature, and its losses."""
+    f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
+    likelihood = likelihood if dispersion is None else likelihood.with_dispersion(dispersion)
+    empty = torch.empty(0, dtype=torch.float64)
+    setting = Setting(empty, 1.0, dispersion, deterministic=True, logit_temperature=logit_temperature)
+    losses = -likelihood.log_prob(f / logit_temperature, y).double().reshape(-1)
+    return setting, counted(f, y, likelihood, losses)
+
+
+def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: bool) -> tuple[float, float]:
+    """The smallest and largest ρ = τ φ^k/T in the box."""
+    least, most = (1.0, 1.0) if tempers_prior else box["temperature"]
+    (low, high), (quiet, loud) = box["prior"], box["noise"]
+    return low * quiet**power / most, high * loud**power / least
+
+
+def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
+    """Nodes that serve every setting in the box; of a damped belief, also for factors that are damped one by one."""
+    matrix, split = belief.curvature.matrix, belief.split
+    span = _span(box, belief.curvature.dispersion_power, belief.temperature.prior)
+    largest_factor = None if split is None else matrix.largest_damped(split)
+    return Nodes.spanning(*span, matrix.largest_eigenvalue(), largest_factor)
+
+
+def nodes_for(belief: Belief, precision: Tensor, temperatures: Sequence[float]) -> Nodes:
+    """Nodes that serve these precisions at these temperatures."""
+    return nodes_spanning(belief, box_of([precision], temperatures, [belief.likelihood.dispersion.item()], ()))
+
+
+def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Trials:
+    """The trials and, by bisection, priors between the chosen one and the next wider; `near` as in `fit_logits`."""
+    for _ in range(BISECTIONS):
+        setting = trials.settings[trials.choose(rule)]
+        found = None if setting.deterministic else wider(setting, trials.settings)
+        if found is None:
+            break
+        found = found if near is None else fit_logits(sweep, found, near=near)
+        trials = trials.joined(found, sweep.losses(found))
+    return trials
+
+
+def _polished(sweep: Sweep, trials: Trials, best: int, near: float) -> Trials:
+    """The chosen setting once more, its logit temperature fitted to all data instead of a few."""
+    fitted = fit_logits(sweep, trials.settings[best], near=near)
+    losses = sweep.losses(fitted)
+    if losses.mean() > trials.losses[best].mean():
+        fitted, losses = trials.settings[best], trials.losses[best]
+    return trials.joined(fitted, losses)
+
+
+def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[str]:
+    """What became of that which is learned only where it is of use."""
+    said = []
+    if "temperature" in {*given.optional} & {*given.learned}:
+        most, alone = log_spreads(sweep)
+        fate = "tuned" if "temperature" in learned else "kept"
+        said.append(
+            f"the temperature is {fate}: log-variances of the held-out inputs spread by {most:.2g} at most, "
+            f"{alone:.2g} under the prior alone"
+        )
+    return said
+
+
+def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -> tuple[str, ...]:
+    settings, scores = trials.settings, trials.scores
+    setting = settings[best]
+    posteriors = [k for k, s in enumerate(settings) if not s.deterministic]
+    top = lowest(trials)
+    messages = []
+    if setting.deterministic:
+        messages.append(
+            f"the network without a posterior was chosen (NLL {scores[best]:.5g}, best posterior "
+            f"{scores[posteriors].min():.5g}): the prior is now so narrow that predictions are the network's own"
+        )
+    gain, error = trials.gain(top)
+    if gain <= 2 * error:
+        limit = settings[trials.reference]
+        messages.append(
+            f"nothing is measurably better than the network without a posterior ({limit}): "
+            f"gain {gain:.2g} ± {error:.2g}"
+        )
+    messages += candidates.edges(setting)
+    if scores[best] > scores[top]:
+        mean, error = (value[best].item() for value in trials.excess(trials.losses[top]))
+        messages.append(
+            f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the chosen setting has {mean:.2g} ± {error:.2g} "
+            "more per item"
+        )
+    used = torch.cat([sweep.rho(settings[k]) for k in posteriors])
+    messages.append(
+        f"{len(settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
+        f"{sweep.nodes.error(used):.1g}; {describe({n: v.mean().item() for n, v in trials.baselines.items()})}"
+    )
+    return tuple(messages)
+
+
+EDGE = 1e-3  # of its range that a start outside or at the end is moved inside: the sigmoid never reaches an end
+TOLERANCE = 1e-5  # nats an item that are not worth a step
+
+
+def descend(
+    sweep: Sweep,
+    setting: Setting,
+    box: Mapping[str, tuple[float, float]],
+    learned: Sequence[str],
+    steps: int,
+    near: float = 1.0,
+) -> tuple[Setting, int]:
+    """L-BFGS on the total NLL in the logarithms of what is learned, each inside its range by a sigmoid.
+
+    A logit temperature that is learned is held `near` that in force (`held_near`).
+    """
+    phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
+    start = {
+        "prior": setting.precision.double(),
+        "temperature": torch.tensor(setting.temperature, dtype=torch.float64),
+        "noise": torch.tensor(phi, dtype=torch.float64),
+        "logit_temperature": torch.tensor(setting.logit_temperature, dtype=torch.float64),
+    }
+    wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
+    places = {name: (start[name].log() - low) / (high - low) for name, (low, high) in wide.items()}
+    moving = {name: torch.logit(place, eps=EDGE) for name, place in places.items()}
+    moving = {name: z.requires_grad_() for name, z in moving.items()}
+    tolerance = max(1e-3, TOLERANCE * len(sweep.f))  # of the total, as the gradient is
+    optimizer = torch.optim.LBFGS(
+        list(moving.values()),
+        max_iter=steps,
+        max_eval=2 * steps,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance,
+        line_search_fn="strong_wolfe",
+    )
+
+    def values() -> list[Tensor]:
+        inside = {name: (low + (high - low) * moving[name].sigmoid()).exp() for name, (low, high) in wide.items()}
+        return list({**start, **inside}.values())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            tau, T, dispersion, logits = values()
+            coefficients = sweep.coefficients(tau, T, dispersion)
+            leaf = coefficients.detach().requires_grad_()
+            noise = dispersion.detach().requires_grad_("noise" in moving)
+            divisor = logits.detach().requires_grad_("logit_temperature" in moving)
+            total = torch.zeros((), dtype=torch.float64)
+            for losses in sweep.parts(leaf, noise, (T / dispersion).item(), divisor):
+                part = losses.sum()
+                part.backward()
+                total += part.detach().cpu()
+            if "logit_temperature" in moving:
+                held = held_near(divisor, near)
+                held.backward()
+                total += held.detach()
+            pulled = [(coefficients, leaf.grad), (dispersion, noise.grad), (logits, divisor.grad)]
+            roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
+            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
+        return total
+
+    optimizer.step(closure)
+    count = int(optimizer.state[next(iter(moving.values()))].get("n_iter", 0))
+    tau, T, dispersion, logits = (value.detach() for value in values())
+    found = dispersion.item() if "noise" in moving else setting.dispersion
+    return Setting(tau, T.item(), found, logit_temperature=logits.item()), count
+
+
+def wider(setting: Setting, settings: Iterable[Setting]) -> Setting | None:
+    """Half-way, in log τ and log s, to the next wider of the settings with the same temperature and noise, if any."""
+    key = (setting.temperature, setting.dispersion, False)
+    alike = [each for each in settings if (each.temperature, each.dispersion, each.deterministic) == key]
+    beyond = [each for each in alike if each.narrow < (1 - EDGE) * setting.narrow]
+    if not beyond:
+        return None
+    next_one = max(beyond, key=lambda each: each.narrow)
+    divisor = math.sqrt(setting.logit_temperature * next_one.logit_temperature)
+    return replace(setting, precision=(setting.precision * next_one.precision).sqrt(), logit_temperature=divisor)

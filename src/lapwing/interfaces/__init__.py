@@ -1,1 +1,0 @@
-"""Posteriors as files."""

@@ -1,0 +1,507 @@
+"""Private copies of modules: Lapwing runs and writes to these, and never to the user's module.
+
+Passes need eval mode, gradients for the selected parameters alone, other weights, and a module whose forward pass may
+write attributes and buffers. The user's module, which other threads may be calling at the same time, must see none of
+that. So every pass runs on a copy of the tree of modules: parameters are aliases that share storage with the user's,
+buffers and plain tensors are copies, and everything in which a module, a tensor or a bound method can hide (lists,
+dicts, partial functions, closures, plain objects) is followed. `module.py` decides when copies are made and dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import operator
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+ATOMIC = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, type, range, torch.dtype, torch.device, torch.Size)
+)
+SHARED = (
+    types.ModuleType,
+    torch.Generator,
+    enum.Enum,
+    torch.optim.Optimizer,  # this and what follows: a trainer that a module knows leads to all its data
+    torch.utils.data.Dataset,
+    torch.utils.data.DataLoader,
+    torch.utils.data.dataloader._BaseDataLoaderIter,
+)
+TABLES = frozenset(vars(nn.Module()))  # what every module has
+DEPTH = 8  # how far into plain objects a module or a tensor is looked for
+_WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def written_by_forward(module: nn.Module) -> set[str]:
+    """Return the plain attributes that a forward pass of this submodule was seen to write (caches, counters)."""
+    return _WRITTEN.get(module, set())
+
+
+class PrivateCopy:
+    """One walk over a tree of modules, which copies what a forward pass may write to."""
+
+    def __init__(self, module: nn.Module, selected: frozenset[str]) -> None:
+        self.memo: dict[int, Any] = {}
+        self.alive: list[Any] = []  # keeps the keys of the memo from being used again
+        self.unmoved: set[int] = set()  # values that reach nothing that is copied
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []
+        self.finalized: list[Any] = []  # copies whose class has a `__del__`
+        try:
+            self.root = self._walk(module, selected)
+        except BaseException:
+            self.release()
+            raise
+        self.attributes = [(source, own, dict(vars(own))) for source, own in self.pairs]
+        tensors = [t for t in self.memo.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        self.size = sum(t.numel() * t.element_size() for t in tensors)
+        self.tensors = [place for entry in self.attributes for place in _places(*entry)]
+
+    def _walk(self, module: nn.Module, selected: frozenset[str]) -> nn.Module:
+        parameters = list(module.named_parameters())
+        for name, p in parameters:
+            self._remember(p, _alias(p, name in selected))
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        # what belongs to the module, by a global name or a closure too: a hook may fill a list that the module reads
+        held = {id(v) for part in parts for v in _plain(part).values() if isinstance(v, HELD)}
+        self.tree = {*self.memo, *map(id, module.modules()), *held}
+        # all modules before what they hold: deep nesting needs no deep recursion
+        shells = [(part, self._shell(part)) for part in parts if type(part).__hash__ is nn.Module.__hash__]
+        for _, p in parameters:
+            self._carry(p, self.memo[id(p)])
+        for part, own in shells:
+            self._fill(part, own)
+        root: nn.Module = self.of(module)
+        for part in root.modules():
+            part.training = False
+        return root
+
+    def put_back(self) -> None:
+        """Write down which attributes the copy has set, and undo that."""
+        for source, own, before in self.attributes:
+            now = vars(own)
+            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+                continue
+            changed = {k for k, v in now.items() if k not in before or before[k] is not v} - {"training"}
+            if changed:
+                _WRITTEN.setdefault(source, set()).update(changed)
+            now.clear()
+            now.update(before)
+        for place in self.tensors:
+            place.put_back()
+
+    def release(self) -> None:
+        """Keep the finalizers of copies from closing what they share with the user's objects."""
+        for own in self.finalized:
+            object.__setattr__(own, "__class__", nn.Module if isinstance(own, nn.Module) else _Released)
+        self.finalized.clear()
+
+    def _remember(self, source: Any, own: Any) -> Any:
+        self.memo[id(source)] = own
+        self.alive.append(source)
+        return own
+
+    def _new(self, source: Any) -> Any:
+        kind = type(source)
+        own = self._remember(source, object.__new__(kind))
+        if hasattr(kind, "__del__"):
+            self.finalized.append(own)
+        return own
+
+    def of(self, x: Any) -> Any:
+        """Return the private counterpart of a value."""
+        kind = type(x)
+        if kind in ATOMIC:
+            return x
+        if id(x) in self.memo:
+            return self.memo[id(x)]
+        if kind in weakref.ProxyTypes:
+            return self._proxy(x)
+        if isinstance(x, Tensor):
+            return self._tensor(x)
+        if isinstance(x, nn.Module):
+            return self._module(x)
+        if isinstance(x, SHARED) or isinstance(x, type):
+            return x
+        if kind in COPIED:
+            return COPIED[kind](self, x)
+        if isinstance(x, tuple):
+            return self._tuple(x)
+        if isinstance(x, weakref.ref):
+            return self._reference(x)
+        if isinstance(x, COLLECTIONS):
+            return self._collection(x)
+        return self._object(x) if self._reaches(x) else x
+
+    def _tensor(self, source: Tensor) -> Tensor:
+        own = self._remember(source, _tensor(source))
+        self._carry(source, own)
+        return own
+
+    def _carry(self, source: Tensor, own: Tensor) -> None:
+        """Give the copy of a tensor the attributes that the user has set on it."""
+        if own is not source and vars(source) and not hasattr(type(source), "__tensor_flatten__"):
+            vars(own).update({k: self.of(v) for k, v in vars(source).items()})
+
+    def _module(self, source: nn.Module) -> nn.Module:
+        if isinstance(source, torch.jit.ScriptModule):
+            return self._scripted(source)
+        own = self._shell(source)
+        self._fill(source, own)
+        return own
+
+    def _shell(self, source: nn.Module) -> nn.Module:
+        own: nn.Module = self._new(source)
+        self.pairs.append((source, own))
+        return own
+
+    def _fill(self, source: nn.Module, own: nn.Module) -> None:
+        values = own.__dict__
+        for k, v in dict(vars(source)).items():
+            kind = type(v)
+            if kind in ATOMIC:
+                values[k] = v
+            elif k in TABLES and not v:  # most of what a module has: tables of hooks
+                values[k] = kind()
+            else:
+                values[k] = self.of(v)
+        _copy_slots(source, own, self.of)
+        if values.get("_compiled_call_impl") is not None:  # module.compile(): run what was compiled, eagerly
+            values["_compiled_call_impl"] = None
+        inner = values.get("_modules", {}).get("_orig_mod")
+        if isinstance(inner, nn.Module):  # torch.compile(module)
+            values["forward"] = inner.__call__
+        if getattr(source, "max_norm", None) is not None:  # an embedding that renormalizes its own weights
+            frozen = {k: p for k, p in own._parameters.items() if p is not None and not p.requires_grad}
+            own._parameters.update({k: nn.Parameter(p.clone(), requires_grad=False) for k, p in frozen.items()})
+
+    def _scripted(self, source: nn.Module) -> nn.Module:
+        """Copy a scripted module, which lives in C++, and give it the aliases of its parameters."""
+        with torch.no_grad():  # or its parameters would be clones with a graph that leads to the user's
+            own = self._remember(source, copy.deepcopy(source))
+        for theirs, part in zip(source.modules(), own.modules(), strict=True):
+            for name, p in theirs._parameters.items():
+                if p is not None:
+                    part._c.setattr(name, self.of(p))
+            part.training = False
+        return own
+
+    def _sequence(self, x: Any) -> Any:
+        if ATOMIC.issuperset(map(type, x)):  # of any length
+            return self._remember(x, x.copy())
+        own = self._remember(x, type(x)())
+        own.extend(self.of(v) for v in list(x))
+        return own
+
+    def _deque(self, x: deque) -> deque:
+        own = self._remember(x, deque(maxlen=x.maxlen))
+        own.extend(self.of(v) for v in list(x))
+        return own
+
+    def _tuple(self, x: tuple) -> tuple:
+        own = [self.of(v) for v in x]
+        if all(map(operator.is_, own, x)):
+            return x
+        try:
+            return self._remember(x, tuple.__new__(type(x), own))
+        except TypeError:  # what torch.max, torch.linalg.eigh and others return
+            return self._remember(x, type(x)(own))
+
+    def _set(self, x: Any) -> Any:
+        return self._remember(x, type(x)([self.of(v) for v in list(x)]))
+
+    def _mapping(self, x: dict) -> dict:
+        if ATOMIC.issuperset(map(type, x)) and ATOMIC.issuperset(map(type, x.values())):
+            return self._remember(x, x.copy())
+        own = self._remember(x, defaultdict(x.default_factory) if isinstance(x, defaultdict) else type(x)())
+        own.update(self._items(x))
+        return own
+
+    def _items(self, x: dict) -> Iterator[tuple[Any, Any]]:
+        for k, v in list(x.items()):
+            yield k if type(k) in ATOMIC else self.of(k), v if type(v) in ATOMIC else self.of(v)
+
+    def _collection(self, x: Any) -> Any:
+        """Copy an object of the user's own kind of list, dict, set or deque."""
+        base: Any = next(kind for kind in COLLECTIONS if isinstance(x, kind))
+        try:
+            own = base.__new__(type(x), [self.of(v) for v in x]) if base is frozenset else base.__new__(type(x))
+        except TypeError:  # made in C
+            return x
+        self._remember(x, own)
+        if isinstance(x, dict):
+            for k, v in self._items(x):
+                base.__setitem__(own, k, v)
+        elif base is deque:
+            deque.__init__(own, [self.of(v) for v in list(x)], x.maxlen)
+        elif base is not frozenset:
+            base.__init__(own, [self.of(v) for v in list(x)])
+        if isinstance(x, defaultdict):
+            own.default_factory = x.default_factory
+        self._state(x, own)
+        return own
+
+    def _namespace(self, x: types.SimpleNamespace) -> types.SimpleNamespace:
+        own = self._remember(x, types.SimpleNamespace())
+        self._state(x, own)
+        return own
+
+    def _view(self, x: types.MappingProxyType) -> types.MappingProxyType:
+        return self._remember(x, types.MappingProxyType(self.of(dict(x))))
+
+    def _method(self, x: types.MethodType) -> Any:
+        owner = self.of(x.__self__)
+        return x if owner is x.__self__ else types.MethodType(x.__func__, owner)
+
+    def _builtin(self, x: types.BuiltinMethodType) -> Any:
+        """Return the method of the copy where a method written in C belongs to a value that is copied."""
+        owner = self.of(x.__self__)
+        return x if owner is x.__self__ else getattr(owner, x.__name__)
+
+    def _partial(self, x: functools.partial) -> Any:
+        return self._remember(x, functools.partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords)))
+
+    def _reference(self, x: weakref.ref) -> Any:
+        there = x()
+        own = None if there is None else self.of(there)
+        if own is there:
+            return x
+        if isinstance(x, weakref.WeakMethod):
+            return weakref.WeakMethod(own)
+        if isinstance(x, weakref.KeyedRef):
+            return weakref.KeyedRef(own, None, x.key)  # type: ignore[arg-type]
+        return weakref.ref(own)
+
+    def _proxy(self, x: Any) -> Any:
+        try:
+            there = x.__reduce_ex__.__self__  # of the object behind it
+        except ReferenceError:
+            return x
+        own = self.of(there)
+        return x if own is there else weakref.proxy(own)
+
+    def _function(self, x: types.FunctionType) -> Any:
+        """Copy a function that reaches a module or a tensor by its closure, its defaults or a global name."""
+        if not self._reaches(x):
+            return x
+        eager = vars(x).get("_torchdynamo_orig_callable")
+        if eager is not None:  # torch.compile(function): run what was compiled, eagerly
+            return self.of(eager)
+        cells = x.__closure__ or ()
+        fresh = tuple(types.CellType() for _ in cells)
+        named = {name: x.__globals__.get(name) for name in _names(x.__code__)}
+        named = {name: value for name, value in named.items() if id(value) in self.tree}
+        scope = dict(x.__globals__) if named else x.__globals__
+        own = self._remember(x, types.FunctionType(x.__code__, scope, x.__name__, None, fresh))
+        for cell, new in zip(cells, fresh):
+            try:
+                new.cell_contents = self.of(cell.cell_contents)
+            except ValueError:  # a cell without a value
+                continue
+        if named:
+            scope.update({name: self.of(value) for name, value in named.items()})
+        own.__defaults__, own.__kwdefaults__ = self.of(x.__defaults__), self.of(x.__kwdefaults__)
+        own.__dict__.update({k: self.of(v) for k, v in vars(x).items()})
+        own.__qualname__, own.__doc__, own.__module__ = x.__qualname__, x.__doc__, x.__module__
+        return own
+
+    def _object(self, x: Any) -> Any:
+        """Copy a plain object that holds modules or tensors."""
+        if hasattr(type(x), "__del__") and _slots(type(x)):  # its finalizer could not be kept from running
+            return x
+        try:
+            own = self._new(x)
+        except TypeError:  # made in C
+            return x
+        self._state(x, own)
+        return own
+
+    def _state(self, x: Any, own: Any) -> None:
+        if hasattr(x, "__dict__"):
+            own.__dict__.update({k: self.of(v) for k, v in dict(vars(x)).items()})
+        _copy_slots(x, own, self.of)
+
+    def _reaches(self, x: Any) -> bool:
+        """Whether a value leads to a module, a tensor or something that has a private copy."""
+        if id(x) in self.unmoved:
+            return False
+        level, walked = [x], []
+        seen: set[int] = set()
+        for _ in range(DEPTH + 1):
+            walked.append(level)  # so that no id is used again
+            level = [inside for v in level if self._opens(v, seen) for inside in _inside(v, self.tree)]
+            if any(map(self._moves, level)):
+                return True
+            if not level:
+                break
+        self.unmoved.add(id(x))
+        self.alive.append(x)
+        return False
+
+    def _moves(self, x: Any) -> bool:
+        copied = id(x) in self.memo or id(x) in self.tree
+        return type(x) not in ATOMIC and (copied or isinstance(x, (nn.Module, Tensor)))
+
+    def _opens(self, x: Any, seen: set[int]) -> bool:
+        if type(x) in ATOMIC or isinstance(x, (*SHARED, type)) or id(x) in seen or id(x) in self.unmoved:
+            return False
+        seen.add(id(x))
+        return True
+
+
+class _Released:
+    """What a copy becomes whose own class has a finalizer."""
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Return what a module has beside what every module has."""
+    values = vars(module)
+    return {name: values[name] for name in values.keys() - TABLES}
+
+
+class _Place:
+    """A buffer or plain tensor of a copy, in one or two tables under its name."""
+
+    def __init__(self, tables: tuple[dict, ...], name: str, source: Tensor) -> None:
+        self.tables, self.name, self.source = tables, name, source
+        self.own: Tensor = tables[0][name]
+        self.version = self.own._version
+
+    def put_back(self) -> None:
+        """Replace a tensor that was written; a graph may hold the one that was."""
+        if self.own._version != self.version:
+            self.own = _tensor(self.source)
+            self.version = self.own._version
+        elif self.tables[0].get(self.name) is self.own:
+            return
+        for table in self.tables:
+            table[self.name] = self.own
+
+
+def _places(source: nn.Module, own: nn.Module, before: dict[str, Any]) -> Iterator[_Place]:
+    for theirs, tables in ((source._buffers, (own._buffers,)), (_plain(source), (vars(own), before))):
+        for name, x in list(theirs.items()):
+            mine = tables[0].get(name)
+            if isinstance(mine, Tensor) and mine is not x and not isinstance(mine, nn.Parameter):
+                if not mine.is_inference():
+                    yield _Place(tables, name, x)
+
+
+HELD = (list, dict, set, deque)  # collections that a forward pass may fill
+COLLECTIONS = (list, OrderedDict, defaultdict, dict, set, frozenset, deque)
+COPIED: dict[type, Callable[[Any, Any], Any]] = {
+    list: PrivateCopy._sequence,
+    tuple: PrivateCopy._tuple,
+    set: PrivateCopy._set,
+    frozenset: PrivateCopy._set,
+    deque: PrivateCopy._deque,
+    dict: PrivateCopy._mapping,
+    OrderedDict: PrivateCopy._mapping,
+    defaultdict: PrivateCopy._mapping,
+    types.MethodType: PrivateCopy._method,
+    functools.partial: PrivateCopy._partial,
+    weakref.ref: PrivateCopy._reference,
+    types.SimpleNamespace: PrivateCopy._namespace,
+    types.MappingProxyType: PrivateCopy._view,
+    types.BuiltinMethodType: PrivateCopy._builtin,
+    types.FunctionType: PrivateCopy._function,
+}
+
+
+def _inside(x: Any, tree: set[int]) -> Iterator[Any]:
+    """Yield what a value refers to, as far as a forward pass may follow it."""
+    if isinstance(x, (dict, types.MappingProxyType)):
+        yield from list(x)
+        yield from list(x.values())
+    elif isinstance(x, (list, tuple, set, frozenset, deque)):
+        yield from list(x)
+    elif isinstance(x, (types.MethodType, types.BuiltinMethodType)):
+        yield x.__self__
+    elif isinstance(x, functools.partial):
+        yield from (x.func, x.args, x.keywords)
+    elif isinstance(x, weakref.ref):
+        yield x()
+    elif isinstance(x, types.FunctionType):
+        for cell in x.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:
+                continue
+        yield from (x.__defaults__, x.__kwdefaults__, vars(x))
+        # by a global name, only what belongs to the module: other modules of a script are none of its parts
+        named = (x.__globals__.get(name) for name in _names(x.__code__))
+        yield from (value for value in named if id(value) in tree)
+    else:
+        yield from list(getattr(x, "__dict__", {}).values())
+        yield from (getattr(x, name) for name in _slots(type(x)) if hasattr(x, name))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the global names that a function and the functions inside it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    if kind not in _SLOTS:
+        _SLOTS[kind] = _find_slots(kind)
+    return _SLOTS[kind]
+
+
+def _find_slots(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        found.extend(_mangled(name, base) for name in names)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def _mangled(name: str, owner: type) -> str:
+    private_name = name.startswith("__") and not name.endswith("__")
+    return f"_{owner.__name__.lstrip('_')}{name}" if private_name else name
+
+
+def _copy_slots(source: Any, own: Any, of: Callable[[Any], Any]) -> None:
+    for name in _slots(type(source)):
+        if hasattr(source, name):
+            object.__setattr__(own, name, of(getattr(source, name)))
+
+
+def _alias(p: Tensor, wanted: bool) -> Tensor:
+    """Return a leaf that shares storage with a parameter; hooks and gradients of the parameter stay with it."""
+    if isinstance(p, UninitializedParameter | UninitializedBuffer):
+        return p
+    wanted = wanted and (p.is_floating_point() or p.is_complex())
+    if nn.Parameter in type(p).__mro__:  # of the user's own kind too, whose methods a forward pass may call
+        return torch.Tensor._make_subclass(type(p), p.detach(), wanted)
+    if not wanted:
+        return p.detach() if p.requires_grad else p
+    return nn.Parameter(p.detach())
+
+
+def _tensor(x: Tensor) -> Tensor:
+    """Return a copy of a buffer or a plain tensor, which a forward pass may overwrite; a parameter's is an alias.
+
+    A tensor that was computed keeps its graph, by which a forward pass that uses it is found to reach the user's
+    parameters.
+    """
+    if isinstance(x, nn.Parameter):  # of a module that is not registered
+        return _alias(x, False)
+    with torch.enable_grad():
+        wide = x if x.grad_fn is not None else x.detach()
+        own = wide.clone() if x.layout == torch.strided else wide
+    if type(own) is not type(x) and type(x).__torch_function__ is torch._C._disabled_torch_function_impl:
+        own = x.detach()
+    return own

@@ -1,0 +1,290 @@
+"""Inputs of a network: nested tuples, lists and mappings of tensors, and which of the tensors hold samples.
+
+A tensor whose first dimension is the number of samples usually has one entry per sample. It may also be shared by all
+samples by chance; `Roles` finds out, and tells whether the outputs of a sample depend on the others of its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lapwing.errors import BadData, UnsupportedModel
+from lapwing.model.agreement import Types, close, tolerance
+
+Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
+Path = tuple[str | int, ...]
+"""Where a tensor is in nested inputs: the keys and numbers that lead to it."""
+
+PLAIN = (str, bytes, Number, type(None), Enum, slice, range, torch.dtype, torch.device)  # equal if their text is
+FEW = 4  # samples that are run without the others of their batch
+
+APART = (
+    "A posterior needs independent samples: use running statistics in normalization layers, and the first dimension "
+    "for the batch. Where a batch is one graph (or one set) whose nodes depend on each other, make it one sample: give "
+    "inputs and targets a first dimension of 1, (x[None], edges[None]) and y[None], and let a wrapper run one graph "
+    "after the other: `def forward(self, x, edges): return torch.stack([net(*graph) for graph in zip(x, edges)])`."
+)
+NOT_DETERMINISTIC = (
+    "the network gives other outputs for the same samples when they are run again. A posterior needs a deterministic "
+    "network: switch off noise and sampling inside it."
+)
+
+Run = Callable[[Inputs], Tensor]
+"""Outputs f (n, *event, c) of a network, without gradients."""
+
+_SHARED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that do not hold one entry per sample
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def named_tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor of `tensors_in` with its path."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_tensors(value, (*path, key))
+    elif isinstance(tree, (tuple, list)):
+        for number, value in enumerate(tree):
+            yield from named_tensors(value, (*path, number))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply a function to every tensor of nested tuples, lists and mappings."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, value) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(function, value) for value in tree)
+    return tree
+
+
+def map_named(function: Callable[[Path, Tensor], Tensor], tree: Any) -> Any:
+    """Apply a function of path and tensor to every tensor."""
+    paths = (path for path, _ in named_tensors(tree))
+    return map_tensors(lambda tensor: function(next(paths), tensor), tree)
+
+
+def as_tensors(tree: Any) -> Any:
+    """Turn every array and data frame in nested tuples, lists and mappings into a tensor of its dtype."""
+    if isinstance(tree, Mapping):
+        return {key: as_tensors(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(as_tensors, tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map(as_tensors, tree))
+    return _tensor_of(tree) if is_array(tree) else tree
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array, a pandas frame or series, or another object that NumPy reads as an array."""
+    return hasattr(value, "__array__") and not isinstance(value, (Tensor, np.generic))
+
+
+def _tensor_of(value: Any) -> Tensor:
+    array = np.asarray(value)
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except TypeError as error:
+        raise BadData(
+            f"a {type(value).__name__} of dtype {array.dtype} holds no plain numbers: turn its entries into numbers"
+        ) from error
+
+
+def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
+    """A key that two nested inputs share if they have the same build and the same plain values.
+
+    The build is the type of every container and the names of a mapping in their order; `tensor` says what counts of a
+    tensor. Raises `TypeError` for an object whose value cannot be compared.
+    """
+    if isinstance(tree, Tensor):
+        return ("tensor", tensor(tree))
+    if isinstance(tree, Mapping):
+        return ("mapping", *((repr(key), described(value, tensor)) for key, value in tree.items()))
+    if isinstance(tree, (tuple, list)):
+        return (type(tree).__name__, *(described(value, tensor) for value in tree))
+    if isinstance(tree, PLAIN):
+        return (type(tree).__name__, repr(tree))
+    raise TypeError(f"an object of type {type(tree).__name__}")
+
+
+def batch_size(inputs: Inputs) -> int:
+    """The number of samples: the first dimension of the first tensor that has one."""
+    for tensor in tensors_in(inputs):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise BadData(f"no tensor with a batch dimension in inputs of type {type(inputs).__name__}")
+
+
+def share(tensor: Tensor) -> None:
+    """Note that all samples share a tensor, whatever its first dimension."""
+    _SHARED[tensor] = True
+
+
+def per_sample(tensor: Tensor, size: int) -> bool:
+    """Whether a tensor of a batch of `size` samples holds one entry per sample."""
+    return tensor.ndim > 0 and tensor.shape[0] == size and tensor not in _SHARED
+
+
+def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
+    """The chosen samples of inputs; tensors that are not `per_sample` are shared by all samples."""
+    return map_tensors(lambda tensor: tensor[rows] if per_sample(tensor, size) else tensor, inputs)
+
+
+def detached(inputs: Inputs) -> Inputs:
+    """Inputs without their graphs; what is shared stays so."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        own = tensor.detach()
+        if tensor in _SHARED:
+            share(own)
+        return own
+
+    return map_tensors(cut, inputs)
+
+
+def concatenate(pieces: Sequence[Inputs]) -> Inputs:
+    """Inputs that are `described` alike one after the other, every tensor along its first dimension."""
+    streams = [iter(list(tensors_in(piece))) for piece in pieces]
+    return map_tensors(lambda _: torch.cat([next(stream) for stream in streams]), pieces[0])
+
+
+def lists_values(tree: Any, n: int) -> bool:
+    """Whether a list or tuple with as many entries as there are samples holds no tensor."""
+    if isinstance(tree, Mapping):
+        return any(lists_values(value, n) for value in tree.values())
+    if not isinstance(tree, (tuple, list)):
+        return False
+    own = len(tree) == n and not any(True for _ in tensors_in(tree))
+    return own or any(lists_values(value, n) for value in tree)
+
+
+@dataclass(eq=False)
+class Roles:
+    """What a network was seen to make of its inputs.
+
+    A tensor whose first dimension differs from the number of samples is shared by all of them. One whose first
+    dimension equals it may be either: a few samples are run without the others, and their outputs tell.
+    """
+
+    shared: set[tuple[Path, int]] = field(default_factory=set)  # with their lengths
+    own: set[Path] = field(default_factory=set)
+    largest: int = FEW  # samples of the largest batch whose outputs were compared
+
+    def settle(self, inputs: Inputs, run: Run) -> None:
+        """Mark the tensors that all samples share, so that they are not cut like samples."""
+        n = batch_size(inputs)
+        found = {path: t for path, t in named_tensors(inputs) if t.ndim}
+        whole = {path for path, t in found.items() if len(t) != n}
+        self.shared |= {(path, len(found[path])) for path in whole}
+        self.own -= whole
+        equal = [path for path, t in found.items() if (path, len(t)) not in self.shared]
+        doubtful = [path for path in equal[1:] if path not in self.own]
+        if doubtful:
+            self._find_out(inputs, run, doubtful)
+        for path, t in found.items():
+            if (path, len(t)) in self.shared:
+                share(t)
+
+    def _find_out(self, inputs: Inputs, run: Run, doubtful: list[Path]) -> None:
+        """Run a few samples with every doubtful tensor cut, with one of them whole, with all of them whole."""
+        n = batch_size(inputs)
+        try:
+            whole = run(inputs)
+        except (RuntimeError, ValueError, IndexError):
+            return  # whoever runs the batch says what is wrong
+        if len(whole) != n or lists_values(inputs, n) or not bool(whole.isfinite().all()):
+            return
+        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # one sample: the same twice
+        for kept in chain([()], ((path,) for path in doubtful), [tuple(doubtful)]):
+            few = self._cut(inputs, rows, {*kept})
+            try:
+                if _same(whole[rows.to(whole.device)], few, run):
+                    self.shared |= {(path, n) for path in kept}
+                    self.own |= {*doubtful} - {*kept}
+                    self.largest = max(self.largest, n)
+                    return
+            except (RuntimeError, ValueError, IndexError) as error:
+                came = f"an error ({type(error).__name__}: {error})"
+        names = ", ".join(repr(".".join(map(str, path))) for path in doubtful)
+        raise UnsupportedModel(
+            f"the outputs of a sample depend on the other samples of its batch: without the others, {len(rows)} of a "
+            f"batch of {n} give {came}, whether the inputs {names}, which have {n} entries too, are cut into samples "
+            f"or shared by all. {APART}"
+        )
+
+    def _cut(self, inputs: Inputs, rows: Tensor, kept: set[Path]) -> Inputs:
+        """Some samples, with the tensors that are shared, or are taken to be, as they are."""
+        n = batch_size(inputs)
+
+        def cut(path: Path, t: Tensor) -> Tensor:
+            whole = not t.ndim or len(t) != n or (path, n) in self.shared or path in kept
+            return t if whole else t[rows.to(t.device)]
+
+        return map_named(cut, inputs)
+
+    def require_apart(self, inputs: Inputs, f: Tensor, run: Run) -> None:
+        """Refuse outputs f of a batch, larger than those seen before, that are not those of a few samples alone."""
+        n = batch_size(inputs)
+        if n <= self.largest or len(f) != n or lists_values(inputs, n) or not bool(f.isfinite().all()):
+            return  # lists of plain values are not cut: a few samples cannot be run without the others
+        rows = _spread(n, FEW).to(f.device)
+        try:
+            same = _same(f.detach()[rows], take(inputs, rows, n), run)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise refusal(n, FEW, error) from error
+        if not same:
+            raise UnsupportedModel(
+                f"the outputs of a sample depend on the other samples of its batch: in a batch of {n} they are not "
+                f"those that the same sample has in a batch of {FEW}. {APART}"
+            )
+        self.largest = n
+
+
+def refusal(n: int, few: int, error: Exception) -> UnsupportedModel:
+    """What to raise where a batch runs, and a few of its samples do not."""
+    return UnsupportedModel(
+        f"the network runs a batch of {n} samples but not {few} of them without the others "
+        f"({type(error).__name__}: {error}). {APART}"
+    )
+
+
+def _same(f: Tensor, few: Inputs, run: Run) -> bool:
+    """Whether a few samples alone have outputs f, by the precision that the network computes in."""
+    alone = run(few)
+    if close(f, alone, tolerance([f.dtype])):
+        return True
+    with Types() as inside:
+        again = run(few)
+    rtol = tolerance(inside.seen)
+    if not close(again, alone, rtol):
+        raise UnsupportedModel(NOT_DETERMINISTIC)
+    return close(f, alone, rtol)
+
+
+def _spread(n: int, count: int) -> Tensor:
+    """Rows over the whole batch, the last among them: those that come last lose where places are few."""
+    return torch.linspace(n - 1, 0, count).round().long().flip(0)

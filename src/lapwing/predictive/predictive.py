@@ -1,0 +1,214 @@
+"""The posterior predictive: reads inputs as the fit did and turns them into predictions, or into rows for tuning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.linalg import Jacobian
+from lapwing.model import Batches, Network, Plan, batch_size, tensors_in
+from lapwing.model.batches import Batch
+from lapwing.model.convention import Convention
+from lapwing.model.inputs import Inputs, as_tensors
+from lapwing.posterior import Belief
+from lapwing.predictive.lastlayer import LastLayer, last_layer_of
+from lapwing.predictive.linearized import CLOSED_FORM, Linearized
+from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
+from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.sampled import sampled_function, warn_of_collapse
+
+JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
+SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
+
+HeldOut = tuple[Tensor, Tensor, Jacobian]
+"""f (B, *event, C), canonical targets, and rows of ∂f/∂θ, (B, event·C)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """How a fit was asked to run, kept for what follows it."""
+
+    memory: int
+    split: Any = None
+    progress: bool | None = None
+    scalar: bool = False  # the network returns (B,)
+    convention: Convention = field(default_factory=Convention)  # how the batches of the fit were read
+    data: Any = field(default=None, repr=False)  # the training data, where they can be read again
+
+
+@dataclass(frozen=True, eq=False)
+class Predictive:
+    """A network with a belief about its weights, and how its inputs are read.
+
+    `plan` is how the fit read the network; None after loading, then made from the first inputs. `example` are inputs
+    that the network takes, for a look at its last layer.
+    """
+
+    network: Network
+    belief: Belief
+    options: Options
+    plan: Plan | None = None
+    example: Inputs | None = None
+
+    @cached_property
+    def last_layer(self) -> LastLayer | None:
+        """The short path to predictions, where the posterior is one over the linear layer that produces the outputs."""
+        return last_layer_of(self.network, self.belief.posterior.precision, self.options.memory, self.example)
+
+    @cached_property
+    def novelty_layer(self) -> LastLayer | None:
+        """The same under the precision that the score of novel inputs uses."""
+        layer = self.last_layer
+        precision = None if layer is None else novelty_precision(self.belief.curvature.matrix)
+        return None if layer is None or precision is None else layer.under(precision, self.options.memory)
+
+    def batches(self, data: Any) -> Batches:
+        """Read data as the fit read its own."""
+        network, options = self.network, self.options
+        return Batches(data, network.module, network.params.device, options.split, options.convention)
+
+    def inputs(self, x: Inputs) -> Inputs:
+        """Prepare inputs as the fit did: without its targets, on its device, in a dtype the network takes, finite."""
+        x = as_tensors(x)
+        x = self.options.convention.inputs_of(x) if isinstance(x, Mapping) else x
+        if not any(True for _ in tensors_in(x)):
+            raise BadData(
+                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
+            )
+        x = self.batches(()).placed(x)
+        if batch_size(x) == 0:
+            raise BadData("the batch to predict is empty")
+        for tensor in tensors_in(x):
+            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+                where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+                raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+        self.network.settle(x)
+        return x
+
+    def draws(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Weights drawn from the posterior, (n, P); the same at every call without a generator."""
+        if generator is None:
+            generator = torch.Generator(self.network.params.device).manual_seed(0)
+        return self.belief.posterior.sample(n, generator)
+
+    def linearized(self, inputs: Inputs) -> Linearized:
+        """The network linearized at its weights, ready for inputs like these."""
+        return Linearized(
+            self.network,
+            self.network.plan_of_first(inputs) if self.plan is None else self.plan,
+            self.belief.posterior.precision,
+            self.draws,
+            self.options.memory,
+            shift_invariant=self.belief.likelihood.shift_invariant,
+        )
+
+    def predict(
+        self,
+        inputs: Inputs,
+        *,
+        method: str,
+        link: str,
+        samples: int | None,
+        joint: bool,
+        differentiable: bool,
+        generator: torch.Generator | None,
+    ) -> Prediction:
+        """The predictive distribution at prepared inputs; the arguments are those of `Laplace.predict`."""
+        belief = self.belief
+        if method == "sampled":
+            if joint:
+                raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
+            draws = self.draws(samples or SAMPLED_DRAWS, generator)
+            function: Any = sampled_function(self.network, draws, inputs, differentiable)
+            warn_of_collapse(self.network, belief.likelihood, function, inputs)
+            link = "mc" if link == "auto" else link
+        elif method == "linearized":
+            by_draws = link == "jvp"
+            if by_draws and (joint or differentiable or "mc" not in belief.likelihood.links):
+                raise UnsupportedOperation(
+                    'link="jvp" is for likelihoods with Monte Carlo predictions ("mc"), without joint=True and '
+                    "differentiable=True"
+                )
+            layer = None if joint or differentiable or by_draws else self.last_layer
+            if layer is not None:
+                self.network.require_apart(inputs)
+                with torch.no_grad():
+                    f, a = layer(inputs)
+                function = layer.function(f, a, belief.likelihood.shift_invariant)
+            else:
+                function = self.linearized(inputs).function(
+                    inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
+                )
+            if by_draws:
+                link, samples = "mc", samples or JVP_DRAWS
+        else:
+            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
+        return predict_targets(
+            function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
+            belief.likelihood,
+            link=link,
+            samples=samples,
+            novelty=lambda: self.novelty(inputs, function.mean),
+            scalar=self.options.scalar,
+            shifted=bool(self.options.convention.shifted),
+            generator=generator,
+        )
+
+    def novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
+        """How much a target at these inputs would still teach, (B, *event); see `information_gain`."""
+        mean, likelihood = mean.detach(), self.belief.likelihood
+        at = replace(self.linearized(inputs), precision=novelty_precision(self.belief.curvature.matrix))
+        if mean.shape[-1] > CLOSED_FORM:
+            return information_bound(mean, at.variance(inputs, mean, at.precision), likelihood)
+        return information_gain(mean, at.covariance(inputs, mean, contrast=at.shift_invariant), likelihood)
+
+    def held_out(self, data: Any, link: str = "auto", most: float = math.inf) -> Iterator[HeldOut]:
+        """Stream (f, targets, rows) of labeled data, a few samples at a time, for tuning.
+
+        For links that ignore a common shift of the logits the rows are those of f minus its average. Ends with the
+        batch that reaches `most` samples.
+        """
+        batches, show = self.batches(data), self.options.progress
+        bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
+                   leave=False)  # fmt: skip
+        for batch in bar:
+            y = self._targets(batch)
+            start = 0
+            for f, rows in self._rows(batch.inputs, link):
+                yield f, y[start : start + f.shape[0]], rows
+                start += f.shape[0]
+            most -= start
+            if most <= 0:
+                return
+
+    def unlabeled(self, data: Any, link: str = "auto") -> Iterator[HeldOut]:
+        """Stream as `held_out` does, with targets drawn from the network itself; those of the data are not read."""
+        data = as_tensors(data)
+        data = [data] if isinstance(data, Tensor) else data
+        generator = torch.Generator(self.network.params.device).manual_seed(0)
+        for raw in self.batches(data).unlabeled():
+            for f, rows in self._rows(self.inputs(raw), link):
+                yield f, self.belief.likelihood.sample_target(f, generator), rows
+
+    def _rows(self, inputs: Inputs, link: str) -> Iterator[tuple[Tensor, Jacobian]]:
+        contrast = self.belief.likelihood.shift_invariant and link in ("auto", "mc")
+        for linearization, rows in self.linearized(inputs).jacobians(inputs, contrast=contrast):
+            yield linearization.f.detach(), rows
+
+    def _targets(self, batch: Batch) -> Tensor:
+        """The targets of a batch in canonical form; errors name the batch."""
+        try:
+            f = self.network.forward(self.inputs(batch.inputs))
+            if not bool(f.isfinite().all()):
+                raise BadData("the outputs of the network are not finite")
+            return self.belief.likelihood.targets(f, batch.targets)
+        except BadData as error:
+            raise BadData(f"batch {batch.number}: {error}") from error

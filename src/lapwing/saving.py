@@ -1,0 +1,241 @@
+"""The file of a posterior: what it holds, and how a posterior is made of it again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature import Curvature, Factor, Problem, Structure
+from lapwing.curvature.matrixfree import require_same_data
+from lapwing.errors import CorruptFile, LapwingError, UnsupportedModel
+from lapwing.linalg import Layout, unpack_sound
+from lapwing.linalg.validity import flaw_of_values
+from lapwing.model import Params
+from lapwing.model.convention import Convention
+from lapwing.model.fingerprint import Probe, fingerprint, written
+from lapwing.posterior import Prior, Tempered
+from lapwing.storage import full, lean, pack, prefixed, read_file, under, unpack, write_file
+
+ENTRIES: dict[str, Any] = {
+    **dict.fromkeys(("structure", "factor", "matrix", "prior", "likelihood", "parameters"), dict),
+    **dict.fromkeys(("temperature", "blocks", "notes", "written"), list),
+    **dict.fromkeys(("n_data", "seen", "memory"), (int, float)),
+    **dict.fromkeys(("scalar", "damped", "repair"), bool),
+    **dict.fromkeys(("tuned", "fingerprint"), str),
+}
+
+
+def write(path: Path, la: Any) -> None:
+    """Store a Laplace object: curvature, prior, temperature, likelihood and the fingerprint of the module."""
+    curvature = la.curvature
+    parts = {
+        "matrix": curvature.structure.stored(curvature.matrix),
+        "structure": pack(curvature.structure),
+        "factor": pack(curvature.factor),
+        "prior": la.prior.spec(),
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, (own, _) in parts.items():
+        tensors |= prefixed(f"{name}.", own)
+    tensors |= {f"state.{name}": value for name, value in curvature.state.items()}
+    layout = curvature.layout.describe(tensors, "layout")
+    tensors["statistics"] = curvature.statistics
+    if curvature.gradient is not None:
+        tensors["gradient"] = curvature.gradient
+    if la.params.index is not None:
+        tensors["index"] = la.params.index
+    header = {
+        **{name: description for name, (_, description) in parts.items()},
+        "temperature": [float(la.temperature.T), la.temperature.prior],
+        "logit_temperature": la.logit_temperature,
+        "likelihood": la.likelihood.spec(),
+        "parameters": {name: list(shape) for name, shape in zip(la.params.names, la.params.shapes, strict=True)},
+        "blocks": [list(names) for names in curvature.names],
+        "layout": layout,
+        "n_data": curvature.n_data,
+        "seen": curvature.seen,
+        "notes": list(curvature.notes),
+        "scalar": la.options.scalar,
+        "memory": la.options.memory,
+        "convention": asdict(la.options.convention),
+        "damped": la.belief.damped,
+        "repair": la.belief.repair,
+        "tuned": la.tuned,
+        "written": written(la.module),
+        "fingerprint": fingerprint(la.module, written(la.module)),
+    }
+    if la.watch is not None and la.watch.probe is not None and la.watch.probe.storable:
+        found: dict[str, Tensor] = {}
+        header["probe"] = lean([la.watch.probe.inputs, la.watch.probe.outputs], found)
+        tensors |= prefixed("probe.", found)
+    write_file(path, tensors, header)
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and header of the file of a posterior, or a clear error."""
+    tensors, header = read_file(path)
+    with intact(path):
+        _require_header(header)
+    return tensors, header
+
+
+def _require_header(header: Mapping[str, Any]) -> None:
+    """Refuse a header with entries that `write` does not make, however well its checksum fits."""
+    for name, kind in ENTRIES.items():
+        if not isinstance(header[name], kind) or (isinstance(header[name], bool) and kind is not bool):
+            raise CorruptFile(f"its entry {name!r} is {header[name]!r}")
+    for name in ("n_data", "seen", "memory", "logit_temperature"):
+        if not 0 < header.get(name, 1.0) < math.inf:
+            raise CorruptFile(f"its entry {name!r} is {header[name]}, which is not a positive number")
+    names = [name for block in header["blocks"] for name in block]
+    if not set(names) <= set(header["parameters"]):
+        raise CorruptFile("its blocks name weights that are none of its parameters")
+
+
+@contextmanager
+def intact(path: Path) -> Iterator[None]:
+    """`CorruptFile` in place of whatever goes wrong with entries that are not as `write` makes them."""
+    try:
+        yield
+    except CorruptFile:
+        raise
+    except (LapwingError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        if isinstance(error, UnsupportedModel):
+            raise
+        raise CorruptFile(f"{path.name!r} does not fit together ({error}); fit again, or restore a copy") from error
+
+
+def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
+    """Refuse a module with other parameters, shapes or weights than the file was made with."""
+    live = dict(module.named_parameters())
+    for name, shape in header["parameters"].items():
+        if name not in live:
+            raise UnsupportedModel(f"{path.name!r} belongs to a model with a parameter {name!r}, which this one lacks")
+        if list(live[name].shape) != shape:
+            raise UnsupportedModel(
+                f"{path.name!r} belongs to a model whose {name!r} has shape {tuple(shape)}; here it is "
+                f"{tuple(live[name].shape)}"
+            )
+    if fingerprint(module, header["written"]) != header["fingerprint"]:
+        raise UnsupportedModel(
+            f"{path.name!r} was made with other weights or buffers than this model has now. Load the weights it was "
+            "fitted on first."
+        )
+
+
+def restore_probe(
+    tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module, path: Path
+) -> Probe | None:
+    """Return the probe of the fit; refuse a module that gives other outputs for its inputs."""
+    if "probe" not in header:
+        return None
+    device = next(module.parameters()).device
+    inputs, outputs = full(header["probe"], under("probe.", tensors, device))
+    probe = Probe(inputs, outputs, made_up=True)
+    if not probe.agrees(module):
+        raise UnsupportedModel(
+            f"{path.name!r} was made with a model that gives other outputs for the same inputs, although its weights "
+            "are the same (a hook, another activation, a setting such as an adapter's scaling). Load it for the model "
+            "it was fitted on."
+        )
+    return probe
+
+
+def restore_curvature(
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, Any],
+    params: Params,
+    pose: Callable[[Factor], Problem],
+    path: Path,
+) -> Curvature:
+    """The curvature that a file holds; `pose` is called where it has to read the data again."""
+    own = lambda prefix: under(prefix, tensors, params.device)  # noqa: E731
+    with intact(path):
+        structure = unpack(own("structure."), header["structure"], Structure)
+        factor = unpack(own("factor."), header["factor"], Factor)
+        statistics = tensors["statistics"].to(params.device)
+    problem = pose(factor) if structure.reads_data else None
+    if problem is not None:
+        require_same_data(problem, statistics * (header["seen"] / header["n_data"]), header["seen"])
+    with intact(path):
+        if problem is not None:
+            matrix = structure.restored(own("matrix."), header["matrix"], problem)
+        else:
+            matrix = unpack_sound(own("matrix."), header["matrix"], params.size, signed=not factor.definite)
+        curvature = Curvature(
+            matrix=matrix,
+            layout=_layout(tensors, header, params.size),
+            names=tuple(tuple(names) for names in header["blocks"]),
+            statistics=statistics,
+            n_data=header["n_data"],
+            seen=header["seen"],
+            structure=structure,
+            factor=factor,
+            gradient=tensors["gradient"].to(params.device) if "gradient" in tensors else None,
+            notes=tuple(header["notes"]),
+            state=own("state."),
+            params=params,
+        )
+        _require_sound(curvature)
+    return curvature
+
+
+def _layout(tensors: Mapping[str, Tensor], header: Mapping[str, Any], size: int) -> Layout:
+    """Where the blocks are; a file of an earlier version holds an index of all entries."""
+    blocks = [{"tensor": f"layout.{k}"} for k in range(len(header["blocks"]))]
+    layout = header.get("layout") or {"size": size, "blocks": blocks}
+    if layout["size"] != size:
+        raise CorruptFile(f"the file places {layout['size']} weights, and there are {size}")
+    return Layout.restore(layout, tensors)
+
+
+def _require_sound(curvature: Curvature) -> None:
+    """Refuse numbers beside the matrix that no fit can have stored."""
+    found = flaw_of_values("the list of statistics", curvature.statistics, signed=True)
+    if curvature.gradient is not None:
+        shape = tuple(curvature.gradient.shape)
+        found = found or ("" if shape == (curvature.size,) else f"the gradient has shape {shape}")
+        found = found or flaw_of_values("the gradient", curvature.gradient, signed=True)
+    for name, value in curvature.state.items():  # a number that an earlier version did not count is infinite
+        found = found or (f"the sum {name!r} holds NaN" if bool(value.isnan().any()) else "")
+        found = found or (flaw_of_values(f"the sum {name!r}", value, signed=True) if value.ndim else "")
+    if len(curvature.names) not in (1, len(curvature.layout.places)):
+        found = found or f"there are {len(curvature.names)} names for {len(curvature.layout.places)} blocks"
+    if found:
+        raise CorruptFile(f"the stored curvature is impossible: {found}; fit again, or restore a copy")
+
+
+def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], params: Params) -> Prior:
+    prior = Prior.from_spec(under("prior.", tensors, params.device), header["prior"], params.size)
+    prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
+    return prior
+
+
+def restore_convention(header: Mapping[str, Any]) -> Convention:
+    """How the batches of the fit were read; a file of an earlier version does not say."""
+    stored = header.get("convention", {})
+    known = {field.name: stored[field.name] for field in fields(Convention) if field.name in stored}
+    return Convention(**known | ({"names": tuple(known["names"])} if "names" in known else {}))
+
+
+def restore_temperature(header: Mapping[str, Any]) -> Tempered:
+    T, prior = header["temperature"]
+    return Tempered(T, prior)
+
+
+def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module) -> Params:
+    params = Params.of(module, tuple(header["parameters"]))
+    if "index" not in tensors:
+        return params
+    index = tensors["index"].to(params.device)
+    fits = index.dtype == torch.long and index.ndim == 1 and len(index) == len(index.unique()) > 0
+    if not fits or int(index.min()) < 0 or int(index.max()) >= params.size:
+        raise CorruptFile(f"the stored index does not pick weights out of {params.size:,}; fit again")
+    return replace(params, index=index)

@@ -1,0 +1,373 @@
+"""One file format for all that is stored, and the list of classes that can be stored in it.
+
+A file is safetensors with a JSON header and a checksum of both, written atomically; there is no pickle. Posteriors,
+checkpoints of a training and interrupted fits are such files. An object is stored as its tensors and a description in
+JSON (`pack`), by the fields of its class, which registers itself where it is defined (`register`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, VersionMismatch
+from lapwing.writing import replacing
+
+FORMAT = 3  # 1: an index of all entries in place of runs; 2: options of a structure in a dict of their own
+KEY = "lapwing"
+PLAIN = (str, int, float, bool, type(None))
+MISFITS = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+
+C = TypeVar("C", bound=type)
+T = TypeVar("T")
+Kind = Callable[..., T]  # a class, which may be abstract
+
+# --- classes --------------------------------------------------------------------------------------------------------
+
+_classes: dict[str, list[type]] = {}
+_names: dict[type, str] = {}
+
+
+@overload
+def register(cls: C) -> C: ...
+@overload
+def register(*, name: str) -> Callable[[C], C]: ...
+def register(cls: Any = None, *, name: str | None = None) -> Any:
+    """Let objects of a class be saved and loaded, and let it be found by name: `fit(structure="tridiagonal")`.
+
+    A decorator for matrices, structures, factors and likelihoods. A file names the class as it is called in Python;
+    the module that defines it must have been imported before a file is read. `name` is what the front door calls it,
+    by default the name of the class in lower case.
+
+        @lapwing.register
+        @dataclass(frozen=True, eq=False)
+        class Tridiagonal(PSD): ...
+
+    The fields of a dataclass are stored, but for those with `metadata={"cache": True}`, and given to the class again; a
+    field with `metadata={"later": True}` may lack in files that were written before it was added.
+    Any other class is restored with the attributes it had. Fields are tensors, numbers, strings, tuples of these, and
+    objects of registered classes.
+    """
+    if cls is None:
+        return lambda cls: _register(cls, name)
+    return _register(cls, name)
+
+
+def _register(cls: C, name: str | None) -> C:
+    alike = _classes.setdefault(cls.__name__, [])
+    for other in alike:
+        shared = {base for base in set(cls.__mro__) & set(other.__mro__) if base.__module__.startswith("lapwing.")}
+        if shared and other.__module__.startswith("lapwing.") and not cls.__module__.startswith("lapwing."):
+            raise ValueError(f"Lapwing has a {cls.__name__} of its own, and files name classes: call it something else")
+    alike.append(cls)
+    _names[cls] = name or cls.__name__.lower()
+    return cls
+
+
+def is_registered(cls: type) -> bool:
+    """Whether objects of this very class can be stored in files."""
+    return cls in _names
+
+
+def name_of(cls: type) -> str:
+    """What the front door calls a class; the class's own name in lower case where it is not registered."""
+    return _names.get(cls, cls.__name__.lower())
+
+
+def named(kind: Kind[T]) -> dict[str, type[T]]:
+    """The registered classes of a kind by the names that the front door has for them; the latest of a name holds."""
+    return {name: cls for cls, name in _names.items() if issubclass(cls, _type(kind))}
+
+
+def _type(kind: Kind[T]) -> Any:
+    return kind
+
+
+def _class(name: Any, kind: Any) -> Any:
+    """The latest class of this name and kind."""
+    if isinstance(name, type) and issubclass(name, kind):
+        return name  # of a description that has not been in a file
+    for cls in reversed(_classes.get(name, []) if isinstance(name, str) else []):
+        if issubclass(cls, kind):
+            return cls
+    known = ", ".join(sorted({cls.__name__ for cls in _names if issubclass(cls, kind)}))
+    raise CorruptFile(
+        f"the file names {name!r}, which is no registered {kind.__name__} (these are {known}). Save it again, or, if "
+        "it is your own, import the module that defines it before you load the file."
+    )
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
+    """Tensors by name and a JSON-able description of an object, which `unpack` turns back. Graphs are dropped."""
+    tensors: dict[str, Tensor] = {}
+    return tensors, describe(value, tensors, "", _registered_name)
+
+
+def _registered_name(cls: type) -> str:
+    if not is_registered(cls):
+        raise UnsupportedOperation(
+            f"a {cls.__name__} cannot be stored, since load could not find its class. Put @lapwing.register above the "
+            "class, which must be a dataclass or keep all it needs in attributes."
+        )
+    return cls.__name__
+
+
+def describe(value: Any, tensors: dict[str, Tensor], key: str, name: Callable[[type], Any]) -> Any:
+    """JSON in which tensors are {"tensor": key} and objects {"type": name, field: ...}; a class may have its own way.
+
+    That is a method `describe(tensors, key)`, with `restore(description, tensors)` for the way back.
+    """
+    if isinstance(value, Tensor):
+        tensors[key] = value.detach()
+        return {"tensor": key}
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return [describe(item, tensors, f"{key}.{k}", name) for k, item in enumerate(value)]
+    if hasattr(value, "describe"):
+        return value.describe(tensors, key)
+    stem = f"{key}." if key else ""
+    own = {field: describe(item, tensors, stem + field, name) for field, item in stored_fields(value).items()}
+    return {"type": name(type(value)), **own}
+
+
+def stored_fields(value: Any) -> dict[str, Any]:
+    """The fields that an object is made of: those of a dataclass without caches and defaults of None, else all."""
+    if not is_dataclass(value):
+        return dict(vars(value)) if hasattr(value, "__dict__") else {}
+    found = [(item, getattr(value, item.name)) for item in _stored(value)]
+    return {item.name: own for item, own in found if own is not None or item.default is not None}
+
+
+def _stored(cls: Any) -> list[Field]:
+    return [item for item in fields(cls) if item.init and not item.metadata.get("cache")]
+
+
+def unpack(tensors: Mapping[str, Tensor], description: Any, kind: Kind[T]) -> T:
+    """The object of a kind that `pack` described; `CorruptFile` where the description does not fit together."""
+    if not isinstance(description, Mapping):
+        raise CorruptFile(f"a stored {_type(kind).__name__} is described by {description!r}. Save it again.")
+    cls = _class(description.get("type"), kind)
+    try:
+        if hasattr(cls, "restore"):
+            return cls.restore(description, tensors)
+        options = description["options"] if [*description] == ["type", "options"] else description  # format 2
+        given = {name: _unpacked(tensors, options[name], kind) for name in options if name != "type"}
+        return _made(cls, given)
+    except CorruptFile:
+        raise
+    except MISFITS as error:
+        raise CorruptFile(f"the stored {cls.__name__} does not fit together ({error}). Save it again.") from error
+
+
+def _made(cls: Any, given: dict[str, Any]) -> Any:
+    if not is_dataclass(cls):
+        made = cls.__new__(cls)
+        vars(made).update(given)
+        return made
+    lacking = [item.name for item in _stored(cls) if item.default is not None and not item.metadata.get("later")]
+    if missing := [name for name in lacking if name not in given]:
+        raise KeyError(f"it lacks {', '.join(missing)}")
+    return cls(**given)  # type: ignore[operator]
+
+
+def _unpacked(tensors: Mapping[str, Tensor], value: Any, kind: Any) -> Any:
+    if isinstance(value, Mapping) and "tensor" in value:
+        return tensor_of(tensors, value)
+    if isinstance(value, Mapping):
+        inner = value.get("type")
+        own = isinstance(inner, type) or any(issubclass(cls, kind) for cls in _classes.get(str(inner), []))
+        return unpack(tensors, value, kind if own and not isinstance(inner, type) else object)
+    return tuple(_unpacked(tensors, item, kind) for item in value) if isinstance(value, list) else value
+
+
+def tensor_of(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> Tensor:
+    """The tensor that a description names."""
+    if description["tensor"] not in tensors:
+        raise CorruptFile(f"the file lacks the tensor {description['tensor']!r}. Save it again.")
+    return tensors[description["tensor"]]
+
+
+def move(value: T, device: torch.device | str) -> T:
+    """A copy of an object on another device, without graph and caches; tensors that it shares stay shared."""
+    tensors: dict[str, Tensor] = {}
+    description = describe(value, tensors, "", lambda cls: cls)
+    tensors, aliases = once(tensors)
+    moved = {key: own.to(device) for key, own in tensors.items()}
+    return unpack(moved | {name: moved[own] for name, own in aliases.items()}, description, type(value))
+
+
+def nbytes(value: Any) -> int:
+    """The memory of an object's tensors, shared ones counted once."""
+    tensors: dict[str, Tensor] = {}
+    describe(value, tensors, "", lambda cls: cls)
+    return sum(tensor.numel() * tensor.element_size() for tensor in once(tensors)[0].values())
+
+
+def once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors without those that share the memory of another, and for each of these the name of that other."""
+    seen: dict[Any, str] = {}
+    names = {k: seen.setdefault((v.data_ptr(), v.shape, v.stride(), v.dtype, v.device), k) for k, v in tensors.items()}
+    return {k: v for k, v in tensors.items() if names[k] == k}, {k: own for k, own in names.items() if own != k}
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor], device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return own if device is None else {name: value.to(device) for name, value in own.items()}
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under longer names."""
+    return {prefix + name: value for name, value in tensors.items()}
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write tensors and a JSON-able header, atomically. Tensors that share memory are written once."""
+    tensors, aliases = once(tensors)
+    flat = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    header = {"format": FORMAT, **header, "aliases": aliases}
+    text = json.dumps(header | {"digest": _digest(flat, header)})
+    with replacing(path) as part:
+        save_file(flat, part, metadata={KEY: text})
+
+
+def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and header of a file; `CorruptFile` where a byte has changed or Lapwing did not write it."""
+    if not path.is_file():
+        raise CorruptFile(f"there is no file {str(path)!r}" if not path.exists() else f"{str(path)!r} is a folder")
+    damaged = f"{path.name!r} is damaged or not a Lapwing file; fit again, or restore a copy"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if "tree" in metadata:  # of a training or an interrupted fit, in format 2
+                return _read_tree(file, metadata, damaged)
+            if KEY not in metadata:
+                raise CorruptFile(f"{path.name!r} is a safetensors file, but not one that Lapwing wrote")
+            header = json.loads(metadata[KEY])
+            _require_format(header, path, damaged)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            if header.get("digest") != _digest(tensors, header):
+                raise CorruptFile(f"{damaged} (its checksum does not fit its content)")
+            return tensors | {name: tensors[own] for name, own in header.get("aliases", {}).items()}, header
+    except CorruptFile:
+        raise
+    except (SafetensorError, ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFile(f"{damaged} ({error})") from error
+
+
+def _require_format(header: Any, path: Path, damaged: str) -> None:
+    number = header.get("format") if isinstance(header, dict) else None
+    if type(number) is not int or number < 1:
+        raise CorruptFile(damaged)
+    if number > FORMAT:
+        raise VersionMismatch(
+            f"{path.name!r} has format {number}, this version of Lapwing reads up to {FORMAT}: update lapwing"
+        )
+
+
+def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    """SHA-256 of header and tensors: safetensors itself does not notice a flipped byte."""
+    digest = hashlib.sha256(json.dumps({k: v for k, v in header.items() if k != "digest"}, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name}|{tensors[name].dtype}|{tuple(tensors[name].shape)}|".encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def _read_tree(file: Any, metadata: Mapping[str, str], damaged: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {name: file.get_tensor(name) for name in file.keys()}
+    if metadata.get("digest") != _tree_digest(tensors, metadata["tree"]):
+        raise CorruptFile(f"{damaged} (its checksum does not fit its content)")
+    return tensors, {"tree": json.loads(metadata["tree"])}
+
+
+def _tree_digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors, key=int):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+# --- trees of plain values ------------------------------------------------------------------------------------------
+
+
+def save_tree(path: Path, tree: Any) -> None:
+    """Write dicts, lists, tuples, numbers, strings, None and tensors (the state of an optimizer, say), atomically."""
+    tensors: dict[str, Tensor] = {}
+    write_file(path, tensors, {"tree": lean(tree, tensors)})
+
+
+def load_tree(path: Path) -> Any:
+    """What `save_tree` wrote; `CorruptFile` where a byte has changed."""
+    tensors, header = read_file(path)
+    try:
+        return full(header["tree"], tensors)
+    except (*MISFITS, RecursionError) as error:
+        raise CorruptFile(f"{path} is damaged: its header holds no tree that was stored ({error})") from error
+
+
+def lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """JSON with tensors and whatever JSON does not tell apart replaced by {kind: ...}."""
+    if isinstance(tree, Tensor):
+        name = str(len(tensors))
+        tensors[name] = tree
+        return {"tensor": name}
+    if isinstance(tree, dict):
+        return {"dict": [[lean(key, tensors), lean(value, tensors)] for key, value in tree.items()]}
+    if isinstance(tree, tuple):
+        return {"tuple": [lean(value, tensors) for value in tree]}
+    if isinstance(tree, list):
+        return [lean(value, tensors) for value in tree]
+    if isinstance(tree, torch.dtype):
+        return {"dtype": str(tree).removeprefix("torch.")}
+    if isinstance(tree, PLAIN):
+        return tree
+    raise BadData(
+        f"a {type(tree).__name__} cannot be stored: only dicts, lists, tuples, numbers, strings, None and tensors can"
+    )
+
+
+def full(lean: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree that `lean` described."""
+    if isinstance(lean, list):
+        return [full(value, tensors) for value in lean]
+    if not isinstance(lean, dict):
+        return lean
+    ((kind, content),) = lean.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dtype":
+        return _dtype(content)
+    if kind == "tuple":
+        return tuple(full(value, tensors) for value in content)
+    if kind != "dict":
+        raise ValueError(f"unknown kind {kind!r}")
+    return {full(key, tensors): full(value, tensors) for key, value in content}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
