@@ -157,7 +157,7 @@ def one_split(everything: Sweep, items: int, seed: int, rule: str = "widest") ->
     if setting.deterministic:
         default = -likelihood.log_prob(test.f / setting.logit_temperature, test.y).mean().item()
     else:
-        default = test.nll(setting)
+        default = test.losses([setting]).mean().item()
     return [*plain, default], setting
 
 

@@ -128,7 +128,7 @@ def test_logits_beyond_the_bar_are_left() -> None:
     nodes = Nodes.spanning(1e-2, 1e3, 1e3)
     sweep = sweep_of(problem.curvature("full"), held_out(problem)[1], Categorical(), nodes)
     setting = Setting(torch.ones(1).double())
-    assert fit_logits(sweep, setting, bar=0.0) is setting
-    better = fit_logits(sweep, setting)
+    assert fit_logits(sweep, [setting], bar=0.0)[0] is setting
+    (better,) = fit_logits(sweep, [setting])
     assert math.isfinite(better.logit_temperature)
-    assert sweep.nll(better) < sweep.nll(setting)
+    assert sweep.losses([better]).mean() < sweep.losses([setting]).mean()

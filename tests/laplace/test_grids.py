@@ -122,5 +122,5 @@ def test_leave_one_out_stays_on_the_grid_and_learns_what_it_is_told():
 
 def test_inducing_points_stay_on_the_grid():
     model, train, _ = regressor()
-    la = lapwing.fit(model, train, "regression", structure=lapwing.curvature.VaLLA(inducing=10))
+    la = lapwing.fit(model, train, "regression", structure=lapwing.VaLLA(inducing=10))
     assert precisions(la.tune(grid={"prior": [0.2, 5.0]})) <= {0.2, 5.0}

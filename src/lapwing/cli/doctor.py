@@ -17,7 +17,6 @@ from lapwing.cli.command import Command
 from lapwing.cli.data import Rows, require_readable, suited
 from lapwing.curvature import (
     GGN,
-    Functional,
     MatrixFree,
     Problem,
     Structure,
@@ -133,7 +132,7 @@ def _posed(options: argparse.Namespace, model: nn.Module, data: Any, family: Lik
 
 def _output_lines(problem: Problem, likelihood: str) -> list[str]:
     lines = [f"{problem.outputs:,} a sample, taken as {likelihood}"]
-    if not isinstance(problem.factor, GGN):
+    if not problem.factor.exact:
         lines.append(f"too many for the exact GGN (up to {GGN().limit:,}): fit with --factor auto")
     return lines
 
@@ -173,7 +172,7 @@ def _structure_lines(problem: Problem) -> list[str]:
     lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
     for name, kind in named(Structure).items():
         structure = kind()
-        needed = _needed(problem, structure)
+        needed = structure.needed(problem)
         reads = f"reads the data {structure.passes()} ×" if name != "matrixfree" else "reads the data for every product"
         size = "?" if needed is None else _bytes(needed)
         mark = " ← auto" if kind is picked else ""
@@ -181,23 +180,11 @@ def _structure_lines(problem: Problem) -> list[str]:
     return lines
 
 
-def _needed(problem: Problem, structure: Structure) -> int | None:
-    """Bytes; None where the number of data decides and is not known."""
-    params, length = problem.network.params, problem.batches.length
-    itemsize = params.dtype.itemsize
-    if not isinstance(structure, Functional):
-        return structure.bytes(problem.plan, itemsize)
-    if length is None:
-        return None
-    return Functional.needed(length * problem.batch * problem.factor.width(problem.outputs), params.size, itemsize)
-
-
 def _obstacle(problem: Problem, structure: Structure, needed: int | None) -> str:
     if needed is not None and needed > problem.memory:
         return ", too large"
     try:
-        if not isinstance(structure, Functional):  # whose own check counts all data, which may take long
-            structure.require(problem)
+        structure.require(problem)
     except TooLarge:
         return ", too large"
     except LapwingError as error:
@@ -240,7 +227,7 @@ def _gradient_seconds(products: Products, inputs: Any) -> float:
 
 def _next(options: argparse.Namespace, problem: Problem) -> str:
     weights = f" --weights {options.weights}" if options.weights else ""
-    factor = "" if isinstance(problem.factor, GGN) else " --factor auto"
+    factor = "" if problem.factor.exact else " --factor auto"
     settings = f"--likelihood {options.likelihood or 'LIKELIHOOD'}{factor} --tune HELD_OUT --out model.lapwing"
     return f"lapwing fit {options.model} {options.data or 'DATA'}{weights} {settings}"
 

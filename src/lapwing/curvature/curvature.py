@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from lapwing.curvature.ekfac import EKFAC
@@ -20,7 +19,7 @@ from lapwing.curvature.shards import require_same, sharded, together
 from lapwing.curvature.structure import OTHER_OPERATIONS, Estimate, Structure, layout_of
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.linalg import PSD, Layout
-from lapwing.model import Params, PlanChanged, batch_size, dynamic_plan
+from lapwing.model import Params, PlanChanged, dynamic_plan
 from lapwing.storage import named
 
 FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights
@@ -33,6 +32,8 @@ class Curvature:
 
     `statistics` give the log-likelihood for any noise, `gradient` is Σ φ·∇θ log p (None for sampled factors). Both and
     the matrix are scaled to `n_data`; `seen` counts the data that were read.
+
+        la.curvature.matrix, la.curvature.n_data
     """
 
     matrix: PSD
@@ -62,20 +63,18 @@ class Curvature:
 
 
 def choose_structure(problem: Problem) -> tuple[Structure, str]:
-    """The structure for "auto", and why."""
-    params, plan = problem.network.params, problem.plan
-    itemsize = torch.finfo(params.dtype).bits // 8
-    served = problem.factor.structures
+    """Choose the structure for "auto", and say why."""
+    params, plan, served = problem.network.params, problem.plan, problem.factor.structures
+    itemsize = params.dtype.itemsize
     if params.index is not None:
         return Full(), "full, because the selection asks for a dense structure"
     if served:
         return named(Structure)[served[0]](), f"{served[0]}, because factor {type(problem.factor).__name__} asks for it"
     if params.size <= FULL_BELOW and Full().bytes(plan, itemsize) <= problem.memory:
         return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
-    rows = None if sharded() else _rows_at_most(problem)
-    if rows is not None and rows <= FUNCTIONAL_BELOW and rows < params.size:
-        needed = Functional.needed(rows, params.size, itemsize)
-        if needed <= problem.memory:
+    if problem.length is not None and problem.batches.reiterable and not sharded():
+        rows, needed = problem.length * problem.factor.width(problem.outputs), Functional().needed(problem)
+        if rows <= FUNCTIONAL_BELOW and rows < params.size and needed is not None and needed <= problem.memory:
             return Functional(), (
                 f"functional, because the data have at most {rows:,} output directions, fewer than {params.size:,} "
                 f"weights: exact for this factor, in {needed / 1e6:,.3g} MB"
@@ -98,14 +97,6 @@ def choose_structure(problem: Problem) -> tuple[Structure, str]:
     return Diag(), "diag, because Kronecker factors exceed the memory budget"
 
 
-def _rows_at_most(problem: Problem) -> int | None:
-    """Data × output directions, rounded up to whole batches, where the data can tell."""
-    length = problem.batches.length
-    if length is None or not problem.batches.reiterable:
-        return None
-    return length * batch_size(next(iter(problem.batches)).inputs) * problem.factor.width(problem.outputs)
-
-
 def estimate_curvature(problem: Problem, structure: Structure | None, n_data: float | None = None) -> Curvature:
     """Run the structure over the data and scale the result to the size of the data set that it stands for."""
     notes: tuple[str, ...] = ()
@@ -120,7 +111,7 @@ def estimate_curvature(problem: Problem, structure: Structure | None, n_data: fl
 
 
 def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:
-    """Add the problem's data to a curvature; n_data grows by what is seen."""
+    """Add the data of a problem to a curvature; `n_data` grows by what is seen."""
     structure = curvature.structure
     _require(problem, structure)
     ratio = curvature.n_data / curvature.seen
@@ -141,7 +132,7 @@ def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:
 
 
 def _in_blocks_of(curvature: Curvature, problem: Problem) -> Problem:
-    """The problem with the blocks of the curvature, those of the tape or those without it."""
+    """Return the problem with the blocks that the curvature has: those of the tape, or those of a loop over samples."""
     without = replace(problem, plan=dynamic_plan(problem.network.params, "a loop over samples, as in the fit"))
     for same in (problem, without):
         if curvature.layout.same_as(layout_of(same)) and curvature.structure.continues(curvature.matrix, same):
@@ -162,7 +153,7 @@ def _require(problem: Problem, structure: Structure) -> None:
 def _robustly(
     problem: Problem, structure: Structure, estimate: Callable[[Problem], Estimate]
 ) -> tuple[Problem, Estimate]:
-    """Where the operations change from batch to batch, start over without the tape."""
+    """Estimate, and start over without the tape where the operations change from batch to batch."""
     try:
         with together():
             return problem, estimate(problem)
@@ -184,7 +175,7 @@ def _finish(
     ratio = n / totals.seen
     unused = [name for block in problem.plan.blocks if block.kind == "unused" for name in block.names]
     if unused:
-        notes = (*notes, f"no curvature (the prior alone): {', '.join(unused)} do not reach the outputs")
+        notes = (*notes, f"no curvature, only the prior: {', '.join(unused)} do not reach the outputs")
     params = problem.network.params
     names = (params.names,) if params.index is not None else tuple(block.names for block in problem.plan.blocks)
     return Curvature(

@@ -120,10 +120,6 @@ class Factor(ABC):
                 "GGN(limit=...) to insist."
             )
 
-    def count(self, f: Tensor) -> int:
-        """How many directions there will be at outputs f."""
-        return self.width(f[0].numel())
-
 
 def resolve_factor(factor: str | Factor) -> Factor | None:
     """Return the factor that `factor=` means, an object or a name; None for "auto"."""

@@ -69,31 +69,34 @@ class Functional(Structure):
         """Of one row and its float64 copy: how many rows there are, the data tell."""
         return sum(block.size for block in plan.blocks) * (itemsize + 8)
 
-    @staticmethod
-    def needed(rows: int, size: int, itemsize: int) -> int:
-        """Bytes of the rows, a working copy, and the kernel."""
-        return 2 * rows * size * itemsize + 3 * 8 * rows**2
+    def needed(self, problem: Problem) -> int | None:
+        return None if problem.length is None else self._memory(problem, problem.length)
+
+    def _memory(self, problem: Problem, data: int) -> int:
+        """Bytes of the rows of so many data, a working copy, and the kernel."""
+        rows, params = self._rows(problem, data), problem.network.params
+        return 2 * rows * params.size * params.dtype.itemsize + 3 * 8 * rows**2
+
+    def _rows(self, problem: Problem, data: int) -> int:
+        return (data if self.points is None else min(data, self.points)) * problem.factor.width(problem.outputs)
 
     def passes(self) -> int:
         return 2
 
-    def require(self, problem: Problem) -> None:
-        super().require(problem)
+    def _require_memory(self, problem: Problem) -> None:
+        """Count the data, and refuse more rows than the memory holds."""
         data = _count(problem.batches)
-        data = data if self.points is None else min(data, self.points)
-        first = next(iter(problem.batches))
-        f = problem.network.forward(first.inputs)
-        rows = data * problem.factor.count(f)
-        params = problem.network.params
-        needed = self.needed(rows, params.size, torch.finfo(params.dtype).bits // 8)
+        needed = self._memory(problem, data)
         if needed > problem.memory:
             raise TooLarge(
-                f"structure='functional' keeps {rows:,} rows of {params.size:,} weights and their kernel, about "
-                f"{needed / 1e9:.3g} GB, the budget is {problem.memory / 1e9:.3g} GB. Use Functional(points=...) "
-                "on fewer data, Nystrom(rank), structure='matrixfree', which keeps no rows, or raise memory=."
+                f"structure='functional' keeps {self._rows(problem, data):,} rows of {problem.network.params.size:,} "
+                f"weights and their kernel, about {needed / 1e9:.3g} GB, the budget is {problem.memory / 1e9:.3g} GB. "
+                "Use Functional(points=...) on fewer data, Nystrom(rank), structure='matrixfree', which keeps no "
+                "rows, or raise memory=."
             )
 
     def estimate(self, problem: Problem) -> Estimate:
+        self._require_memory(problem)
         accumulator = RowsAccumulator(problem)
         if self.points is None:
             totals = pass_over(problem, accumulator.update)

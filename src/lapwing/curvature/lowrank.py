@@ -37,13 +37,13 @@ class LowRankAccumulator(Accumulator):
         }
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
-        self._absorb(jacobian.dense().flatten(0, 1))
+        self.absorb(jacobian.dense().flatten(0, 1))
 
     def merge(self, other: Accumulator) -> None:
-        self._absorb(other.tensors["rows"].to(self.tensors["rows"]))
+        self.absorb(other.tensors["rows"].to(self.tensors["rows"]))
         self.tensors["dropped"] = self.tensors["dropped"] + other.tensors["dropped"]
 
-    def _absorb(self, rows: Tensor) -> None:
+    def absorb(self, rows: Tensor) -> None:
         for piece in rows.split(max(self.rank, 32)):
             stacked = torch.cat([self.tensors["rows"], piece])
             if len(stacked) <= 2 * self.rank:  # cut only when there is twice too much: half the decompositions
@@ -118,7 +118,7 @@ class LowRank(Structure):
             return self._by_products(problem, matrix)
         matrix = cast(LowRankMatrix, matrix)
         accumulator = LowRankAccumulator(problem, self.rank)
-        accumulator._absorb(matrix.basis * matrix.values.sqrt().to(matrix.basis)[:, None])
+        accumulator.absorb(matrix.basis * matrix.values.sqrt().to(matrix.basis)[:, None])
         accumulator.tensors["dropped"] = accumulator.tensors["dropped"] + state["dropped"].to(
             accumulator.tensors["dropped"]
         )

@@ -31,23 +31,8 @@ from lapwing.storage import register
 NEGLIGIBLE = 1e-4  # of the curvature in output space, then of the trace of rows: what may stay out of the sketch
 
 
-class SketchAccumulator(LowRankAccumulator):
-    """The leading subspace of rows, a few samples at a time and without negligible rows; and their trace."""
-
-    def __init__(self, problem: Problem, rank: int) -> None:
-        super().__init__(problem, rank)
-        self.trace = 0.0
-
-    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
-        for start, length in chunks(jacobian.n, jacobian.r * jacobian.size * jacobian.dtype.itemsize // 4):
-            rows = jacobian.narrow(start, length).dense().flatten(0, 1)
-            squares = torch.linalg.vector_norm(rows, dim=-1).double().square()
-            self.trace += float(squares.sum())
-            self._absorb(rows[_weighty(squares)])
-
-
-def _weighty(squares: Tensor) -> Tensor:
-    """All rows but the smallest, whose squared norms sum to at most NEGLIGIBLE of all."""
+def _large(squares: Tensor) -> Tensor:
+    """Return the indices of all rows but the smallest, whose squared norms sum to at most NEGLIGIBLE of the total."""
     order = squares.argsort()
     keep = squares[order].cumsum(0) > NEGLIGIBLE * squares.sum()
     return order[keep]
@@ -154,15 +139,24 @@ class MatrixFree(Structure):
         return "nystrom" if self.sketch == "rows" and many else self.sketch
 
     def _sketch(self, problem: Problem) -> tuple[Sketch, float]:
-        """One pass over rows, and their trace; a preconditioner may leave out what confident samples hardly say."""
+        """Pass over the rows once: their leading subspace without negligible rows, and the trace of all of them."""
         params = problem.network.params
         if self._how(problem) != "rows":
             return Sketch.empty(torch.empty(0, params.size, dtype=params.dtype, device=params.device)), 0.0
-        accumulator = SketchAccumulator(problem, self.rank)
+        leading, trace = LowRankAccumulator(problem, self.rank), 0.0
+
+        def update(jacobian: Jacobian, fresh: Tensor | None) -> None:
+            nonlocal trace
+            for start, length in chunks(jacobian.n, jacobian.r * jacobian.size * jacobian.dtype.itemsize // 4):
+                rows = jacobian.narrow(start, length).dense().flatten(0, 1)
+                squares = torch.linalg.vector_norm(rows, dim=-1).double().square()
+                trace += float(squares.sum())
+                leading.absorb(rows[_large(squares)])
+
         factor = GGN(tolerance=NEGLIGIBLE) if problem.factor.exact else problem.factor
-        pass_over(problem, accumulator.update, factor, label="sketch", gradient=False)
-        sketch = Sketch.of_rows(accumulator.tensors["rows"])
-        return Sketch(sketch.basis[: self.rank], sketch.values[: self.rank]), accumulator.trace
+        pass_over(problem, update, factor, label="sketch", gradient=False)
+        sketch = Sketch.of_rows(leading.tensors["rows"])
+        return Sketch(sketch.basis[: self.rank], sketch.values[: self.rank]), trace
 
     def stored(self, matrix: PSD) -> tuple[dict[str, Tensor], Any]:
         return _tensors(cast(Operator, matrix)), {"type": self.name}

@@ -1,4 +1,8 @@
-"""One loop over data for every structure: forward with the tape, directions, rows."""
+"""One pass over the data, for every structure: run a batch, choose directions in output space, hand over rows.
+
+A backward pass costs the same for every sample of a batch, needed or not. Confident classifiers need nine directions
+for a few samples and none for most, so samples that need equally many directions wait for each other and share a batch.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,17 @@ from lapwing.model.batches import parts_of
 from lapwing.model.inputs import Inputs, concatenate, described, lists_values, per_sample
 
 Update = Callable[[Jacobian, Tensor | None], None]
-"""Rows, and the weights (n,) of the samples if these are the first rows of their batch."""
+"""Takes rows, and the weights (n,) of the samples if these are the first rows of their batch."""
 MakeRows = Callable[[Linearization, Tensor], Jacobian]
-"""Rows of a network at a batch, for directions (r, n, *event, c)."""
+"""Makes the rows of a linearized network for directions (r, n, *event, c)."""
 
-CHUNK = 2**26  # bytes of back-propagated gradients under way at a time: more goes back to the system when it is freed
-KEPT = 2**25 - 2**14  # bytes; glibc gives back memory in pieces of twice the largest block that it has seen freed
+CHUNK = 2**26  # bytes of back-propagated gradients in memory at a time: larger blocks go back to the system when freed
+KEPT = 2**25 - 2**14  # bytes; glibc returns memory in pieces of twice the largest block that it has seen freed
 SMALL = 2**22  # bytes of gradients below which several directions go into one update
-TOGETHER = 2**28  # where all directions of a sample are wanted at once: backward passes of few samples are slow
-WORTH = 0.6  # share of the directions of a batch that must be needed for running them all at once
-WAITING = 2**27  # bytes of samples that wait
-OVERHEAD = 8  # samples that a backward pass of its own costs
+TOGETHER = 2**28  # bytes in memory where all directions of a sample come at once: few samples make slow backward passes
+WORTH = 0.6  # share of the directions of a batch that must be needed to run the batch as it is
+WAITING = 2**27  # bytes that waiting samples may take
+OVERHEAD = 8  # samples that cost as much as starting one more backward pass
 
 
 def pass_over(
@@ -51,13 +55,17 @@ def pass_over(
 ) -> Totals:
     """Pass over the data once, handing rows to `update` for a few samples and directions at a time.
 
-    Where samples need different numbers of directions, those that need alike are brought together and run again.
-    `row_bytes` is what the structure itself needs for each row, `gradient` asks for that of the log-likelihood (of
-    exact factors only). `inputs` sees every sample that is run again when it is first run, without directions.
-    `together` hands over all directions of fewer samples, rather than fewer directions of all samples. With
-    `state`, the tensors that `update` adds to, an interrupted pass goes on where the problem keeps a journal.
-    `rows` makes them in place of `Linearization.jacobian`, of every batch as it comes: no samples are regrouped.
-    `digest`: of its blocks the structure wants no rows, only what `BlockRows.gradient_gram` gives.
+    - `factor` replaces that of the problem.
+    - `row_bytes` is the memory that the structure itself needs per row.
+    - `gradient` asks for the gradient of the log-likelihood, which exact factors have.
+    - `inputs` sees every sample once, without directions, where the sample has to wait for others.
+    - `together` hands over all directions of few samples rather than few directions of all samples.
+    - `state` holds the tensors that `update` adds to. They are summed over processes, and an interrupted pass goes on
+      from a journal where the problem has one.
+    - `rows` makes the rows in place of `Linearization.jacobian`; no sample waits then.
+    - `digest` names the blocks of which the structure wants no rows, only what `BlockRows.gradient_gram` gives.
+
+        totals = pass_over(problem, accumulator.update, state=accumulator.tensors)
     """
     factor = factor or problem.factor
     scored, pieces = gradient and factor.exact, Pieces(problem, row_bytes, together, digest)
@@ -84,27 +92,26 @@ def pass_over(
 
 @dataclass(frozen=True)
 class Pieces:
-    """How many samples and directions are under way at a time."""
+    """How many samples and directions are in memory at a time."""
 
     problem: Problem
-    row_bytes: int  # what a structure itself needs for each row
-    together: bool  # all directions of fewer samples, rather than fewer directions of all
+    row_bytes: int  # memory that a structure itself needs per row
+    together: bool  # all directions of few samples rather than few directions of all samples
     digest: Digest | None = None
 
     @property
     def cap(self) -> int:
-        """Bytes that the rows under way may take."""
+        """Bytes that rows may take at a time."""
         return min(self.problem.memory // 8, TOGETHER if self.together else CHUNK)
 
     @property
     def row(self) -> int:
-        """Bytes of one direction of a sample; those that are kept where all are under way."""
+        """Bytes per direction of one sample: all gradients of a backward pass, or those that stay if `together`."""
         plan = self.problem.plan
         return max(4 * (plan.kept if self.together else plan.width) + self.row_bytes, 1)
 
     def samples(self, directions: int) -> int:
-        """As many as fit with the gradients of one direction, or of all, with their graph, and with the directions
-        themselves."""
+        """How many samples to run at once: their gradients, their graph and their directions fit into memory."""
         problem, rows = self.problem, self.cap // self.row
         together = 4 * problem.plan.under_way(directions) + directions * self.row_bytes
         root = 4 * directions * (problem.outputs // max(1, math.prod(problem.event)))
@@ -118,14 +125,14 @@ class Pieces:
         )
 
     def directions(self, at: Linearization, count: int) -> int:
-        """As many as fit, or as share a backward pass or are small."""
+        """How many directions to process at once: they fit, and share a backward pass or are small."""
         row = max(self._direction(at), 1)
         length = max(1, self.cap // row)
         return length if self.together else max(1, min(length, max(at.shared(count), SMALL // row)))
 
     def _direction(self, at: Linearization) -> int:
-        """Bytes that one direction of all samples takes; where gradients are digested and few of them are kept, so do
-        rows that are written out, and the direction itself."""
+        """Bytes per direction of all samples. Where gradients are digested, few of them stay, so that explicit rows and
+        the direction itself count too."""
         if self.digest is None:
             return at.n * self.row
         explicit = sum(block.size for block in at.plan.blocks if block.kind == "rows")
@@ -134,7 +141,8 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class Totals:
-    """What a pass over the data adds up besides the curvature."""
+    """What a pass over the data adds up besides the curvature: statistics of the likelihood, the number of data, and
+    the gradient of the log-likelihood (None for sampled factors)."""
 
     statistics: Tensor
     seen: float
@@ -143,7 +151,7 @@ class Totals:
 
 
 class Sums:
-    """Running totals of a pass."""
+    """Sums of a pass that is still running."""
 
     def __init__(self) -> None:
         self.statistics: Tensor | None = None
@@ -159,7 +167,7 @@ class Sums:
         self.directions += int(chosen.needed.sum())
 
     def join(self, other: Sums) -> None:
-        """Those of another pass, without gradients."""
+        """Add the sums of another pass, without gradients."""
         assert other.statistics is not None
         self.statistics = other.statistics if self.statistics is None else self.statistics + other.statistics
         for name in ("seen", "curvature", "dropped", "samples", "directions"):
@@ -177,7 +185,7 @@ class Sums:
         notes: tuple[str, ...] = ()
         if self.dropped > 1e-6 * self.curvature:
             notes = (
-                f"directions: {self.directions / max(self.samples, 1):.2g} a sample, "
+                f"directions: {self.directions / max(self.samples, 1):.2g} per sample, "
                 f"which leaves out {self.dropped / self.curvature:.2g} of the curvature in output space",
             )
         return Totals(self.statistics, self.seen, self.gradient, notes)
@@ -185,21 +193,21 @@ class Sums:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Samples that are run together."""
+    """Samples that run together."""
 
     inputs: Inputs
     directions: Directions
     score: Tensor | None
-    batches: tuple[int, ...] = ()  # where they come from, for messages
+    batches: tuple[int, ...] = ()  # the batches that they come from, for messages
 
     def parts(self, size: int) -> Iterator[Group]:
-        """In even parts of at most so many samples, at least one."""
+        """Split into even parts of at most `size` samples."""
         n = len(self.directions.needed)
         for rows in torch.arange(n, device=self.directions.needed.device).chunk(-(-n // max(1, size))):
             yield self if len(rows) == n else self.take(rows)
 
     def take(self, rows: Tensor) -> Group:
-        """Some of its samples."""
+        """Take some of the samples."""
         n, score = len(self.directions.needed), self.score
         part = None if score is None else score[rows]
         return Group(take(self.inputs, rows, n), self.directions.take(rows), part, self.batches)
@@ -211,17 +219,17 @@ class Group:
 
 @dataclass(eq=False)
 class Regrouped:
-    """Waiting samples, by the number of directions they need, whether these begin with the score, and the shapes,
-    names and other arguments of their inputs."""
+    """Samples that wait, by the number of directions they need, by whether the first direction is the score, and by the
+    shapes, names and other arguments of their inputs."""
 
-    size: int = 1  # samples that a group is run with: those of the largest batch so far
+    size: int = 1  # samples per group: as many as the largest batch so far has
     waiting: dict[tuple, list[Group]] = field(default_factory=dict)
-    taking: bool = False  # whether it took the last batch
+    taking: bool = False  # whether the last batch was admitted
 
     def admit(
         self, inputs: Inputs, directions: Directions, score: Tensor | None, factor: Factor, number: int = 0
     ) -> bool:
-        """Take a batch, or decline it where running it as it is costs no more."""
+        """Let the samples of a batch wait; False where running the batch as it is costs no more."""
         n, self.taking = batch_size(inputs), False
         self.size = max(self.size, n)
         build = None if directions.order is None else _build(inputs, n)
@@ -240,7 +248,7 @@ class Regrouped:
         return True
 
     def _with_scores(self, directions: Directions, score: Tensor | None, factor: Factor) -> Tensor:
-        """Directions needed, at least one where the sample matters to the gradient of the log-likelihood."""
+        """Directions per sample, at least one where the sample matters to the gradient of the log-likelihood."""
         if score is None:
             return directions.needed
         sizes = score.flatten(1).double().norm(dim=1)
@@ -251,7 +259,7 @@ class Regrouped:
         return torch.maximum(directions.needed, matters.to(directions.needed))
 
     def full(self) -> Iterator[Group]:
-        """Groups that have reached their size, and the largest of the others while they take too much memory."""
+        """Yield groups that have reached their size, and the largest others while all take too much memory."""
         for key in list(self.waiting):
             if _samples(self.waiting[key]) >= self.size:
                 yield _joined(self.waiting.pop(key))
@@ -260,7 +268,7 @@ class Regrouped:
             yield _joined(self.waiting.pop(largest))
 
     def rest(self) -> Iterator[Group]:
-        """Everything that still waits. A few samples join those that need more rather than run alone."""
+        """Yield everything that still waits. A few samples join a group that needs more directions."""
         levels = sorted(self.waiting.items(), key=lambda item: item[0][0])
         self.waiting = {}
         for alike in {key[1] for key, _ in levels}:
@@ -273,7 +281,7 @@ class Regrouped:
 
 
 def _build(inputs: Inputs, n: int) -> tuple | None:
-    """A key that batches share if their samples may run together; None where samples cannot be taken out of a batch.
+    """Return a key that batches share if their samples may run together; None if samples cannot leave their batch.
 
     They cannot where a tensor belongs to the batch as a whole, where a list holds one plain value per sample, or where
     an argument is an object that cannot be compared.
@@ -291,7 +299,7 @@ def _samples(parts: list[Group]) -> int:
 
 
 def _rounded(count: int) -> int:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24, …: a few wasted directions for larger groups."""
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, 24, …: larger groups are worth a few wasted directions."""
     power = 1 << max(0, count.bit_length() - 1)
     return next(level for level in (power, power + power // 2, 2 * power) if level >= count)
 
@@ -312,7 +320,7 @@ def _joined(parts: list[Group]) -> Group:
 
 @dataclass(eq=False)
 class _Pass:
-    """One pass over the data, and what it has added up so far."""
+    """One pass over the data and its sums so far."""
 
     problem: Problem
     update: Update
@@ -327,7 +335,7 @@ class _Pass:
     waiting: Regrouped = field(default_factory=Regrouped)
 
     def over(self, label: str) -> Sums:
-        """All batches."""
+        """Read all batches."""
         torch.empty(KEPT, dtype=torch.uint8, device="cpu")  # freed at once, never written
         journal = self.journal
         with self.problem.network.borrow():
@@ -356,12 +364,12 @@ class _Pass:
             self.waiting.size, self.waiting.taking = kept["waiting"]
 
     def _save(self, journal: Journal, **options: bool) -> None:
-        """Write down what there is, where no sample waits."""
+        """Write the sums to the journal; no sample waits now."""
         kept = {"sums": dict(vars(self.sums)), "waiting": [self.waiting.size, self.waiting.taking]}
         journal.save(self.state, kept, self.problem.generator, **options)
 
     def _wait(self, batch: Batch) -> bool:
-        """Bring the samples of a batch to those that wait, by a forward pass without a graph; or decline it."""
+        """Let the samples of a batch wait after a forward pass without a graph; False where they should not."""
         if not self.waiting.taking or self.inputs is not None:
             return False
         counted = Sums()
@@ -372,14 +380,14 @@ class _Pass:
         return True
 
     def _take(self, batch: Batch) -> None:
-        """Rows of a batch, or of those that came to wait with it."""
+        """Process a batch in parts that fit into memory, and the groups that its samples complete."""
         problem = self.problem
         for part in parts_of(batch, self.pieces.samples(self.factor.width(problem.outputs))):
             if self._admitted(part, problem.network.linearize(problem.plan, part.inputs)):
                 self._run(self.waiting.full())
 
     def _admitted(self, batch: Batch, at: Linearization) -> bool:
-        """Whether the samples wait for others; what the structure wants of them now is done."""
+        """Let samples wait (the structure sees their inputs now) or process them; return whether they wait."""
         directions, score, fresh = self._directions(batch, at.f, self.sums)
         if self.rows is None and self.waiting.admit(batch.inputs, directions, score, self.factor, batch.number):
             if self.inputs is not None:
@@ -389,7 +397,7 @@ class _Pass:
         return False
 
     def _run(self, groups: Iterable[Group]) -> None:
-        """Rows of samples that were brought together."""
+        """Process groups of samples that waited for each other."""
         network, plan = self.problem.network, self.problem.plan
         for group in groups:
             for part in group.parts(self.pieces.samples(group.directions.count)):
@@ -397,7 +405,7 @@ class _Pass:
                 self._feed(network.linearize(plan, part.inputs), part.directions, part.score, None, where)
 
     def _directions(self, batch: Batch, f: Tensor, sums: Sums) -> tuple[Directions, Tensor | None, Tensor]:
-        """Directions, scores and weights (n,) of a batch, counted; samples without a target that counts weigh 0."""
+        """Directions, scores and weights (n,) of a batch, added to the sums; samples without a target weigh 0."""
         problem, likelihood = self.problem, self.problem.likelihood
         y, f = problem.prepare(batch, f), f.detach()
         with torch.no_grad():
@@ -418,9 +426,9 @@ class _Pass:
     def _feed(
         self, at: Linearization, directions: Directions, score: Tensor | None, fresh: Tensor | None, where: str
     ) -> None:
-        """Rows of a piece, as many directions at a time as fit; and the gradient of the log-likelihood, from the pass
-        of the first direction where that is along the score."""
-        count = max(directions.count, 1)  # if of zeros
+        """Hand over the rows of a part, as many directions at a time as fit. The gradient of the log-likelihood comes
+        from the backward pass of the first direction where that is the score."""
+        count = max(directions.count, 1)  # at least one, of zeros
         length, digest = self.pieces.directions(at, count), self.pieces.digest
         with torch.no_grad():
             if score is not None and (self.rows is not None or directions.scale is None or not at.joined):
@@ -439,10 +447,10 @@ class _Pass:
                 fresh = None
 
     def _hand_over(self, jacobian: Jacobian, fresh: Tensor | None, where: str) -> None:
-        """Refuse rows that are not finite (a square root at zero) with batch and parameters; what the update itself
-        refuses gets the batch too."""
+        """Hand rows to the structure. Rows that are not finite (a square root at zero) are refused with batch and
+        layer; errors of the structure get the batch too."""
         rows = jacobian.rows
-        # what is not finite spreads to the earliest layers
+        # values that are not finite spread to the earliest layers
         if isinstance(rows, BlockRows) and rows.gradients and not rows.gradients.finite(0):
             last = max(k for k in range(len(rows.gradients)) if not rows.gradients.finite(k))
             raise BadData(where + _no_derivative(rows, last))
@@ -452,7 +460,7 @@ class _Pass:
             raise BadData(where + str(error)) from error
 
     def _add_gradient(self, found: Mapping[str, Tensor | None]) -> None:
-        """Σ_n φ·∇_θ log p(y_n | f_n), flat: how far the weights are from a mode."""
+        """Add Σ_n φ·∇_θ log p(y_n | f_n) to the flat gradient, which says how far the weights are from a mode."""
         network = self.problem.network
         params, live = network.params, network.leaves()
         if self.sums.gradient is None:
@@ -477,15 +485,15 @@ def _no_derivative(rows: BlockRows, k: int) -> str:
 
 
 def _reach(inputs: Inputs, n: int) -> Tensor | None:
-    """The inputs of each sample, (n, k), whose squares are factors of its curvature in a first layer.
+    """Return the inputs of each sample, (n, k), whose squares multiply its curvature in the first layer.
 
-    Inputs of very different sizes (a feature in other units, or one that few samples have) make directions matter that
-    are small in output space.
+    Where inputs have very different sizes (a feature in other units, or one that few samples have), directions matter
+    that are small in output space.
     """
     own = [t.detach() for t in tensors_in(inputs) if t.is_floating_point() and t.ndim and len(t) == n]
     return torch.cat([t.reshape(n, -1) for t in own], 1) if own else None
 
 
 def _weighted(s: Tensor, weights: Tensor | None) -> Tensor:
-    """Directions (n, ...) times one weight a sample."""
+    """Multiply directions (n, ...) by one weight per sample."""
     return s if weights is None else s * weights.to(s).reshape(-1, *(1,) * (s.ndim - 1))

@@ -1,4 +1,4 @@
-"""What every structure is estimated from: a network, its plan, data, a likelihood, directions in output space."""
+"""The problem that a structure solves: a network with its plan, data, a likelihood and a factor."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lapwing.model.inputs import Inputs
 from lapwing.model.module import left_out, output_tensor
 from lapwing.model.tape import run
 
-SEEN = 8  # samples that are run before the network is planned
-FEW = 255  # samples: a pass over no more of them takes no time worth any error
+SEEN = 8  # samples that run before the network is planned
+FEW = 255  # samples: a pass over so few is so short that no shortcut is worth an error
 
 
 def available_memory() -> int:
@@ -50,32 +50,37 @@ class Problem:
     likelihood: Likelihood
     factor: Factor
     event: tuple[int, ...]  # event dimensions of the outputs of the first batch
-    outputs: int  # outputs a sample
+    outputs: int  # outputs per sample
     generator: torch.Generator | None = None
     memory: int = field(default_factory=available_memory)
     progress: bool | None = None
     first: Batch | None = None  # already read from a one-shot iterator
     rest: Iterator[Batch] | None = None
     scalar: bool = False  # the network returns (B,)
-    resume: Resume | None = None  # where interrupted passes go on
+    resume: Resume | None = None  # the files from which interrupted passes go on
     batch: int = 0  # samples of the first batch
     example: Inputs = None  # the first samples
-    doubts: tuple[str, ...] = ()  # what in the first outputs and targets contradicts the likelihood
-    remembered: tuple[list[Batch], int] | None = None  # samples that were read first, and how many are wanted
+    doubts: tuple[str, ...] = ()  # what contradicts the likelihood in the first outputs and targets
+    remembered: tuple[list[Batch], int] | None = None  # the samples read first, and how many of them to keep
+
+    @property
+    def length(self) -> int | None:
+        """The number of data, rounded up to batches as large as the first; None where it is not known."""
+        return None if self.batches.length is None else self.batches.length * self.batch
 
     @property
     def few(self) -> bool:
         """Whether the data are known to be few."""
-        return self.batches.length is not None and self.batches.length * self.batch <= FEW
+        return self.length is not None and self.length <= FEW
 
     def prepare(self, batch: Batch, f: Tensor) -> Tensor:
-        """Validated targets; errors name the batch, and the operation where values stopped being finite."""
+        """Check a batch and return its targets; errors name the batch and the operation whose values are not finite."""
         inputs = (t for t in tensors_in(batch.inputs) if t.is_floating_point())
         if not (bool(f.isfinite().all()) and all(bool(t.isfinite().all()) for t in inputs)):
             raise BadData(self._not_finite(batch))
         if batch.weights is not None and batch.weights.shape != f.shape[:1]:
             came = tuple(batch.weights.shape)
-            raise BadData(f"batch {batch.number}: weights of shape {came} for {len(f)} samples; one a sample is needed")
+            raise BadData(f"batch {batch.number}: weights of shape {came} for {len(f)} samples; give one per sample")
         if batch.weights is not None and not bool(((batch.weights >= 0) & batch.weights.isfinite()).all()):
             bad = batch.weights[~((batch.weights >= 0) & batch.weights.isfinite())][0].item()
             raise BadData(f"batch {batch.number}: a sample weight is {bad}; weights are finite and at least 0")
@@ -86,7 +91,7 @@ class Problem:
 
     @contextmanager
     def naming(self, batch: Batch) -> Iterator[None]:
-        """Name the batch where the network does not take its inputs."""
+        """Name the batch in errors about inputs that the network does not take."""
         try:
             with self.network.explaining(batch.inputs):
                 yield
@@ -118,13 +123,13 @@ class Problem:
 
     @property
     def head(self) -> Problem:
-        """The same problem with the samples alone that this one remembers."""
+        """The same problem with only the samples that this one remembers."""
         assert self.remembered is not None
         (first, *others), _ = self.remembered
         return replace(self, first=first, rest=iter(others), remembered=None, resume=None, progress=False)
 
     def read(self, label: str) -> Iterator[Batch]:
-        """The batches, with a progress bar."""
+        """Yield the batches, with a progress bar."""
         source: Any = self.batches
         if self.rest is not None and self.first is not None:
             source = chain([self.first], self.rest)
@@ -148,7 +153,7 @@ class Problem:
 def pose(
     network: Network, batches: Batches, likelihood: Likelihood, factor: Factor | None = None, **options: Any
 ) -> Problem:
-    """Read the first batch, plan the tape and check it. `factor=None` chooses: exact where feasible, else sampled."""
+    """Read the first batch, plan the tape and check it. `factor=None` takes the exact GGN where feasible, else MC."""
     iterator = iter(batches)
     first = next(iterator)
     if not batches.reiterable:
@@ -166,7 +171,7 @@ def pose(
         factor = GGN()
         if f[0].numel() > factor.limit:
             factor = MCFisher()
-            notes += (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions a sample",)
+            notes += (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions per sample",)
     factor.require(f)
     with network.borrow():
         try:
@@ -181,8 +186,8 @@ def pose(
 def with_noise_ratios(problem: Problem) -> Problem:
     """Estimate the noise of several outputs before the pass, whose curvature depends on the ratios between them.
 
-    This takes one forward pass over the data; of data that can be read only once the first batch has to do. One output
-    needs neither: a common factor of the noise is free after the pass.
+    This takes one forward pass over the data, or over the first batch if the data can be read only once. One output
+    needs no pass: a common factor of the noise stays free after the fit.
     """
     likelihood, network = problem.likelihood, problem.network
     outputs = problem.outputs // math.prod(problem.event)
@@ -205,7 +210,7 @@ def with_noise_ratios(problem: Problem) -> Problem:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """Outputs of a few samples, whether the network returns (B,), and what there is to say about them."""
+    """Outputs of a few samples, whether the network returns (B,), and doubts and notes about the outputs."""
 
     f: Tensor
     scalar: bool
@@ -214,7 +219,7 @@ class Look:
 
     @classmethod
     def at(cls, problem: Problem, raw: object, f: Tensor, scalar: bool, y: Tensor) -> Look:
-        """`y` are the targets of these samples."""
+        """Look at outputs f of samples with targets y; `raw` is what the network returned."""
         doubts = problem.likelihood.doubts(f, y)
         others = left_out(raw)
         if others:
@@ -234,23 +239,23 @@ class Look:
 
 
 def _look(problem: Problem, first: Batch) -> Look:
-    """Look at a few samples of the first batch; refuses what is wrong with the batch before the self-check, which would
-    only see that numbers disagree."""
+    """Look at a few samples of the first batch. What is wrong with it is refused here, since the self-check would only
+    see that numbers disagree."""
     n, network = batch_size(first.inputs), problem.network
     try:
         raw = network.returned(take(first.inputs, slice(0, SEEN), n))
         f, scalar = _read(network, raw)
         if len(f) == min(n, SEEN) > 0:
-            # outputs of few stand for all, whose targets are checked
+            # repeat the outputs of a few samples, so that all targets are checked
             y = problem.prepare(first, f[torch.arange(n, device=f.device) % len(f)])
             return Look.at(problem, raw, f, scalar, y[: len(f)])
     except Exception:
-        pass  # of the batch as it came it may not be so, or can be said better
+        pass  # the whole batch may do better, or give a better message
     return _look_at_all(problem, first)
 
 
 def _look_at_all(problem: Problem, first: Batch) -> Look:
-    """The same of all samples."""
+    """Look at all samples of the first batch."""
     with problem.naming(first):
         raw = problem.network.returned(first.inputs)
     f, scalar = _read(problem.network, raw)
@@ -260,6 +265,6 @@ def _look_at_all(problem: Problem, first: Batch) -> Look:
 
 
 def _read(network: Network, raw: object) -> tuple[Tensor, bool]:
-    """f (n, *event, c) of what the module returned, and whether that was (n,)."""
+    """Return f (n, *event, c) from what the module returned, and whether that was (n,)."""
     tensor = output_tensor(raw)
     return network.outputs(tensor).detach(), tensor.ndim == 1

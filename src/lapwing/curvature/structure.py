@@ -1,4 +1,7 @@
-"""What a structure is: a way to keep Σ Jᵀ S Sᵀ J, and the accumulator that adds it up over batches."""
+"""What a structure is: a way to keep Σ Jᵀ S Sᵀ J, and the accumulator that sums it over batches.
+
+A structure of your own subclasses `Structure`, and `lapwing.register` gives it a name for `fit` and for files.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from lapwing.linalg import PSD, Jacobian, Layout, Places
 from lapwing.model import Block, Network, Plan
 from lapwing.storage import name_of, named, pack
 
-OTHER_OPERATIONS = "the new data run other operations of the network than the data of the fit"
+OTHER_OPERATIONS = "the new data use other operations of the network than the data of the fit"
 
 
 class Accumulator(ABC):
-    """Sums over data, held as named tensors, so that shards, processes and resumed runs merge exactly."""
+    """Sums over data, kept as named tensors, so that shards, processes and resumed runs merge exactly."""
 
     tensors: dict[str, Tensor]
 
@@ -33,26 +36,29 @@ class Accumulator(ABC):
 
     @abstractmethod
     def finish(self) -> PSD:
-        """The curvature of the data added. It may take the memory of the sums, which then end with it."""
+        """Return the curvature of the data so far. It may reuse the memory of the sums, which are then gone."""
 
     def merge(self, other: Accumulator) -> None:
-        """Add what another accumulator of the same kind has seen."""
+        """Add the sums of another accumulator of the same kind."""
         for name, value in other.tensors.items():
             self.tensors[name] = self.tensors[name] + value.to(self.tensors[name])
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """A structure's result: the matrix, the sums behind it, and the totals of the pass."""
+    """The result of a structure: the matrix, the totals of the pass, and sums that `extend` needs later."""
 
     matrix: PSD
     totals: Totals
-    state: dict[str, Tensor] = field(default_factory=dict)  # sums that adding more data needs beside the matrix
+    state: dict[str, Tensor] = field(default_factory=dict)  # sums that `extend` needs beside the matrix
     notes: tuple[str, ...] = ()
 
 
 class Structure(ABC):
-    """How the curvature is kept. A leaf says what it costs and makes its accumulator."""
+    """A way to keep the curvature. A subclass says what it costs and how it is estimated.
+
+    la = lapwing.fit(model, loader, "classification", structure=Mine())
+    """
 
     subnetworks = True  # whether single weights can be selected
     mergeable = False  # whether it is made of sums alone: an interrupted fit can go on, and processes add up
@@ -61,27 +67,31 @@ class Structure(ABC):
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        """Memory of the curvature and of its decomposition."""
+        """Memory of the curvature and its decomposition, for blocks as in the plan and numbers of so many bytes."""
+
+    def needed(self, problem: Problem) -> int | None:
+        """Memory in bytes for this problem; None where it depends on the number of data, which is not known."""
+        return self.bytes(problem.plan, problem.network.params.dtype.itemsize)
 
     @abstractmethod
     def estimate(self, problem: Problem) -> Estimate:
-        """Pass over the data as often as needed."""
+        """Estimate the curvature, passing over the data as often as needed."""
 
     def continues(self, matrix: PSD, problem: Problem) -> bool:
-        """Whether a matrix with the problem's layout is kept as the problem's own would be."""
+        """Whether a matrix has blocks of the kinds that this structure would use for the problem."""
         return True
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
-        """Add the problem's data to an earlier, unscaled curvature: a fit on the union unless said otherwise."""
+        """Add the data of a problem to an earlier, unscaled curvature. The default equals a fit on all data."""
         more = self.estimate(problem)
         return replace(more, matrix=matrix + more.matrix)
 
     def passes(self) -> int:
-        """How often the data is read."""
+        """How often the data are read."""
         return 1
 
     def factor(self, factor: Factor | None) -> Factor | None:
-        """The factor to use for the one asked for; None leaves the choice to the number of output directions."""
+        """Return the factor to use in place of the one asked for; None chooses by the number of directions."""
         return factor
 
     def stored(self, matrix: PSD) -> tuple[dict[str, Tensor], Any]:
@@ -101,20 +111,17 @@ class Structure(ABC):
         return name_of(type(self))
 
     def require(self, problem: Problem) -> None:
-        """Refuse before allocation what does not fit, with the number and the alternatives."""
-        itemsize = torch.finfo(problem.network.params.dtype).bits // 8
-        plan = (
-            shrunk(problem.plan, problem.network.params.size)
-            if problem.network.params.index is not None
-            else problem.plan
-        )
+        """Refuse a problem before memory is taken: the message has the number of bytes and the alternatives."""
+        params = problem.network.params
+        itemsize = params.dtype.itemsize
+        plan = problem.plan if params.index is None else shrunk(problem.plan, params.size)
         needed = self.bytes(plan, itemsize)
         if needed > problem.memory:
             raise TooLarge(
-                f"structure={self.name!r} for {problem.network.params.size:,} weights needs {_gigabytes(needed)}; the "
-                f"budget is {_gigabytes(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
+                f"structure={self.name!r} for {params.size:,} weights needs {_gigabytes(needed)}; the budget is "
+                f"{_gigabytes(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
             )
-        if problem.network.params.index is not None and not self.subnetworks:
+        if params.index is not None and not self.subnetworks:
             raise UnsupportedOperation(
                 f"structure={self.name!r} keeps whole weight matrices and cannot take single weights. "
                 "Use structure='full', 'diag' or 'lowrank' with a subnetwork."
@@ -150,7 +157,7 @@ def resolve_structure(structure: str | Structure) -> Structure | None:
 
 
 def shrunk(plan: Plan, size: int) -> Plan:
-    """The plan of a subnetwork: one block of explicit rows."""
+    """Return the plan of a subnetwork: one block of explicit rows."""
     return replace(plan, blocks=(Block(("subnetwork",), "rows", Places.range(0, size)),))
 
 
@@ -159,7 +166,7 @@ def _gigabytes(count: int) -> str:
 
 
 def blocks_of(problem: Problem) -> tuple[Block, ...]:
-    """The blocks that rows come in: the plan's, or a single one for a subnetwork."""
+    """Return the blocks in which rows come: those of the plan, or one for a subnetwork."""
     params = problem.network.params
     return problem.plan.blocks if params.index is None else shrunk(problem.plan, params.size).blocks
 

@@ -177,13 +177,15 @@ class Candidates:
         few = sweep.subset(SUBSET)
         whole, part = self.near(sweep), self.near(few)
         bar = HOPELESS * rivals[SCALING].mean().item()
-        found: list[Setting] = []
-        for setting in reversed(settings):  # temperatures fall: from narrow to wide, each from where its neighbor ended
-            begins = not found or found[-1].precision is not setting.precision
-            guess = replace(setting, logit_temperature=part if begins else found[-1].logit_temperature * part / whole)
-            guess = fit_logits(few, guess, bar, part)
-            found.append(replace(guess, logit_temperature=guess.logit_temperature * whole / part))
-        return found[::-1]
+        length = len(settings) // len(self.precisions)
+        chains = [list(settings[k : k + length]) for k in range(0, len(settings), length)]  # one per precision
+        guesses = [part] * len(chains)
+        for k in reversed(range(length)):  # temperatures fall: from narrow to wide, each from where its neighbor ended
+            column = [replace(chain[k], logit_temperature=s) for chain, s in zip(chains, guesses)]
+            guesses = [each.logit_temperature for each in fit_logits(few, column, bar, part)]
+            for chain, s in zip(chains, guesses):
+                chain[k] = replace(chain[k], logit_temperature=s * whole / part)
+        return [setting for chain in chains for setting in chain]
 
 
 def _without(name: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -228,21 +230,27 @@ def box_of(
     return ranges | {"logit_temperature": LOGIT_RANGE}
 
 
-def fit_logits(sweep: Sweep, setting: Setting, bar: float = math.inf, near: float | None = None) -> Setting:
-    """The setting with a better logit temperature, the lowest point of a parabola through three losses.
+def fit_logits(
+    sweep: Sweep, settings: Sequence[Setting], bar: float = math.inf, near: float | None = None
+) -> list[Setting]:
+    """Give each setting a better logit temperature: the lowest point of a parabola through three losses.
 
-    As it is where its loss reaches `bar`: no logit temperature mends that. Held `near` one by `held_near`.
+    A setting whose loss reaches `bar` stays as it is: no logit temperature mends that. Held `near` one by `held_near`.
     """
 
-    def loss(point: float) -> float:
-        found = sweep.nll(replace(setting, logit_temperature=math.exp(point)))
-        return found if near is None else found + held_near(torch.tensor(math.exp(point)), near).item() / len(sweep.f)
+    def losses(points: Tensor) -> Tensor:
+        moved = [replace(each, logit_temperature=math.exp(u)) for each, u in zip(settings, points.tolist())]
+        found = sweep.losses(moved).mean(1).cpu()
+        return found if near is None else found + held_near(points.exp(), near) / len(sweep.f)
 
-    u = math.log(setting.logit_temperature)
-    here = loss(u)
-    if not here < bar:
-        return setting
-    below, above = (loss(point) for point in (u - STEP, u + STEP))
-    bend = below - 2 * here + above
-    move = STEP / 2 * (below - above) / bend if bend > 0 else math.copysign(2 * STEP, below - above)
-    return replace(setting, logit_temperature=math.exp(u + min(max(move, -3 * STEP), 3 * STEP)))
+    u = torch.tensor([each.logit_temperature for each in settings], dtype=torch.float64).log()
+    here = losses(u)
+    hopeful = here < bar
+    if not bool(hopeful.any()):
+        return list(settings)
+    below, above = losses(u - STEP), losses(u + STEP)
+    bend, slope = below - 2 * here + above, below - above
+    move = torch.where(bend > 0, STEP / 2 * slope / bend, torch.copysign(2 * STEP * torch.ones_like(slope), slope))
+    best = (u + move.clamp(-3 * STEP, 3 * STEP)).exp().tolist()
+    chosen = zip(settings, best, hopeful.tolist())
+    return [replace(each, logit_temperature=s) if hope else each for each, s, hope in chosen]

@@ -16,7 +16,7 @@ smoother: the same nodes carry it, fitted at pairs (g, a) as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,13 +34,14 @@ from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.function import base_points
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
-Adjust = Callable[[Tensor, float, slice | Tensor], Tensor]
-"""(covariance (items, C, C), T/φ, which items) -> the covariance that is scored."""
+Adjust = Callable[[Tensor, Tensor, slice | Tensor], Tensor]
+"""(covariances (S, items, C, C), T/φ (S,), which items) -> the covariances that are scored."""
 Batch = tuple[Tensor, Tensor, Rows]
 """f (B, *event, C), canonical targets, and rows (B, *event·C flattened) of ∂f/∂θ."""
 PER_DECADE = 2.5
 PADDING = 2  # nodes beyond either end, where the approximation would be worst
 RIDGE = 1e-12
+AT_ONCE = 64  # shifts whose coefficients are fitted together
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
@@ -93,9 +94,11 @@ class Nodes:
 
     def error(self, rho: Tensor) -> float:
         """δ: the largest relative error of (e + ρ)⁻¹ over the spectrum and all ρ given."""
-        rho = rho.double().reshape(-1)
-        fitted = (self._ratios(rho) @ self.coefficients(rho)[..., None])[..., 0]
-        return (fitted - 1).abs().max().item()
+        worst = 0.0
+        for few in rho.double().unique().split(AT_ONCE):
+            fitted = (self._ratios(few) @ self.coefficients(few)[..., None])[..., 0]
+            worst = max(worst, (fitted - 1).abs().max().item())
+        return worst
 
 
 def _factor_pairs(low: float, largest: float) -> Tensor:
@@ -120,39 +123,53 @@ class Sweep:
     adjust: Adjust | None = None
 
     def _rho(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> tuple[Tensor, Tensor]:
-        """c = T/φ^k and ρ = τ/c of each group."""
+        """c = T/φ^k (*b) and ρ = τ/c (*b, G) for precisions (*b, G), temperatures and dispersions (*b)."""
         c = temperature / dispersion**self.power
-        return c, (temperature * tau if self.tempers_prior else tau) / c
+        return c, (temperature[..., None] * tau if self.tempers_prior else tau) / c[..., None]
 
-    def rho(self, setting: Setting) -> Tensor:
-        """τ/c of each group, (G,)."""
-        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
-        scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)
-        return self._rho(setting.precision.double(), scalars[0], scalars[1])[1]
+    def _scalars(self, settings: Sequence[Setting]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Precisions (S, G), temperatures, dispersions and logit temperatures (S,) of settings, in float64."""
+        own = self.likelihood.dispersion.item()
+        told = [(s.temperature, own if s.dispersion is None else s.dispersion, s.logit_temperature) for s in settings]
+        T, phi, logits = torch.tensor(told, dtype=torch.float64).unbind(1)
+        return torch.stack([s.precision.double() for s in settings]), T, phi, logits
+
+    def rho(self, settings: Sequence[Setting]) -> Tensor:
+        """τ/c of each setting and group, (S, G)."""
+        return self._rho(*self._scalars(settings)[:3])[1]
 
     def coefficients(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> Tensor:
-        """How much of each gram the covariance holds, (G, m); differentiable."""
-        c, rho = self._rho(tau.expand(self.grams.shape[0]), temperature, dispersion)
-        return self.nodes.coefficients(rho) / c
+        """How much of each gram the covariance holds, (*b, G, m); differentiable."""
+        c, rho = self._rho(tau.expand(*tau.shape[:-1], self.grams.shape[0]), temperature, dispersion)
+        if rho.requires_grad:
+            return self.nodes.coefficients(rho) / c[..., None, None]
+        distinct, place = rho.unique(return_inverse=True)  # few: settings of a grid share ratios
+        found = torch.cat([self.nodes.coefficients(few) for few in distinct.split(AT_ONCE)])
+        return found[place] / c[..., None, None]
 
     def covariance(self, coefficients: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """(items, C, C) of items start … stop − 1."""
+        """(*b, items, C, C) of items start … stop − 1."""
         grams = self.grams[:, :, start:stop]
-        flat = coefficients.to(grams).reshape(-1) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
-        return unpack_symmetric(flat.reshape(grams.shape[2:]), self.f.shape[-1])
+        flat = coefficients.to(grams).flatten(-2) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
+        return unpack_symmetric(flat.reshape(*flat.shape[:-1], *grams.shape[2:]), self.f.shape[-1])
 
-    def losses(self, setting: Setting) -> Tensor:
-        """−log p(y) of each item that counts under a setting, float64."""
-        phi = self.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
-        T, dispersion, logits = torch.tensor([setting.temperature, phi, setting.logit_temperature]).double()
+    def losses(self, settings: Sequence[Setting]) -> Tensor:
+        """−log p(y) of each item that counts under each setting, (S, N) float64.
+
+        Settings that share a dispersion are scored together, as many as fit into a chunk.
+        """
+        items = self.f[..., 0].numel()
+        tau, T, phi, logits = self._scalars(settings)
+        at_once = max(1, self._step // items)
+        found = torch.empty(len(settings), items, dtype=torch.float64, device=self.f.device)
         with torch.no_grad():
-            coefficients = self.coefficients(setting.precision.double(), T, dispersion)
-            every = torch.cat(list(self.parts(coefficients, dispersion, (T / dispersion).item(), logits)))
-        return counted(self.f, self.y, self.likelihood, every)
-
-    def nll(self, setting: Setting) -> float:
-        """The mean NLL per item under a setting."""
-        return self.losses(setting).mean().item()
+            coefficients = self.coefficients(tau, T, phi)
+            for dispersion in phi.unique():
+                for few in (phi == dispersion).nonzero()[:, 0].split(at_once):
+                    parts = self.parts(coefficients[few], dispersion, (T / phi)[few], logits[few])
+                    found[few.to(found.device)] = torch.cat(list(parts), 1)
+        mask = self.likelihood.mask(self.f, self.y)
+        return found if mask is None else found[:, mask.reshape(-1)]
 
     def subset(self, size: int) -> Sweep:
         """About `size` data, evenly spread."""
@@ -165,22 +182,34 @@ class Sweep:
             adjust = lambda covariance, scale, part: inner(covariance, scale, index[part])  # noqa: E731
         return replace(self, f=self.f[keep], y=self.y[keep], grams=self.grams[:, :, index], adjust=adjust)
 
-    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: float, logits: Tensor) -> Iterator[Tensor]:
-        """−log p(y) of chunks of items; scale is T/φ, and logits are divided by `logits`."""
+    @property
+    def _step(self) -> int:
+        """How many items to score at once."""
+        return max(1, CHUNK // (256 * self.f.shape[-1]))
+
+    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: Tensor, logits: Tensor) -> Iterator[Tensor]:
+        """Yield −log p(y) of chunks of items under several settings of one dispersion, (S, items).
+
+        `coefficients` are (S, G, m); `scale` = T/φ and `logits`, which divide the logits, are (S,).
+        """
         likelihood = self.likelihood
         if dispersion.requires_grad or dispersion.item() != likelihood.dispersion.item():
             likelihood = likelihood.with_dispersion(dispersion)
         f, y = self.flat
-        step = max(1, CHUNK // (256 * f.shape[-1]))
-        for start in range(0, len(f), step):
-            part = slice(start, min(len(f), start + step))
+        several = len(coefficients)
+        plain = not logits.requires_grad and bool((logits == 1.0).all())
+        for start in range(0, len(f), self._step):
+            part = slice(start, min(len(f), start + self._step))
             covariance = self.covariance(coefficients, part.start, part.stop)
             if self.adjust is not None:
                 covariance = self.adjust(covariance, scale, part)
-            mean = f[part]
-            if logits.requires_grad or logits.item() != 1.0:
-                mean, covariance = mean / logits.to(mean), covariance / logits.to(mean).square()
-            yield -self.score(mean, covariance, y[part], likelihood).double()
+            mean = f[part].expand(several, -1, -1)
+            if not plain:
+                divisor = logits.to(mean)[:, None, None]
+                mean, covariance = mean / divisor, covariance / divisor.square()[..., None]
+            targets = y[part].expand(several, *y[part].shape)
+            flat = (mean.flatten(0, 1), covariance.flatten(0, 1), targets.flatten(0, 1))
+            yield -self.score(*flat, likelihood).double().unflatten(0, (several, -1))
 
     def spreads(self) -> Tensor:
         """How unequal the items are at each shift ρ_j: the standard deviation of their log-variances, (m,).

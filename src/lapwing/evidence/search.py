@@ -116,26 +116,26 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     given, candidates = candidates, candidates.settled(sweep)
     learned, free = candidates.learned, candidates.free
     settings = candidates.settings(sweep, rivals)
-    losses = [sweep.losses(setting) for setting in settings]
+    losses = sweep.losses(settings)
     iterations = 0
-    scores = [loss.mean().item() for loss in losses]
+    scores = losses.mean(1).tolist()
     near = candidates.near(sweep)
     if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):
         start = settings[scores.index(min(scores))]
         refined, iterations = descend(sweep, start, candidates.box, free, steps, near)
         settings.append(refined)
-        losses.append(sweep.losses(refined))
+        losses = torch.cat([losses, sweep.losses([refined])])
     if "prior" in candidates.given and len(settings[0].precision) > 1:
         settings, losses = _by_group(sweep, candidates, settings, losses)
     count = len(settings)
     limits = [*_limits(sweep, candidates), _limit(sweep, None, candidates.logit_temperature)]
     settings += [setting for setting, _ in limits]
-    losses += [loss for _, loss in limits]
+    losses = torch.cat([losses, *(loss[None] for _, loss in limits)])
     last = len(settings) - 1
     barred = {last} if {"noise", "logit_temperature"} & {*candidates.given} else set()
     barred = {*range(count, last + 1)} if "prior" in candidates.given else barred
     reference = min(range(count, last + 1), key=lambda k: losses[k].mean().nan_to_num(torch.inf).item())
-    trials = Trials(tuple(settings), torch.stack(losses), rivals, last, frozenset(barred), reference)
+    trials = Trials(tuple(settings), losses, rivals, last, frozenset(barred), reference)
     if steps and "prior" in free and rule is not lowest:
         trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
     best = trials.choose(rule)
@@ -147,19 +147,19 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
 
 
 def _by_group(
-    sweep: Sweep, candidates: Candidates, settings: list[Setting], losses: list[Tensor]
-) -> tuple[list[Setting], list[Tensor]]:
-    """With settings whose groups have different candidates: from the best on, one group after the other."""
-    settings, losses = list(settings), list(losses)
+    sweep: Sweep, candidates: Candidates, settings: list[Setting], losses: Tensor
+) -> tuple[list[Setting], Tensor]:
+    """Add settings whose groups have different candidates: from the best on, one group after the other."""
     for group in range(len(settings[0].precision)):
-        scores = [loss.mean().nan_to_num(torch.inf).item() for loss in losses]
-        best = settings[scores.index(min(scores))]
+        best = settings[int(losses.mean(1).nan_to_num(torch.inf).argmin())]
+        more = []
         for common in candidates.precisions:
             if common[group] != best.precision[group]:
                 precision = best.precision.clone()
                 precision[group] = common[group]
-                settings.append(replace(best, precision=precision))
-                losses.append(sweep.losses(settings[-1]))
+                more.append(replace(best, precision=precision))
+        if more:
+            settings, losses = [*settings, *more], torch.cat([losses, sweep.losses(more)])
     return settings, losses
 
 
@@ -214,15 +214,15 @@ def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Tr
         found = None if setting.deterministic else wider(setting, trials.settings)
         if found is None:
             break
-        found = found if near is None else fit_logits(sweep, found, near=near)
-        trials = trials.joined(found, sweep.losses(found))
+        found = found if near is None else fit_logits(sweep, [found], near=near)[0]
+        trials = trials.joined(found, sweep.losses([found])[0])
     return trials
 
 
 def _polished(sweep: Sweep, trials: Trials, best: int, near: float) -> Trials:
     """The chosen setting once more, its logit temperature fitted to all data instead of a few."""
-    fitted = fit_logits(sweep, trials.settings[best], near=near)
-    losses = sweep.losses(fitted)
+    (fitted,) = fit_logits(sweep, [trials.settings[best]], near=near)
+    losses = sweep.losses([fitted])[0]
     if losses.mean() > trials.losses[best].mean():
         fitted, losses = trials.settings[best], trials.losses[best]
     return trials.joined(fitted, losses)
@@ -266,7 +266,7 @@ def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -
             f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the chosen setting has {mean:.2g} ± {error:.2g} "
             "more per item"
         )
-    used = torch.cat([sweep.rho(settings[k]) for k in posteriors])
+    used = sweep.rho([settings[k] for k in posteriors])
     messages.append(
         f"{len(settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
         f"{sweep.nodes.error(used):.1g}; {describe({n: v.mean().item() for n, v in trials.baselines.items()})}"
@@ -319,12 +319,12 @@ def descend(
         optimizer.zero_grad()
         with torch.enable_grad():
             tau, T, dispersion, logits = values()
-            coefficients = sweep.coefficients(tau, T, dispersion)
+            coefficients = sweep.coefficients(tau, T, dispersion)[None]
             leaf = coefficients.detach().requires_grad_()
             noise = dispersion.detach().requires_grad_("noise" in moving)
             divisor = logits.detach().requires_grad_("logit_temperature" in moving)
             total = torch.zeros((), dtype=torch.float64)
-            for losses in sweep.parts(leaf, noise, (T / dispersion).item(), divisor):
+            for losses in sweep.parts(leaf, noise, (T / dispersion).detach()[None], divisor[None]):
                 part = losses.sum()
                 part.backward()
                 total += part.detach().cpu()

@@ -70,18 +70,18 @@ class Removal:
 
     root: Tensor
 
-    def __call__(self, covariance: Tensor, scale: float, part: slice | Tensor) -> Tensor:
+    def __call__(self, covariance: Tensor, scale: Tensor, part: slice | Tensor) -> Tensor:
         return self._without(covariance, scale, part)[0]
 
-    def _without(self, covariance: Tensor, scale: float, part: slice | Tensor) -> tuple[Tensor, Tensor]:
+    def _without(self, covariance: Tensor, scale: Tensor, part: slice | Tensor) -> tuple[Tensor, Tensor]:
         """V₋ₙ, and which data were clamped."""
         root = self.root[part].double()
-        wide = covariance.double()
+        wide, scale = covariance.double(), scale.to(covariance.device)
         half = wide @ root  # (items, C, R)
-        leverage, basis = torch.linalg.eigh(scale * (root.mT @ half))
-        gain = scale / (1 - leverage.clamp(0.0, LEVERAGE))
+        leverage, basis = torch.linalg.eigh(scale[..., None, None, None] * (root.mT @ half))
+        gain = scale[..., None, None] / (1 - leverage.clamp(0.0, LEVERAGE))
         half = half @ basis
-        removed = wide + (half * gain[:, None, :]) @ half.mT
+        removed = wide + (half * gain[..., None, :]) @ half.mT
         return removed.to(covariance.dtype), (leverage > LEVERAGE).any(-1)
 
     def means(self, sweep: Sweep, setting: Setting) -> tuple[Tensor, float]:
@@ -94,7 +94,7 @@ class Removal:
         for start in range(0, len(f), 4096):
             part = slice(start, min(len(f), start + 4096))
             covariance = sweep.covariance(coefficients, part.start, part.stop)
-            without, bad = self._without(covariance, setting.temperature / phi, part)
+            without, bad = self._without(covariance, scalars[0] / scalars[1], part)
             slope = setting.temperature * sweep.likelihood.score(f[part], y[part])
             moved.append(f[part] - (without @ slope[..., None].to(without))[..., 0])
             clamped.append(bad)

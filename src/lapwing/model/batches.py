@@ -15,12 +15,12 @@ from lapwing.model.convention import IGNORED, Answer, Convention, are_tokens, as
 from lapwing.model.inputs import Inputs, as_tensors, batch_size, is_array, map_tensors, take, tensors_in
 from lapwing.model.module import arguments, borrowed, ordinary
 
-ASKED = 8  # samples for which a network is asked what it makes of labels
+ASKED = 8  # samples with which a network is asked how it reads labels
 ROWS = 256  # a pair (X, y) of whole tensors is read in batches of this many samples
 
 
 class NoSamples(BadData):
-    """No batch of the data holds a sample."""
+    """Raised when no batch of the data holds a sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +30,11 @@ class Batch:
     inputs: Inputs
     targets: Any
     weights: Tensor | None
-    number: int  # its place in the data, for messages
+    number: int  # counted from the start of the data, for messages
 
 
 def _alike(data: Any) -> bool:
-    """Whether data is a list of two tensors that differ in their rows alone: batches of inputs rather than (X, y)."""
+    """Whether data is a list of two tensors of the same shape per sample: two batches of inputs rather than (X, y)."""
     if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
         return False
     one, two = data
@@ -75,7 +75,7 @@ def _repeats(inputs: Inputs, targets: Any) -> bool:
 
 
 def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
-    """The batch in pieces of at most `size` samples."""
+    """Yield the batch in pieces of at most `size` samples."""
     total = batch_size(batch.inputs)
     if size >= total:
         yield batch
@@ -109,7 +109,7 @@ class Batches:
 
     @property
     def convention(self) -> Convention:
-        """How the batches are read, as far as those read so far have told."""
+        """How the batches are read, as far as the ones read so far have shown."""
         return self._learned.get("convention", self.known)
 
     def _learn(self, **found: Any) -> None:
@@ -121,7 +121,7 @@ class Batches:
 
     @property
     def length(self) -> int | None:
-        """Number of batches where the data can tell."""
+        """The number of batches, or None if the data do not say."""
         if _looks_like_tensors(self.data):
             return -(-self.data[1].shape[0] // ROWS)
         try:
@@ -130,7 +130,7 @@ class Batches:
             return None
 
     def require_reiterable(self, why: str) -> None:
-        """Raise where several passes are needed and the data allow only one."""
+        """Raise if the data can be read only once; `why` names what needs several passes."""
         if not self.reiterable:
             raise NotReiterable(
                 f"{why} reads the data more than once, but the data is a one-shot {type(self.data).__name__}. "
@@ -138,7 +138,7 @@ class Batches:
             )
 
     def raw(self) -> Iterator[Any]:
-        """The batches as they come."""
+        """Yield the batches as the data provide them."""
         _require_equal_lengths(self.data)
         source: Iterable = _rows_of(self.data) if _looks_like_tensors(self.data) else self.data
         if isinstance(source, Tensor) or not hasattr(source, "__iter__"):
@@ -148,14 +148,14 @@ class Batches:
         yield from source
 
     def unlabeled(self) -> Iterator[Inputs]:
-        """The inputs of every batch; targets are left unread. Two tensors of a kind in a list are two batches."""
+        """Yield the inputs of every batch, without targets. A list of two tensors of the same kind is two batches."""
         if _alike(self.data):
             yield from self.data
         else:
             yield from map(self.inputs_of, self.raw())
 
     def inputs_of(self, raw: Any) -> Inputs:
-        """The inputs of a batch that may come without targets."""
+        """Return the inputs of a batch that may have no targets."""
         if self.split is None:
             raw = as_tensors(raw)
             if isinstance(raw, Mapping) and self.convention.target_in(raw) is None:
@@ -187,10 +187,10 @@ class Batches:
             raise NoSamples("the data holds no samples: a fit needs at least one batch that is not empty")
 
     def placed(self, inputs: Inputs) -> Inputs:
-        """Inputs on the device, in the floating dtype of the network where it does not take them as they are."""
+        """Move inputs to the device, and cast them to the network's floating dtype if it refuses theirs."""
         inputs = map_tensors(lambda t: ordinary(_dense(t)).to(self.device), inputs)
         came = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
-        if came <= {p.dtype for p in islice(self.module.parameters(), 1)}:  # the usual case, in no time
+        if came <= {p.dtype for p in islice(self.module.parameters(), 1)}:  # the usual case, checked quickly
             return inputs
         dtype = floating_dtype(self.module)
         if dtype is None or came <= {dtype}:
@@ -202,7 +202,7 @@ class Batches:
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
     def _run(self, inputs: Inputs, **more: Any) -> Any:
-        """What the network returns for copies of the inputs, in eval mode and without gradients."""
+        """Return the network's output for copies of the inputs, in eval mode and without gradients."""
         device = next((p.device for p in self.module.parameters()), self.device)
         args, kwargs, more = map_tensors(lambda t: t.to(device, copy=True), (*arguments(inputs), more))
         with borrowed(self.module) as own, torch.no_grad():
@@ -216,7 +216,7 @@ class Batches:
         return False
 
     def _split(self, raw: Any) -> tuple[Inputs, Any, Tensor | None, str | None]:
-        """Inputs, targets, weights, and the name of the labels where the network may move them or need them."""
+        """Return inputs, targets, weights, and the name of labels that the network may shift or need as inputs."""
         if self.split is not None:
             parts = as_tensors(tuple(self.split(raw)))
             if len(parts) not in (2, 3):
@@ -248,13 +248,13 @@ class Batches:
         return {name: value for name, value in raw.items() if name != key}, _listed(raw[key]), None, key
 
     def _learn_inputs(self, inputs: Inputs) -> None:
-        """Names of inputs are no names of targets."""
+        """Remember that entries which are inputs do not hold targets."""
         names = self.convention.names
         if isinstance(inputs, Mapping) and any(name in inputs for name in names):
             self._learn(names=tuple(name for name in names if name not in inputs))
 
     def _aligned(self, inputs: Inputs, name: str, labels: Tensor, number: int) -> tuple[Inputs, Tensor]:
-        """Inputs with the labels that the network needs among them, and labels where they are predicted."""
+        """Return inputs, with labels where the network needs them, and labels at the positions that predict them."""
         if self.convention.shifted is None:
             try:
                 answer = self._ask(inputs, name, labels)
@@ -265,7 +265,7 @@ class Batches:
         return self._with_labels(inputs, name, labels), shift(labels) if self.convention.shifted else labels
 
     def _ask(self, inputs: Inputs, name: str, labels: Any) -> Answer | None:
-        """What the network makes of labels, from a few samples; None where no label counts that could tell."""
+        """Find out with a few samples how the network reads labels; None if all labels are ignored ones."""
         entry = entry_for(self.module, name) if are_tokens(labels) else None
         if entry is None:
             self._learn(entry="")
@@ -301,7 +301,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _listed(targets: Any) -> Any:
-    """Targets in (nested) lists of numbers as a tensor; tensors and whatever is no list as they are."""
+    """Turn targets in (nested) lists of numbers into a tensor; return anything else as it is."""
     if not isinstance(targets, (list, tuple)):
         return targets
     try:

@@ -34,7 +34,7 @@ class RecordedPass:
     n: int
     create_graph: bool = False
 
-    @property
+    @cached_property
     def records(self) -> tuple[Record, ...]:
         return self.finished.records
 

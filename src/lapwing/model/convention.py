@@ -1,7 +1,7 @@
 """How batches are read: which entry holds the labels, what they mean to the network, and in which dtype inputs come.
 
-What a label at a position means differs between networks: causal language models predict the token at t + 1 from
-position t, others that at t, and their names do not tell. So the network is asked, by the loss that it returns itself.
+Networks differ in what a label at a position means: causal language models predict the token at t + 1 from position t,
+others the token at t, and their names do not show which. So the network is asked, by the loss that it returns itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from lapwing.errors import BadData
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
-IGNORED = -100  # what Hugging Face's losses leave out
-AGREES = 1e-4  # relative difference between a loss and the mean NLL that it is
-AGREES_HALF = 2e-2  # the same of a loss in half precision
+IGNORED = -100  # the label that Hugging Face's losses ignore
+AGREES = 1e-4  # relative difference up to which a loss counts as a mean NLL
+AGREES_HALF = 2e-2  # the same for a loss in half precision
 
 Run = Callable[..., Any]
 """What the network returns for inputs and further named arguments, in eval mode and without gradients."""
@@ -28,7 +28,7 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Convention:
-    """What is known of the batches of a fit, for all that is read after it."""
+    """What the batches of a fit have shown, for everything that is read after the fit."""
 
     names: tuple[str, ...] = LABEL_KEYS  # the first of these that a mapping has holds its targets
     shifted: bool | None = None  # whether position t predicts the label at t + 1; None before the network was asked
@@ -36,7 +36,7 @@ class Convention:
     cast: bool | None = None  # whether inputs of another floating dtype than the network's are cast
 
     def inputs_of(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries that are inputs."""
+        """Return the entries that are inputs."""
         target = self.target_in(mapping)
         if self.entry and target is None and not any(str(name).startswith("decoder_") for name in mapping):
             raise BadData(
@@ -47,13 +47,13 @@ class Convention:
         return {**own, self.entry: mapping[target]} if target is not None and self.entry else own
 
     def target_in(self, mapping: Mapping[str, Any]) -> str | None:
-        """The name of the entry that holds the targets, if there is one."""
+        """Return the name of the entry that holds the targets, if there is one."""
         return next((name for name in self.names if name in mapping), None)
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the network itself makes of labels (n, t): its loss, and the mean NLL of its logits in both readings."""
+    """How the network itself reads labels (n, t): its own loss, with the logits and labels to compare it with."""
 
     entry: str  # as in `Convention`
     loss: Tensor | None = None  # None where it returns none
@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def shifted(self) -> bool:
-        """Whether its loss is that of labels moved by one; raises where it is that of neither reading or of both."""
+        """Whether position t predicts the label at t + 1; raises if its loss fits neither reading, or both."""
         if self.loss is None or self.logits is None or self.labels is None:
             return False
         own = self.loss.detach().double()
@@ -83,7 +83,7 @@ class Answer:
 
 
 def are_tokens(labels: Any) -> bool:
-    """Whether labels are class indices for positions (n, t), which may be meant for the position before."""
+    """Whether labels are class indices per position (n, t), which may belong to the position before."""
     return isinstance(labels, Tensor) and labels.ndim == 2 and not (labels.is_floating_point() or labels.is_complex())
 
 
@@ -93,7 +93,7 @@ def shift(labels: Tensor) -> Tensor:
 
 
 def entry_for(module: nn.Module, name: str) -> str | None:
-    """The argument of the network's forward that takes labels: this name, or "labels"; None without either."""
+    """Return the argument of the network's forward that takes labels: this name, or "labels"; None without either."""
     try:
         arguments = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # a scripted module has no signature
@@ -129,13 +129,13 @@ def ask(run: Run, inputs: Any, entry: str, labels: Tensor) -> Answer:
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype | None:
-    """The one floating dtype of all parameters; None where there are several."""
+    """Return the floating dtype of all parameters; None if there are several."""
     found = {p.dtype for p in module.parameters() if p.is_floating_point()}
     return found.pop() if len(found) == 1 else None
 
 
 def _outputs(run: Run, inputs: Any) -> Tensor | None:
-    """Outputs without labels; None where the network cannot do without."""
+    """Return the outputs without labels; None if the network needs labels."""
     try:
         return _logits(run(inputs))
     except Exception:
@@ -143,7 +143,7 @@ def _outputs(run: Run, inputs: Any) -> Tensor | None:
 
 
 def _loss(output: Any) -> Tensor | None:
-    """The loss in what a network returned: named so, or the only number without a dimension in a tuple."""
+    """Find the loss in what a network returned: by its name, or as the only scalar in a tuple."""
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found if found.numel() == 1 else None
@@ -154,20 +154,20 @@ def _loss(output: Any) -> Tensor | None:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Outputs (n, t, c) in what a network returned, with or without a loss beside them."""
+    """Find outputs (n, t, c) in what a network returned, with or without a loss beside them."""
     found = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     parts = found if isinstance(found, (tuple, list)) else (found,)
     return next((part.detach() for part in parts if isinstance(part, Tensor) and part.ndim == 3), None)
 
 
 def _mean_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean −log p over the labels that count; NaN where none does."""
+    """Return the mean of −log p over the labels that count; NaN if none does."""
     counts = (labels >= 0) & (labels < logits.shape[-1])
     return cross_entropy(logits.double().flatten(0, 1), labels.where(counts, IGNORED).flatten().long())
 
 
 def _distance(own: Tensor, mean: Tensor) -> float:
-    """How far a loss is from a mean NLL, relative to it; a loss of no label at all is NaN or 0."""
+    """Return how far a loss is from a mean NLL, relative to it. Without any label, a loss is NaN or 0."""
     if bool(mean.isnan()):
         return 0.0 if bool(own.isnan()) or float(own) == 0 else torch.inf
     return torch.inf if bool(own.isnan()) else float((own - mean).abs() / mean.abs().clamp(min=1e-6))

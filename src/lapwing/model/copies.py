@@ -31,7 +31,7 @@ SHARED = (
     types.ModuleType,
     torch.Generator,
     enum.Enum,
-    torch.optim.Optimizer,  # this and what follows: a trainer that a module knows leads to all its data
+    torch.optim.Optimizer,  # these lead from a trainer that a module knows to all its data
     torch.utils.data.Dataset,
     torch.utils.data.DataLoader,
     torch.utils.data.dataloader._BaseDataLoaderIter,
@@ -48,12 +48,12 @@ def written_by_forward(module: nn.Module) -> set[str]:
 
 
 class PrivateCopy:
-    """One walk over a tree of modules, which copies what a forward pass may write to."""
+    """A private copy of a tree of modules: everything that a forward pass may write to is copied."""
 
     def __init__(self, module: nn.Module, selected: frozenset[str]) -> None:
         self.memo: dict[int, Any] = {}
-        self.alive: list[Any] = []  # keeps the keys of the memo from being used again
-        self.unmoved: set[int] = set()  # values that reach nothing that is copied
+        self.alive: list[Any] = []  # keeps ids in the memo from being reused
+        self.unmoved: set[int] = set()  # ids of values from which nothing that is copied can be reached
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self.finalized: list[Any] = []  # copies whose class has a `__del__`
         try:
@@ -71,10 +71,10 @@ class PrivateCopy:
         for name, p in parameters:
             self._remember(p, _alias(p, name in selected))
         parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        # what belongs to the module, by a global name or a closure too: a hook may fill a list that the module reads
+        # also what is reached by a global name or a closure: a hook may fill a list that the module reads
         held = {id(v) for part in parts for v in _plain(part).values() if isinstance(v, HELD)}
         self.tree = {*self.memo, *map(id, module.modules()), *held}
-        # all modules before what they hold: deep nesting needs no deep recursion
+        # all modules before their contents, so that deep nesting needs no deep recursion
         shells = [(part, self._shell(part)) for part in parts if type(part).__hash__ is nn.Module.__hash__]
         for _, p in parameters:
             self._carry(p, self.memo[id(p)])
@@ -86,7 +86,7 @@ class PrivateCopy:
         return root
 
     def put_back(self) -> None:
-        """Write down which attributes the copy has set, and undo that."""
+        """Remember which attributes a forward pass has set, and undo its changes."""
         for source, own, before in self.attributes:
             now = vars(own)
             if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
@@ -100,7 +100,7 @@ class PrivateCopy:
             place.put_back()
 
     def release(self) -> None:
-        """Keep the finalizers of copies from closing what they share with the user's objects."""
+        """Keep the finalizers of copies from closing resources that they share with the user's objects."""
         for own in self.finalized:
             object.__setattr__(own, "__class__", nn.Module if isinstance(own, nn.Module) else _Released)
         self.finalized.clear()
@@ -170,7 +170,7 @@ class PrivateCopy:
             kind = type(v)
             if kind in ATOMIC:
                 values[k] = v
-            elif k in TABLES and not v:  # most of what a module has: tables of hooks
+            elif k in TABLES and not v:  # tables of hooks, most of them empty
                 values[k] = kind()
             else:
                 values[k] = self.of(v)
@@ -186,7 +186,7 @@ class PrivateCopy:
 
     def _scripted(self, source: nn.Module) -> nn.Module:
         """Copy a scripted module, which lives in C++, and give it the aliases of its parameters."""
-        with torch.no_grad():  # or its parameters would be clones with a graph that leads to the user's
+        with torch.no_grad():  # otherwise its parameters would be clones with a graph that leads to the user's
             own = self._remember(source, copy.deepcopy(source))
         for theirs, part in zip(source.modules(), own.modules(), strict=True):
             for name, p in theirs._parameters.items():
@@ -316,7 +316,7 @@ class PrivateCopy:
 
     def _object(self, x: Any) -> Any:
         """Copy a plain object that holds modules or tensors."""
-        if hasattr(type(x), "__del__") and _slots(type(x)):  # its finalizer could not be kept from running
+        if hasattr(type(x), "__del__") and _slots(type(x)):  # its finalizer cannot be kept from running
             return x
         try:
             own = self._new(x)
@@ -337,7 +337,7 @@ class PrivateCopy:
         level, walked = [x], []
         seen: set[int] = set()
         for _ in range(DEPTH + 1):
-            walked.append(level)  # so that no id is used again
+            walked.append(level)  # so that no id is reused
             level = [inside for v in level if self._opens(v, seen) for inside in _inside(v, self.tree)]
             if any(map(self._moves, level)):
                 return True
@@ -359,17 +359,17 @@ class PrivateCopy:
 
 
 class _Released:
-    """What a copy becomes whose own class has a finalizer."""
+    """The class that a copy gets when it is dropped, if its own class has a finalizer."""
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return what a module has beside what every module has."""
+    """Return the attributes of a module that not every module has."""
     values = vars(module)
     return {name: values[name] for name in values.keys() - TABLES}
 
 
 class _Place:
-    """A buffer or plain tensor of a copy, in one or two tables under its name."""
+    """A buffer or plain tensor of a copy, stored under its name in one or two tables."""
 
     def __init__(self, tables: tuple[dict, ...], name: str, source: Tensor) -> None:
         self.tables, self.name, self.source = tables, name, source
@@ -377,7 +377,7 @@ class _Place:
         self.version = self.own._version
 
     def put_back(self) -> None:
-        """Replace a tensor that was written; a graph may hold the one that was."""
+        """Replace a tensor that was written to by a new copy; a graph may hold the old one."""
         if self.own._version != self.version:
             self.own = _tensor(self.source)
             self.version = self.own._version
@@ -437,7 +437,7 @@ def _inside(x: Any, tree: set[int]) -> Iterator[Any]:
             except ValueError:
                 continue
         yield from (x.__defaults__, x.__kwdefaults__, vars(x))
-        # by a global name, only what belongs to the module: other modules of a script are none of its parts
+        # by a global name, only parts of the module: a script may have other modules
         named = (x.__globals__.get(name) for name in _names(x.__code__))
         yield from (value for value in named if id(value) in tree)
     else:
@@ -480,7 +480,7 @@ def _copy_slots(source: Any, own: Any, of: Callable[[Any], Any]) -> None:
 
 
 def _alias(p: Tensor, wanted: bool) -> Tensor:
-    """Return a leaf that shares storage with a parameter; hooks and gradients of the parameter stay with it."""
+    """Return a leaf that shares storage with a parameter, but not its hooks and gradients."""
     if isinstance(p, UninitializedParameter | UninitializedBuffer):
         return p
     wanted = wanted and (p.is_floating_point() or p.is_complex())
@@ -492,10 +492,9 @@ def _alias(p: Tensor, wanted: bool) -> Tensor:
 
 
 def _tensor(x: Tensor) -> Tensor:
-    """Return a copy of a buffer or a plain tensor, which a forward pass may overwrite; a parameter's is an alias.
+    """Copy a buffer or a plain tensor, which a forward pass may overwrite; return an alias of a parameter.
 
-    A tensor that was computed keeps its graph, by which a forward pass that uses it is found to reach the user's
-    parameters.
+    A computed tensor keeps its graph, which shows when a forward pass that uses it reaches the user's parameters.
     """
     if isinstance(x, nn.Parameter):  # of a module that is not registered
         return _alias(x, False)

@@ -26,11 +26,11 @@ from lapwing.model.inputs import Inputs, batch_size, map_tensors, take, tensors_
 from lapwing.model.module import borrowed, call, output_tensor
 from lapwing.model.params import Params
 
-DEPTH = 6  # how far a look follows objects into each other
+DEPTH = 6  # how deep a description follows objects into each other
 PROBED = 2  # samples whose outputs are kept
 STORED = 2**22  # bytes of probe inputs up to which a file holds them
-WHOLE = 2**28  # bytes of a module up to which a checksum, made before each prediction, reads every one of them
-SPREAD = 4096  # values per tensor that it reads beyond that
+WHOLE = 2**28  # bytes of a module up to which the checksum before each prediction reads all of them
+SPREAD = 4096  # values per tensor that it reads of larger modules
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # others: 5e-2; relative to the largest output
 
 
@@ -56,7 +56,7 @@ def _attributes(module: nn.Module, skip: Iterable[str]) -> list[tuple[str, Any]]
 
 
 def _contents(module: nn.Module, skip: Iterable[str]) -> tuple[str, list[tuple[str, Tensor]]]:
-    """Return the module as it prints with its plain numbers and strings, and every tensor it has."""
+    """Return the module's text with its plain numbers and strings, and every tensor that it has."""
     attributes = _attributes(module, skip)
     plain = [f"{name}={value!r}" for name, value in attributes if isinstance(value, bool | int | float | str)]
     tensors = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
@@ -84,7 +84,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def fingerprint(module: nn.Module, skip: Iterable[str] = ()) -> str:
-    """Return the SHA-256 of parameters, buffers, plain tensors, numbers and strings but those in `skip`."""
+    """Return the SHA-256 of parameters, buffers, plain tensors, numbers and strings, except those in `skip`."""
     text, state = _contents(module, skip)
     digest = hashlib.sha256(text.encode())
     for name, tensor in state:
@@ -113,7 +113,7 @@ def _spread(tensor: Tensor) -> Tensor:
 
 
 class _Itself:
-    """Stands for an object that nothing is known of, and equals only itself."""
+    """Stands for an object of unknown kind, which equals only itself."""
 
     __slots__ = ("value",)
     __hash__ = None  # type: ignore[assignment]
@@ -126,8 +126,10 @@ class _Itself:
 
 
 def glance(module: nn.Module) -> list:
-    """Describe all that the forward pass may read, for comparison with an earlier look: by value where that is cheap,
-    tensors by their place and version."""
+    """Describe everything that the forward pass may read, for comparison with an earlier description.
+
+    Values are compared where that is cheap, tensors by their address and version.
+    """
     seen: set[int] = set()
     look = []
     for where, part in list(module.named_modules()):
@@ -145,7 +147,7 @@ def _describe(x: Any, depth: int, seen: set[int]) -> Any:
         version = None if x.is_inference() else x._version
         place = x.data_ptr() if x.layout == torch.strided else id(x)
         return (tuple(x.shape), x.dtype, place, version)
-    if isinstance(x, nn.Module):  # its own attributes come in their turn, if it is registered
+    if isinstance(x, nn.Module):  # its attributes are described in their own turn, if it is registered
         return _Itself(x)
     if depth == 0 or id(x) in seen:
         return kind
@@ -187,10 +189,10 @@ def _cell(cell: Any, deeper: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A few inputs and what the module gave for them at the fit.
+    """A few inputs and the module's outputs for them at the fit.
 
     Inputs are noise with the mean and spread of the data, and shuffled integers, so that a file holds no sample of the
-    training data; where the module does not stand such inputs, they are samples of the data and `made_up` is false.
+    training data. If the module refuses such inputs, they are samples of the data and `made_up` is false.
     """
 
     inputs: Inputs
@@ -214,12 +216,12 @@ class Probe:
 
     @property
     def storable(self) -> bool:
-        """Whether a file may hold it."""
+        """Whether the probe may be stored in a file."""
         size = sum(t.numel() * t.element_size() for t in tensors_in(self.inputs))
         return self.made_up and size <= STORED and _storable(self.inputs)
 
     def to(self, device: torch.device | str) -> Probe:
-        """Return the same on another device."""
+        """Move the probe to another device."""
         inputs = map_tensors(lambda t: t.to(device), self.inputs)
         return Probe(inputs, self.outputs.to(device), self.made_up)
 
@@ -259,30 +261,30 @@ def _storable(tree: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Watch:
-    """What a module was like at the fit, and whether it still is."""
+    """The state of a module at the fit, to be compared with its state now."""
 
     sums: tuple[str, ...]
     probe: Probe | None
-    _looks: dict[str, Any] = field(default_factory=dict, repr=False)  # the last look that was found in order
+    _looks: dict[str, Any] = field(default_factory=dict, repr=False)  # the last description that was found unchanged
 
     def __reduce__(self) -> tuple:
-        """Leave the last look behind in copies and pickles: it holds places in memory and functions of the module."""
+        """Leave the last description out of copies and pickles: it holds addresses and functions of the module."""
         return Watch, (self.sums, self.probe)
 
     @classmethod
     def on(cls, module: nn.Module, inputs: Inputs | None = None, probe: Probe | None = None) -> Watch:
-        """Remember a module as it is, with its outputs at a few inputs like these or at a probe that is known."""
+        """Remember a module as it is now, with its outputs for a probe: a given one, or inputs like these."""
         probe = Probe.of(module, inputs) if probe is None and inputs is not None else probe
         state = tuple(_sums(_state(module)))
         return cls(checksum(module), probe, {"look": glance(module), "state": state})
 
     def to(self, device: torch.device | str) -> Watch:
-        """Return the same for a module that was moved to another device."""
+        """Return the watch for a module that was moved to another device."""
         probe = None if self.probe is None else self.probe.to(device)
         return Watch(self.sums, probe)
 
     def require_unchanged(self, module: nn.Module, params: Params) -> None:
-        """Raise `UnsupportedModel` where the module is not what it was."""
+        """Raise `UnsupportedModel` if the module has changed since the fit."""
         look, state = glance(module), _sums(_state(module))
         if look == self._looks.get("look") and state == self._looks.get("state"):
             return

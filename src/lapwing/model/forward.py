@@ -28,12 +28,14 @@ from lapwing.model.linearization import pull
 from lapwing.model.module import warnings_here
 from lapwing.model.params import Params
 
-_LEVEL: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # into KERNELS: what a module was seen to need
+_LEVEL: WeakKeyDictionary[nn.Module, int] = (
+    WeakKeyDictionary()
+)  # index into KERNELS of the first that works for a module
 _TURN = threading.RLock()  # PyTorch has one forward-mode level per process: threads take turns
-if hasattr(os, "register_at_fork"):  # a forked process has not the thread that may be holding it
+if hasattr(os, "register_at_fork"):  # a forked process does not have the thread that may hold the lock
     os.register_at_fork(after_in_child=lambda: globals().update(_TURN=threading.RLock()))
 NESTED = "Nested forward mode AD"
-SMALLEST = 1e-3  # gradients of a parameter below this part of the largest count for less
+SMALLEST = 1e-3  # parameters whose gradient is below this part of the largest count less
 
 Push = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 """Tangents (s, P) → f (n, *event, c) and J v (s, n, *event, c), or None where an operation has no such derivative."""
@@ -93,7 +95,7 @@ def _dual_pass(
         found = f.clone(), torch.zeros_like(f) if moved is None else moved.clone(), heavy.taken
     if known is None or heavy.number == len(known.kept):
         return found
-    return _dual_pass(run, values, tangent, None)  # other calls than those of the pass that left the values
+    return _dual_pass(run, values, tangent, None)  # the calls differ from those of the pass that left the values
 
 
 def _overwritten(passes: list[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]]) -> bool:
@@ -118,8 +120,8 @@ def forward_mode() -> Iterator[None]:
 def agrees(push: Push, f: Tensor, leaves: list[Tensor], params: Params, rtol: float) -> bool:
     """Compare two products with the gradients of recorded outputs f, which are the truth.
 
-    One product goes along the gradient, each parameter with the same weight: what the product lacks shows. The other
-    goes along all weights at random, and is compared in its own direction: what does not belong there shows.
+    One product is along the gradient, with equal weight for each parameter, and shows what is missing. The other is
+    along a random direction, compared in the direction of its result, and shows what does not belong there.
     """
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)

@@ -46,7 +46,7 @@ _SHARED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that do not hold
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -58,7 +58,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def named_tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor of `tensors_in` with its path."""
+    """Yield every tensor of `tensors_in` with its path."""
     if isinstance(tree, Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -115,10 +115,10 @@ def _tensor_of(value: Any) -> Tensor:
 
 
 def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
-    """A key that two nested inputs share if they have the same build and the same plain values.
+    """Return a key that two nested inputs share if they have the same structure and the same plain values.
 
-    The build is the type of every container and the names of a mapping in their order; `tensor` says what counts of a
-    tensor. Raises `TypeError` for an object whose value cannot be compared.
+    The structure is the type of every container and the names of a mapping in their order; `tensor` returns the part of
+    a tensor that is compared. Raises `TypeError` for an object whose value cannot be compared.
     """
     if isinstance(tree, Tensor):
         return ("tensor", tensor(tree))
@@ -132,7 +132,7 @@ def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
 
 
 def batch_size(inputs: Inputs) -> int:
-    """The number of samples: the first dimension of the first tensor that has one."""
+    """Return the number of samples: the first dimension of the first tensor that has one."""
     for tensor in tensors_in(inputs):
         if tensor.ndim:
             return tensor.shape[0]
@@ -150,12 +150,12 @@ def per_sample(tensor: Tensor, size: int) -> bool:
 
 
 def take(inputs: Inputs, rows: Tensor | slice, size: int) -> Inputs:
-    """The chosen samples of inputs; tensors that are not `per_sample` are shared by all samples."""
+    """Return the chosen samples of inputs; tensors that are not `per_sample` stay whole."""
     return map_tensors(lambda tensor: tensor[rows] if per_sample(tensor, size) else tensor, inputs)
 
 
 def detached(inputs: Inputs) -> Inputs:
-    """Inputs without their graphs; what is shared stays so."""
+    """Return inputs without their graphs; shared tensors stay marked as shared."""
 
     def cut(tensor: Tensor) -> Tensor:
         own = tensor.detach()
@@ -167,7 +167,7 @@ def detached(inputs: Inputs) -> Inputs:
 
 
 def concatenate(pieces: Sequence[Inputs]) -> Inputs:
-    """Inputs that are `described` alike one after the other, every tensor along its first dimension."""
+    """Concatenate inputs with equal `described` keys, every tensor along its first dimension."""
     streams = [iter(list(tensors_in(piece))) for piece in pieces]
     return map_tensors(lambda _: torch.cat([next(stream) for stream in streams]), pieces[0])
 
@@ -184,10 +184,10 @@ def lists_values(tree: Any, n: int) -> bool:
 
 @dataclass(eq=False)
 class Roles:
-    """What a network was seen to make of its inputs.
+    """Which inputs of a network hold one entry per sample, and which all samples share.
 
     A tensor whose first dimension differs from the number of samples is shared by all of them. One whose first
-    dimension equals it may be either: a few samples are run without the others, and their outputs tell.
+    dimension equals it may be either: a few samples are run without the others, and their outputs decide.
     """
 
     shared: set[tuple[Path, int]] = field(default_factory=set)  # with their lengths
@@ -215,10 +215,10 @@ class Roles:
         try:
             whole = run(inputs)
         except (RuntimeError, ValueError, IndexError):
-            return  # whoever runs the batch says what is wrong
+            return  # the caller that runs the batch reports the error
         if len(whole) != n or lists_values(inputs, n) or not bool(whole.isfinite().all()):
             return
-        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # one sample: the same twice
+        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # of one sample, the same twice
         for kept in chain([()], ((path,) for path in doubtful), [tuple(doubtful)]):
             few = self._cut(inputs, rows, {*kept})
             try:
@@ -237,7 +237,7 @@ class Roles:
         )
 
     def _cut(self, inputs: Inputs, rows: Tensor, kept: set[Path]) -> Inputs:
-        """Some samples, with the tensors that are shared, or are taken to be, as they are."""
+        """Return some samples; tensors that are shared, or assumed to be, stay whole."""
         n = batch_size(inputs)
 
         def cut(path: Path, t: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class Roles:
         return map_named(cut, inputs)
 
     def require_apart(self, inputs: Inputs, f: Tensor, run: Run) -> None:
-        """Refuse outputs f of a batch, larger than those seen before, that are not those of a few samples alone."""
+        """Refuse outputs f of a batch, larger than any before, if a few of its samples alone have other outputs."""
         n = batch_size(inputs)
         if n <= self.largest or len(f) != n or lists_values(inputs, n) or not bool(f.isfinite().all()):
             return  # lists of plain values are not cut: a few samples cannot be run without the others
@@ -265,7 +265,7 @@ class Roles:
 
 
 def refusal(n: int, few: int, error: Exception) -> UnsupportedModel:
-    """What to raise where a batch runs, and a few of its samples do not."""
+    """Return the error for a network that runs a batch, but not a few of its samples."""
     return UnsupportedModel(
         f"the network runs a batch of {n} samples but not {few} of them without the others "
         f"({type(error).__name__}: {error}). {APART}"
@@ -273,7 +273,7 @@ def refusal(n: int, few: int, error: Exception) -> UnsupportedModel:
 
 
 def _same(f: Tensor, few: Inputs, run: Run) -> bool:
-    """Whether a few samples alone have outputs f, by the precision that the network computes in."""
+    """Whether a few samples alone have outputs f, within the precision that the network computes in."""
     alone = run(few)
     if close(f, alone, tolerance([f.dtype])):
         return True
@@ -286,5 +286,5 @@ def _same(f: Tensor, few: Inputs, run: Run) -> bool:
 
 
 def _spread(n: int, count: int) -> Tensor:
-    """Rows over the whole batch, the last among them: those that come last lose where places are few."""
+    """Return indices of samples spread over the whole batch, with the last: where capacity is limited, it loses."""
     return torch.linspace(n - 1, 0, count).round().long().flip(0)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Written(TorchFunctionMode):
-    """Runs a table's functions in place of the kernels that are its keys; where one returns None, the kernel itself."""
+    """Runs the functions of a table in place of the kernels that are its keys; a kernel itself if they return None."""
 
     def __init__(self, table: Mapping[Any, Callable]) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class _Written(TorchFunctionMode):
 
 
 def elementary_attention() -> TorchFunctionMode:
-    """Attention as two products and a softmax, which differentiate forwards and twice; other kernels as they are."""
+    """Return a mode that runs attention as two products and a softmax, which differentiate forwards and twice."""
     return _Written(ATTENTION)
 
 
 def differentiable_kernels() -> TorchFunctionMode:
-    """Kernels that have forward-mode and second derivatives: elementary attention, recurrent layers step by step."""
+    """Return a mode whose kernels can all be differentiated forwards and twice: also recurrent layers, step by step."""
     return _Written({**DECOMPOSED, **ATTENTION})
 
 
@@ -65,9 +65,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """softmax(Q Kᵀ·scale + mask) V, as `scaled_dot_product_attention`; rows without a key give zero.
+    """Return softmax(Q Kᵀ·scale + mask) V like `scaled_dot_product_attention`; rows without a key give zero.
 
-    None where there is dropout.
+    Returns None if there is dropout.
     """
     if dropout_p:
         return None
@@ -87,7 +87,7 @@ def attention(
 
 
 class FixedNorms(TorchFunctionMode):
-    """Batch norms by `fixed_batch_norm` in passes that no tape records."""
+    """Runs batch norms by `fixed_batch_norm` in passes that no tape records."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = fixed_batch_norm(*args, **(kwargs or {})) if func is F.batch_norm else None
@@ -104,11 +104,11 @@ def fixed_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    """`functional.batch_norm`, or None where it is not that simple or PyTorch's own is as fast."""
+    """Return `functional.batch_norm` of the arguments; None if it is not that simple or PyTorch is as fast."""
     if training or running_mean is None or running_var is None or input.ndim < 2 or _hooked():
         return None
     if running_mean.requires_grad or running_var.requires_grad:
-        return None  # for PyTorch to refuse
+        return None  # PyTorch refuses these
     input = input.contiguous() if len(input) == 1 else input
     if not input.is_contiguous():
         return None  # PyTorch's results have the input's memory layout
@@ -117,19 +117,21 @@ def fixed_batch_norm(
     if kinds not in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")}):
         return None
     if any(t.shape != input.shape[1:2] for t in tensors[1:]):
-        return None  # for PyTorch to refuse
+        return None  # PyTorch refuses these
     slope = (running_var + eps).rsqrt()
     slope = slope if weight is None else slope * weight
     level = -running_mean * slope
     level = level if bias is None else level + bias
     channels = (-1, *(1,) * (input.ndim - 2))
-    # not addcmul, which takes one number at a time where the others repeat
+    # not addcmul, which is slow with broadcast arguments
     return (input * slope.reshape(channels)).add_(level.reshape(channels))
 
 
 def _hooked() -> bool:
-    """Whether what a forward pass keeps is watched, or may be: PyTorch before 2.8 does not tell. That of a checkpoint
-    is, which runs part of the network again, outside the tape, and wants the same tensors to be kept."""
+    """Whether hooks see the tensors that a forward pass saves, or may see them: PyTorch before 2.8 does not say.
+
+    Checkpointing sets such hooks: it runs part of the network again, outside the tape, and expects the same tensors.
+    """
     try:
         return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     except (AttributeError, TypeError):
@@ -137,7 +139,7 @@ def _hooked() -> bool:
 
 
 def _as_data(state: Tensor, step: Tensor) -> Tensor:
-    """The initial state as something that depends on the data, so that its product with a weight is a use of it."""
+    """Make the initial state depend on the data, so that the tape records its product with a weight."""
     return state + 0 * step.sum(-1, keepdim=True)
 
 
@@ -193,7 +195,7 @@ def _recurrent(
 
 
 def lstm(inputs: Tensor, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
-    """torch.lstm(input, (h, c), params, has_biases, num_layers, dropout, train, bidirectional, batch_first)."""
+    """Compute torch.lstm(input, (h, c), params, has_biases, num_layers, dropout, train, bidirectional, batch_first)."""
     if isinstance(hx, Tensor):
         return None
     num_layers, _, train, bidirectional, batch_first = rest
@@ -246,7 +248,7 @@ def _cell(step: Callable) -> Callable:
 def lstm_cell(
     x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Any:
-    """torch.lstm_cell."""
+    """Compute torch.lstm_cell."""
     h, c = (_as_data(part, x) for part in hx)
     return _lstm_step(linear(x, w_ih, b_ih), (h, c), w_hh, b_hh, None)
 
@@ -264,7 +266,7 @@ DECOMPOSED: dict[Callable, Callable] = {
 
 
 def _opened(function: Any) -> Callable:
-    """A copy of a Python-level torch function that runs its body instead of handing itself back to the mode.
+    """Copy a Python-level torch function so that it runs its body instead of handing itself back to the mode.
 
     Such functions begin with `if has_torch_function(...): return handle_torch_function(...)`, which would come back
     here for ever; in the copy's globals that test is false, so the operations inside are seen one by one.

@@ -348,12 +348,13 @@ class _Arriving:
                 self._write_rows(k, found[k], r, scale)
             for k in self.digested:
                 self._write_sums(k, found[k], r, scale)
+            gone = self.gone
             if self.digest is not None:
                 for k, g in enumerate(found):
-                    if k not in self.gone:
+                    if k not in gone:
                         self._write_gradient(k, g, r, scale)
         if self.digest is None:
-            self.passes.append((r, tuple(None if k in self.gone else g for k, g in enumerate(found))))
+            self.passes.append((r, tuple(None if k in gone else g for k, g in enumerate(found))))
         self.taken += r
 
     def gradients(self, scale: Tensor | None = None) -> Gradients:
@@ -362,8 +363,9 @@ class _Arriving:
         if self.digest is not None:
             written = tuple((self.written[k],) if k in self.written else () for k in range(len(records)))
             return Gradients(written, rows=self.rows, sums=self.sums)
+        gone = self.gone
         found = tuple(
-            () if k in self.gone else tuple(_shaped(one[k], r, record.out) for r, one in self.passes)
+            () if k in gone else tuple(_shaped(one[k], r, record.out) for r, one in self.passes)
             for k, record in enumerate(records)
         )
         scales = () if scale is None else tuple(self._scale(k, scale) for k in range(len(records)))

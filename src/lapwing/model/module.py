@@ -25,18 +25,18 @@ from lapwing.model.inputs import Inputs, map_tensors, tensors_in
 P = ParamSpec("P")
 T = TypeVar("T")
 AUTOCAST_KINDS = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
-LINGERING = 2**27  # bytes of tensors in copies of modules with cycles, which only the garbage collector frees
+LINGERING = 2**27  # bytes in dropped copies with reference cycles, after which the garbage collector is called
 
 _SOURCES: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-_DROPPED: deque[tuple[weakref.ref[nn.Module], int]] = deque(maxlen=64)  # large copies that may be alive still
+_DROPPED: deque[tuple[weakref.ref[nn.Module], int]] = deque(maxlen=64)  # large copies that may still be in memory
 _IN_USE = threading.local()
 _WRITES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether its first call wrote to the inputs
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module behind `torch.compile` and (distributed) data parallel wrappers."""
+    """Return the module inside `torch.compile` and (distributed) data parallel wrappers."""
     while True:
-        compiled = module._modules.get("_orig_mod")  # not by getattr, which wrappers may hand on to what they wrap
+        compiled = module._modules.get("_orig_mod")  # not by getattr, which wrappers may forward to the module inside
         if compiled is not None:
             module = compiled
         elif isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -84,7 +84,7 @@ def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """A tensor that autograd can record: a copy of one that was made in inference mode."""
+    """Return a tensor that autograd can record: a copy, if it was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
@@ -137,7 +137,7 @@ def private(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Modu
 
 
 def _collect() -> None:
-    """Free copies that refer to themselves before they fill the memory: Python counts objects, not their bytes."""
+    """Free copies with reference cycles before they fill the memory: Python counts objects, not bytes."""
     if _DROPPED and sum(size for root, size in list(_DROPPED) if root() is not None) > LINGERING:
         gc.collect()
         _DROPPED.clear()
@@ -151,7 +151,7 @@ def in_use(module: nn.Module, selected: Iterable[str] = ()) -> nn.Module:
 def put_back(module: nn.Module) -> None:
     """Undo what a call of a private copy has written to it, so that the next call begins like the first.
 
-    A module that keeps what it made of its weights would compute with them at other weights too.
+    Otherwise a module that keeps a tensor computed from its weights would use it at other weights too.
     """
     for maker in _IN_USE.__dict__.get("copies", {}).values():
         if maker.root is module:
@@ -164,9 +164,9 @@ def source_of(module: nn.Module) -> nn.Module:
 
 
 def call(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """model(x), model(*x) for a tuple or list, model(**x) for a mapping; at other weights where they are given.
+    """Return model(x), model(*x) for a tuple or list, or model(**x) for a mapping; at other weights if they are given.
 
-    A module that writes to its inputs gets copies; whether it does is seen in its first call.
+    A module that writes to its inputs gets copies. Its first call shows whether it does.
     """
     source = source_of(module)
     writes = _WRITES.get(source)
@@ -200,7 +200,7 @@ def _called(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | N
 
 
 def arguments(inputs: Inputs) -> tuple[tuple, dict[str, Any]]:
-    """Positional and named arguments that inputs stand for."""
+    """Return the positional and named arguments that inputs stand for."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
@@ -208,7 +208,7 @@ def arguments(inputs: Inputs) -> tuple[tuple, dict[str, Any]]:
 
 @contextmanager
 def explained(inputs: Inputs) -> Iterator[None]:
-    """Say which inputs came where a network fails on them."""
+    """Say in the error which inputs came, if a network fails on them."""
     try:
         yield
     except (LapwingError, torch.OutOfMemoryError):
@@ -223,7 +223,7 @@ def explained(inputs: Inputs) -> Iterator[None]:
 
 
 def output_tensor(output: object) -> Tensor:
-    """The tensor of outputs in what a module returned: itself, `.logits`, `["logits"]`, or the first of a tuple."""
+    """Find the outputs in what a module returned: a tensor, its `.logits`, `["logits"]`, or the first of a tuple."""
     from_attribute = getattr(output, "logits", None)
     if isinstance(output, Tensor):
         return output
@@ -240,7 +240,7 @@ def output_tensor(output: object) -> Tensor:
 
 
 def left_out(output: object) -> tuple[Tensor, ...]:
-    """Tensors of the shape of the outputs that a tuple or list holds beside them, and that `output_tensor` leaves."""
+    """Return the tensors beside the outputs in a tuple or list that have their shape, and that are not used."""
     if not isinstance(output, (tuple, list)) or hasattr(output, "logits") or not output:
         return ()
     first, *others = output
@@ -250,7 +250,7 @@ def left_out(output: object) -> tuple[Tensor, ...]:
 
 
 class _Here:
-    """Matches messages of the thread that made it."""
+    """A pattern that matches messages of the thread that made it."""
 
     def __init__(self, start: str) -> None:
         self.start, self.thread = start, threading.get_ident()

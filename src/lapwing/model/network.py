@@ -23,20 +23,22 @@ from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unsee
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
 from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
 
-ROWS = 2**26  # bytes of back-propagated gradients and rows under way where products are made of rows
+ROWS = 2**26  # bytes of gradients and rows in memory at a time, where products are computed from rows
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
     """The user's module, the parameters that get a posterior, and the shape f (n, *event, c) of its outputs.
 
-    `outputs` turns what the module returns into that shape (the likelihood knows it).
+    `outputs`, which the likelihood provides, turns what the module returns into that shape.
     """
 
     module: nn.Module
     params: Params
     outputs: Outputs
-    _trusted: dict[str, bool] = field(default_factory=dict, init=False, repr=False)  # ways to products, by name
+    _trusted: dict[str, bool] = field(
+        default_factory=dict, init=False, repr=False
+    )  # whether each way to compute products agrees with reverse mode
     _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # made for later inputs
     _roles: Roles = field(default_factory=Roles, init=False, repr=False)
 
@@ -44,14 +46,14 @@ class Network:
     def borrow(self, differentiable: bool = False) -> Iterator[nn.Module]:
         """Lend a private copy of the module, in eval mode with gradients for the selected parameters.
 
-        Inside, this thread's calls of the methods here use that copy; the module itself is not touched.
+        Inside, this thread's calls of the methods of this class use that copy; the module itself is not touched.
         """
         kernels = differentiable_kernels() if differentiable else nullcontext()
         with borrowed(self.module, self.params.names) as own, kernels:
             yield own
 
     def copied(self) -> AbstractContextManager[nn.Module]:
-        """Make the private copy of the module once for all that borrows it inside."""
+        """Make one private copy of the module for everything inside that borrows it."""
         return private(self.module, self.params.names)
 
     @property
@@ -60,11 +62,11 @@ class Network:
         return in_use(self.module, self.params.names)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """f (n, *event, c), no gradients."""
+        """Return f (n, *event, c) without gradients."""
         return self.forward_raw(inputs)[0]
 
     def forward_raw(self, inputs: Inputs) -> tuple[Tensor, bool]:
-        """f (n, *event, c), and whether the module itself returned (n,)."""
+        """Return f (n, *event, c), and whether the module itself returned (n,)."""
         self.settle(inputs)
         raw = output_tensor(self.returned(inputs))
         f = self.outputs(raw).detach()
@@ -78,7 +80,7 @@ class Network:
 
     @contextmanager
     def explaining(self, inputs: Inputs) -> Iterator[None]:
-        """Where something fails because the network does not take these inputs, say so instead."""
+        """Replace an error inside by a clear one, if the cause is that the network does not take these inputs."""
         try:
             yield
         except LapwingError:
@@ -88,7 +90,7 @@ class Network:
             raise
 
     def settle(self, inputs: Inputs) -> None:
-        """Find out which inputs all samples share; before a batch is cut into samples."""
+        """Find out which inputs all samples share. Call it before a batch is cut into samples."""
         self._roles.settle(inputs, self._plain)
 
     def require_apart(self, inputs: Inputs) -> None:
@@ -101,17 +103,20 @@ class Network:
             return self.functional(None, inputs).detach()
 
     def at_weights(self, theta: Tensor, inputs: Inputs) -> Tensor:
-        """f at other weights theta (P,); gradients flow into theta and the inputs where the caller has them on."""
+        """Return f at other weights theta (P,); with gradients enabled, they flow into theta and the inputs."""
         wanted = torch.is_grad_enabled()
         with self.borrow(), torch.set_grad_enabled(wanted):
             return self.functional(self.params.unflatten(theta), inputs)
 
     def functional(self, values: dict[str, Tensor] | None, inputs: Inputs) -> Tensor:
-        """f with some parameters replaced by the values given, inside `borrow()`."""
+        """Return f with some parameters replaced by these values. Call it inside `borrow()`."""
         return self.outputs(output_tensor(call(self.lent, inputs, values)))
 
     def recorded(self, inputs: Inputs, values: Values | None = None) -> Tensor:
-        """f with its graph, by a pass without the tape, inside `borrow()`; heavy operations leave their values."""
+        """Return f with its graph, by a pass without the tape; heavy operations leave their results in `values`.
+
+        Call it inside `borrow()`.
+        """
         self.settle(inputs)
         with FixedNorms(), nullcontext() if values is None else Recording(values):
             f = self.functional(None, inputs)
@@ -119,10 +124,10 @@ class Network:
         return f
 
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
-        """f (n, *event, c) and J v for tangents (s, P) -> (s, n, *event, c).
+        """Return f (n, *event, c) and J v for tangents (s, P), (s, n, *event, c).
 
-        By one forward-mode pass each; by double backward, or by rows of the tape, where that disagrees with the
-        gradients of reverse mode.
+        Each product is one forward-mode pass. Where that disagrees with reverse mode, double backward is used, and
+        where that disagrees too, the rows of the tape.
         """
         with self.borrow():
             for name, push in (("forward mode", self._push), ("double backward", self._jvp_by_double_backward)):
@@ -133,7 +138,7 @@ class Network:
             return self._jvp_by_rows(inputs, tangents)
 
     def trusts(self, name: str, push: Callable[[Inputs, Tensor], tuple[Tensor, Tensor] | None], inputs: Inputs) -> bool:
-        """Whether products computed this way agree with reverse mode: asked once, of a few samples."""
+        """Whether products computed this way agree with reverse mode; found out once, with a few samples."""
         if name not in self._trusted:
             n = batch_size(inputs)
             few = detached(take(inputs, slice(0, CHECK_SAMPLES), n))
@@ -146,7 +151,7 @@ class Network:
         return self._trusted[name]
 
     def _push(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor] | None:
-        """By forward mode, or None. What heavy operations give at the weights themselves is computed once for all."""
+        """Return f and J v by forward mode, or None. Heavy operations at the weights are computed only once."""
         values = dict(zip(self.params.names, self.params.values, strict=True))
         moved = [self.params.tangent(v) for v in tangents]
         at = lambda p: self.functional(p, inputs)  # noqa: E731
@@ -154,7 +159,7 @@ class Network:
         return push_forward(self.module, at, values, moved) if found is None else found
 
     def _jvp_by_rows(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
-        """One backward pass per output: slow, and right where other ways are not."""
+        """Return f and J v by one backward pass per output: slow, and right where other ways are not."""
         if "rows" not in self._plans:
             self._plans["rows"] = self.plan(detached(inputs))
         try:
@@ -166,7 +171,7 @@ class Network:
     def _jvp_around_one_pass(
         self, at: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor], moved: list[dict[str, Tensor]]
     ) -> tuple[Tensor, Tensor] | None:
-        """All products around the values of one recorded pass; None where they then lead to other outputs."""
+        """Return all products around the results of one recorded pass; None where these lead to other outputs."""
         known = Values()
         with torch.no_grad(), Recording(known):
             f = at(values)
@@ -174,7 +179,7 @@ class Network:
         return found if found is not None and close(found[0], f, tolerance([f.dtype])) else None
 
     def _jvp_by_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
-        """J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
+        """Return f and J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
         with differentiable_kernels():
             return self._second_pass(self.recorded(inputs), tangents)
 
@@ -192,7 +197,7 @@ class Network:
         return f.detach(), torch.stack(results).detach()
 
     def linearize(self, plan: Plan, inputs: Inputs, create_graph: bool = False) -> Linearization:
-        """The network at a batch. Call, and use the result, inside `borrow()`.
+        """Return the network linearized at a batch. Call this, and use the result, inside `borrow()`.
 
         A batch that runs other operations than the plan's (another sequence length) is planned anew; raises
         `PlanChanged` where parameters would then fall into other blocks.
@@ -216,7 +221,7 @@ class Network:
         return Linearization(module, inputs, self.outputs, f, recorded)
 
     def _fitting(self, plan: Plan, matches: Callable[[Plan], bool], inputs: Inputs) -> Plan:
-        """The plan itself, the last that was made for later inputs, or one made for these."""
+        """Return a plan that reads these inputs: this one, the last one made for later inputs, or a new one."""
         enough = min(CHECK_SAMPLES, batch_size(inputs))
         for made in (plan, self._plans.get("later")):
             if made is not None and made.distinct >= enough and plan.compatible(made) and matches(made):
@@ -234,7 +239,7 @@ class Network:
         return self._plans["first"]
 
     def leaves(self) -> dict[str, Tensor]:
-        """The selected parameters of the borrowed copy, by name."""
+        """Return the selected parameters of the borrowed copy, by name."""
         live = dict(self.lent.named_parameters())
         return {name: live[name] for name in self.params.names}
 
@@ -242,13 +247,13 @@ class Network:
         return {name: p.detach().requires_grad_() for name, p in self.leaves().items()}
 
     def plan(self, inputs: Inputs) -> Plan:
-        """Read the network from a few samples, and check the rows against autograd (call inside `borrow()`)."""
+        """Make a plan from a few samples, and check its rows against autograd. Call it inside `borrow()`."""
         self.settle(inputs)
         self._require_private(inputs)
         return SelfCheck(self.lent, self.params, self.outputs, inputs).plan()
 
     def _require_private(self, inputs: Inputs) -> None:
-        """Refuse a forward pass that reaches the user's module itself past the private copy that is run."""
+        """Refuse a forward pass that reaches the user's module itself, although a private copy is run."""
         names = {id(p): name for name, p in self.module.named_parameters()}
         n = batch_size(inputs)
         try:
@@ -261,16 +266,16 @@ class Network:
         found = [names[id(leaf)] for leaf in parameters_behind(f.grad_fn) if id(leaf) in names]
         if found:
             raise UnsupportedModel(
-                f"the forward pass uses parameter {found[0]!r} of the module by a name of its own (a global variable "
-                "inside a function that it calls, or a tensor computed from it before and kept, say), so that Lapwing "
-                "cannot run it without touching your module. Reach it through `self`, and compute it in each pass."
+                f"the forward pass uses parameter {found[0]!r} without going through `self` (for example by a global "
+                "variable inside a function that it calls, or by a tensor computed from it earlier), so Lapwing cannot "
+                "run it without touching your module. Use `self`, and compute such tensors in each forward pass."
             )
 
     def require_faithful(self, inputs: Inputs) -> None:
         """Refuse a network whose private copy gives other outputs than a plain call of the module.
 
-        A network that looks itself up in a table by its identity, for one, finds no entry for the copy. The module is
-        called only where that leaves nothing behind: in eval mode, without hooks, if its forward pass writes nothing.
+        An example is a network that looks itself up in a table by its identity, which has no entry for the copy. The
+        module is called only where that leaves no traces: in eval mode, without hooks, and if forward writes nothing.
         """
         parts = list(self.module.modules())
         if any(m.training or m._forward_hooks or m._forward_pre_hooks or written_by_forward(m) for m in parts):
@@ -287,14 +292,14 @@ class Network:
             expected = output_tensor(self.module(*args, **kwargs))
         if expected.shape != found.shape or not close(found, expected, tolerance([found.dtype])):
             raise UnsupportedModel(
-                "a private copy of the network gives other outputs than the network itself, which Lapwing does not "
-                "touch: its forward pass reads something that belongs to this very object (a table with an entry for "
-                "id(self) or for the module, say). Keep it as an attribute of the module."
+                "a private copy of the network, which Lapwing runs in place of yours, gives other outputs than the "
+                "network itself: its forward pass reads something that belongs to this very object (for example "
+                "a table with an entry for id(self)). Keep it as an attribute of the module."
             )
 
 
 def _by_rows(at: Linearization, tangents: Tensor) -> tuple[Tensor, Tensor]:
-    """f and J v from the rows of all outputs, a few outputs at a time."""
+    """Return f and J v from the rows of all outputs, a few outputs at a time."""
     f = at.f.detach()
     n, outputs = len(f), f[0].numel()
     explicit = sum(block.size for block in at.plan.blocks if block.kind == "rows")
@@ -309,7 +314,7 @@ def _by_rows(at: Linearization, tangents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """Names of the parameters of whatever produces the outputs: the last weight matrix and what follows it."""
+    """Return the names of the parameters that produce the outputs: the last weight matrix and what follows it."""
     free = [name for name, p in module.named_parameters() if p.requires_grad]
     with borrowed(module, free) as own:
         live = dict(own.named_parameters())
@@ -317,7 +322,7 @@ def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
         with explained(inputs):
             try:
                 finished = run(own, take(inputs, slice(0, 1), batch_size(inputs)), selected)
-            except (RuntimeError, ValueError, IndexError):  # inputs that are not cut into samples so
+            except (RuntimeError, ValueError, IndexError):  # inputs that cannot be cut into samples like this
                 finished = run(own, inputs, selected)
         ids = {id(live[name]): name for name in free}
         small: Callable = lambda record: all(record.tensors[j].ndim < 2 for j in record.live)  # noqa: E731

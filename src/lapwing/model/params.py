@@ -98,11 +98,11 @@ class Params:
         return self.flatten(dict(zip(self.names, self.values, strict=True)))
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """{name: tensor} -> (total,)."""
+        """Flatten {name: tensor} to (total,)."""
         return torch.cat([tensors[name].reshape(-1).to(self.dtype) for name in self.names])
 
     def expand(self, theta: Tensor, base: Tensor | None = None) -> Tensor:
-        """(*b, P) -> (*b, total): weights that a subnetwork leaves out come from `base`, or are zero."""
+        """Expand (*b, P) to (*b, total): weights that a subnetwork leaves out come from `base`, or are zero."""
         if theta.shape[-1] != self.size:
             raise BadData(f"expected rows of length {self.size}, got {tuple(theta.shape)}")
         if self.index is None:
@@ -112,7 +112,7 @@ class Params:
         return whole.index_copy(-1, self.index, theta)
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
-        """(*b, P) -> {name: (*b, *shape)}, in each parameter's own dtype; left-out weights keep their values."""
+        """Split (*b, P) into {name: (*b, *shape)} in each parameter's own dtype; left-out weights keep their values."""
         whole = theta
         if self.index is not None:
             whole = self.expand(theta, self._whole)
@@ -121,7 +121,7 @@ class Params:
         return self._split(whole)
 
     def tangent(self, direction: Tensor) -> dict[str, Tensor]:
-        """(P,) -> {name: shape}: a direction in weight space; left-out weights do not move."""
+        """Split a direction (P,) in weight space into {name: shape}; left-out weights do not move."""
         return self._split(self.expand(direction))
 
     def _split(self, whole: Tensor) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ class Params:
 
 
 def require_no_hooks(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse parameters with hooks, which may change gradients (clipping, masks): rows would not be derivatives."""
+    """Refuse parameters with hooks, which may change gradients (clipping, masks), so that rows are not derivatives."""
     hooked = [name for name, p in parameters.items() if p._backward_hooks]
     if hooked:
         raise UnsupportedModel(
@@ -145,7 +145,7 @@ def require_no_hooks(parameters: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Subnetwork:
-    """The `size` single weights with the largest variance (of a diagonal posterior) or magnitude, or a random set."""
+    """A selection of `size` single weights: those with the largest variance or magnitude, or a random set."""
 
     size: int
     by: Literal["variance", "magnitude", "random"] = "variance"
@@ -165,7 +165,7 @@ def subnetwork(k: int, by: Literal["variance", "magnitude", "random"] = "varianc
 
 
 def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
-    """Names of the selected parameters in the order of `named_parameters()`; frozen and empty ones are left out."""
+    """Return the names of the selected parameters, in order of `named_parameters()`, without frozen and empty ones."""
     free = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
     every = dict(module.named_parameters())
     if not free:
@@ -200,7 +200,7 @@ def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
 
 
 def _patterns(selection: Any) -> tuple[bool, list[Any]]:
-    """Whether a selection is of a kind that is known, and the names or globs that it lists."""
+    """Return whether a selection is of a known kind, and the names or globs that it lists."""
     if isinstance(selection, str):
         return True, [selection]
     if isinstance(selection, nn.Module | Tensor | bytes) or not isinstance(selection, Iterable):
@@ -216,7 +216,7 @@ def _some(names: Iterable[str], limit: int = 8) -> str:
 
 
 def choose_weights(values: Tensor, k: int, by: str, generator: torch.Generator | None = None) -> Tensor:
-    """Sorted positions (k,) of the k largest scores; `values` (total,) are the weights or their variances."""
+    """Return the sorted positions (k,) of the k largest of `values` (total,): the weights or their variances."""
     if k > values.numel():
         raise BadData(f"a subnetwork of {k} weights was asked for, but only {values.numel()} are selected")
     if by == "random":
@@ -227,11 +227,11 @@ def choose_weights(values: Tensor, k: int, by: str, generator: torch.Generator |
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """A weight as a rule sees it, (q, o, i): a view of memory whose strides tell the order, or the positions of all
-    entries in the whole flat vector."""
+    """The order in which a rule sees the entries of a weight, (q, o, i): as a view whose strides show the order, or as
+    the positions of all entries in the flat vector."""
 
     seen: Tensor
-    written: bool  # whether the entries are positions
+    written: bool  # whether `seen` holds positions rather than memory that is never read
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -243,7 +243,7 @@ class Order:
         return [step for step, size in zip(self.seen.stride(), self.shape, strict=True) if size > 1]
 
     def swapped(self) -> Order:
-        """With rows for columns."""
+        """Exchange rows and columns."""
         return Order(self.seen.transpose(1, 2), self.written)
 
     def same_as(self, other: Order) -> bool:
@@ -253,7 +253,7 @@ class Order:
         return torch.equal(self.seen, other.seen) if self.written else self._steps == other._steps
 
     def places(self, params: Params, name: str, bias: str | None = None) -> Places:
-        """Of the parameter of that name, with its bias as a last column."""
+        """Return the places of the parameter of that name, with its bias as a last column."""
         q, o, i = self.shape
         starts = dict(zip(params.names, params.offsets, strict=True))
         plain, turned = self.seen.is_contiguous(), q == 1 and self.seen.mT.is_contiguous()
@@ -268,7 +268,7 @@ class Order:
 
 
 def orders(params: Params, name: str, views: Sequence[View]) -> list[Order]:
-    """How rules see a weight. Memory that is never written to tells, where all of them see it by views."""
+    """Return the order in which each rule sees a weight. If all of them only make views, no position is written out."""
     blank = torch.empty(params.shapes[params.names.index(name)], dtype=torch.uint8)
     seen = [view(blank) for view in views]
     memory = blank.untyped_storage().data_ptr()
@@ -278,12 +278,12 @@ def orders(params: Params, name: str, views: Sequence[View]) -> list[Order]:
 
 
 def positions(params: Params, name: str) -> Tensor:
-    """Where the entries of a parameter are in the whole flat vector, in its shape."""
+    """Return the positions of a parameter's entries in the whole flat vector, in the parameter's shape."""
     k = params.names.index(name)
     start, shape = params.offsets[k], params.shapes[k]
     return torch.arange(start, start + params.sizes[k], device=params.device).reshape(shape)
 
 
 def places_of(params: Params, names: Sequence[str]) -> Places:
-    """Of parameters one after the other."""
+    """Return the places of parameters one after the other."""
     return Places.of(torch.cat([positions(params, name).reshape(-1) for name in names]))

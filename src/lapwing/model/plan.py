@@ -1,6 +1,6 @@
 """The plan: how each record of the tape becomes rows, and which parameters form a block.
 
-Made once, from a few samples of the first batch run together and one of them run alone.
+A plan is made once, by running a few samples of the first batch together and one of them alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AMBIGUOUS = "samples and positions cannot be told apart by their values"
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a weight in a record is: a selected parameter, its transpose, or something made from parameters."""
+    """Where a weight in a record comes from: a parameter, its transpose, or a tensor computed from parameters."""
 
     names: tuple[str, ...]
     direct: bool
@@ -33,7 +33,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """How one record is read."""
+    """How one record is read: by its rule, by replaying its call per sample, or not at all (a loop over samples)."""
 
     func: Callable
     method: Method
@@ -49,9 +49,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Parameters whose curvature is kept together: a weight matrix with its bias, or a few small tensors.
+    """Parameters that share one block of the curvature: a weight matrix with its bias, or a few small tensors.
 
-    matrix: rows are Σ_t left ⊗ right of shape (q, o, i); rows: explicit; unused: nothing reaches the outputs.
+    The rows of a "matrix" block are Σ_t left ⊗ right of shape (q, o, i); those of a "rows" block are written out; the
+    parameters of an "unused" block do not reach the outputs.
     """
 
     names: tuple[str, ...]
@@ -67,14 +68,14 @@ class Block:
 
 
 class PlanChanged(Exception):
-    """A later batch runs other operations, so that parameters would fall into other blocks."""
+    """Raised when a later batch runs other operations, so that parameters would fall into other blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The reading of a network's tape.
+    """How the tape of a network is read.
 
-    Where the operations depend on the data (routing, early exits), `dynamic` plans do without the tape: every row
+    A `dynamic` plan does without the tape, because the operations depend on the data (routing, early exits): every row
     comes from a loop over samples.
     """
 
@@ -82,12 +83,12 @@ class Plan:
     blocks: tuple[Block, ...]
     looped: tuple[str, ...]  # parameters whose rows come from a loop over samples
     batched: bool = False  # whether several directions may share one backward pass
-    distinct: int = 0  # samples it was made from: one alone cannot tell how a batch is laid out
+    distinct: int = 0  # different samples that it was made from: one alone does not show how a batch is laid out
     notes: tuple[str, ...] = ()
     dynamic: bool = False
-    width: int = 0  # elements of the outputs of all records, a sample
-    kept: int = 0  # those whose gradients wait to be asked for, with the rows of others
-    graph: int = 0  # bytes that a forward pass keeps for its backward pass, a sample
+    width: int = 0  # numbers per sample that one direction brings to all records
+    kept: int = 0  # numbers per sample and direction that stay in memory after a pass
+    graph: int = 0  # bytes per sample that a forward pass keeps for its backward pass
     reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
     joined: bool = False  # whether a backward pass to the records may go on to the weights
 
@@ -97,20 +98,20 @@ class Plan:
 
     @cached_property
     def named(self) -> dict[tuple[str, ...], Block]:
-        """Blocks by the names of their parameters."""
+        """The blocks by the names of their parameters."""
         return {block.names: block for block in self.blocks}
 
     def under_way(self, directions: int) -> int:
-        """Numbers a sample where so many directions are kept, with what the last of them brings and does not keep."""
+        """Return the numbers per sample in memory during the last of so many passes, whose results are kept."""
         return max(directions, 1) * self.kept + self.width - self.kept
 
     @property
     def signature(self) -> str:
-        """What two passes over data must share for their sums to add."""
+        """A text that is equal for plans whose sums over data can be added."""
         return f"{self.dynamic}|" + "|".join(f"{b.kind} {b.shape} {' '.join(b.names)}" for b in self.blocks)
 
     def matches(self, records: tuple[Record, ...], n: int, names: dict[int, str]) -> bool:
-        """Whether a later pass of n samples has the same operations on the same weights, so that this plan reads it."""
+        """Whether this plan can read a later pass of n samples: it has the same operations on the same weights."""
         return len(records) == len(self.steps) and all(
             record.func == step.func
             and len(record.tensors) == len(step.args)
@@ -120,7 +121,7 @@ class Plan:
         )
 
     def compatible(self, other: Plan) -> bool:
-        """Whether both plans cut the parameters into the same blocks."""
+        """Whether both plans divide the parameters into the same blocks."""
         return len(self.blocks) == len(other.blocks) and all(
             a.names == b.names
             and (a.kind, a.shape, a.bias) == (b.kind, b.shape, b.bias)
@@ -150,7 +151,7 @@ def _same_sources(record: Record, step: Step, names: dict[int, str]) -> bool:
 
 
 def dynamic_plan(params: Params, note: str) -> Plan:
-    """Every parameter by a loop over samples, one block a module."""
+    """Return a plan that reads every parameter by a loop over samples, with one block per module."""
     groups = _row_groups((), params, set(params.names), set())
     blocks = tuple(Block(group, "rows", places_of(params, group)) for group in groups)
     return Plan((), blocks, params.names, distinct=1 << 30, notes=(note,), dynamic=True)
@@ -177,7 +178,7 @@ def bind(record: Record) -> tuple[Rule, Call] | None:
 
 
 def source_of(tensor: Tensor, names: dict[int, str]) -> Source:
-    """Where a weight comes from. `names` maps id(parameter) to its name."""
+    """Find out where a weight comes from. `names` maps id(parameter) to its name."""
     if id(tensor) in names:
         return Source((names[id(tensor)],), direct=True)
     base = tensor._base
@@ -325,7 +326,7 @@ def _matrix_blocks(whole: Pass, steps: tuple[Step, ...], params: Params, looped:
 def _matrix_block(
     name: str, found: list, uses: dict, biases: dict[int, str], whole: Pass, params: Params, looped: set[str]
 ) -> Block | None:
-    """The block of one weight matrix, with its bias when every use of either is a use of both."""
+    """Return the block of one weight matrix, with its bias if every operation that uses one uses both."""
     views = [_view(whole.records[k], source.transposed) for k, _, source in found]
     seen = orders(params, name, views)
     first = seen[0]
@@ -353,14 +354,14 @@ def _matrix_block(
 
 
 def _view(record: Record, transposed: bool) -> Callable[[Tensor], Tensor]:
-    """How a record's rule sees a weight."""
+    """Return the function by which a record's rule reshapes its weight."""
     rule, call = bind(record)  # type: ignore[misc]
     assert isinstance(rule, MatrixRule)
     return lambda weight: rule.view(call, weight.T if transposed else weight)
 
 
 def _row_groups(steps: tuple[Step, ...], params: Params, looped: set[str], placed: set[str]) -> list[tuple[str, ...]]:
-    """Parameters with explicit rows, those that meet in one operation (or one looped module) together."""
+    """Group the parameters with explicit rows: together if they meet in one operation or one looped module."""
     rest = [name for name in params.names if name not in placed]
     leader = {name: name for name in rest}
 
@@ -384,5 +385,5 @@ def _row_groups(steps: tuple[Step, ...], params: Params, looped: set[str], place
 
 
 def unseen_names(finished: Pass, names: dict[int, str]) -> set[str]:
-    """Selected parameters that reach the outputs past the records."""
+    """Return the selected parameters that reach the outputs without a record on the way."""
     return {names[id(leaf)] for leaf in unseen_parameters(finished) if id(leaf) in names}

@@ -29,7 +29,7 @@ Keep = Callable[[Batch, Tensor], Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """Products with the Jacobian J of all data at once; several vectors (s, P) share what they can.
+    """Products with the Jacobian J of all data; several vectors (s, P) share passes where possible.
 
     A product Jᵀ Λ J v of one vector costs a forward pass, a forward-mode and a reverse-mode pass around its values:
     about 1.7 gradients in operations, 1.3 for each further vector. Passes run in the network's own dtype; sums over
@@ -44,7 +44,7 @@ class Products:
     _slow: dict[str, bool] = field(default_factory=dict, repr=False)
 
     def jvp(self, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """f and J v for v (s, P): (n, *event, c) and (s, n, *event, c)."""
+        """Return f (n, *event, c) and J v (s, n, *event, c) for v (s, P)."""
         if self._vectorizes("vmap", len(v)) and self.network.trusts("vectorized", self._jvp_at_once, inputs):
             try:
                 return self._jvp_at_once(inputs, v)
@@ -61,7 +61,7 @@ class Products:
             return run(values), torch.func.vmap(push)(v.to(params.dtype))
 
     def vjp(self, inputs: Inputs, pull: Callable[[Tensor], Tensor]) -> Tensor:
-        """Jᵀ u, (s, P), for u (s, n, *event, c) = pull(f): one recorded forward pass for all s."""
+        """Return Jᵀ u, (s, P), for u (s, n, *event, c) = pull(f), from one recorded forward pass for all s."""
         with self.network.borrow():
             f = self.network.recorded(inputs)
             with torch.no_grad():
@@ -83,7 +83,7 @@ class Products:
         return total
 
     def _vectorizes(self, what: str, s: int) -> bool:
-        """Small networks spend their time between operations: several vectors at once cost little more than one."""
+        """Whether s vectors share a vectorized pass, which costs little more than one in small networks."""
         return s > 1 and self.network.params.size <= SMALL and what not in self._slow
 
     def _pull_back_at_once(self, f: Tensor, u: Tensor, leaves: list[Tensor]) -> Tensor:
@@ -100,14 +100,14 @@ class Products:
         return flat if params.index is None else flat[params.index]
 
     def ggn(self, v: Tensor, middle: Middle, label: str = "products", keep: Keep | None = None) -> Tensor:
-        """Σ_n J_nᵀ Λ_n J_n v for v (s, P), in float64; of the samples that `keep` names."""
+        """Return Σ_n J_nᵀ Λ_n J_n v for v (s, P), in float64, over the samples that `keep` names."""
         total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
         for batch in self._kept(label, keep):
             total += self._of_batch(batch, v, middle)
         return total
 
     def _kept(self, label: str, keep: Keep | None) -> Iterator[Batch]:
-        """Batches, without the samples that stay out: a forward pass tells."""
+        """Yield the batches without the samples that `keep` leaves out."""
         for batch in self._read(label):
             n = batch_size(batch.inputs)
             mixed = not all(per_sample(t, n) for t in tensors_in(batch.inputs))
@@ -140,7 +140,7 @@ class Products:
         return "double" not in self._slow and network.trusts("double backward", network._jvp_by_double_backward, inputs)
 
     def _by_one_pass(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
-        """J v by forward mode around the values of the recorded pass, which then takes Jᵀ."""
+        """Return Jᵀ Λ J v: J v by forward mode around the values of a recorded pass, whose graph then gives Jᵀ."""
         params, values = self.network.params, Values()
         moved = [params.tangent(row) for row in v]
         with self.network.borrow():
@@ -155,7 +155,7 @@ class Products:
             return self._pull_back(f, u)
 
     def _by_one_graph(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
-        """J v as the derivative of u ↦ (Jᵀu)ᵀv, then Jᵀ through the same recorded pass."""
+        """Return Jᵀ Λ J v: J v as the derivative of u ↦ (Jᵀu)ᵀv, then Jᵀ through the same recorded pass."""
         params = self.network.params
         with self.network.borrow(), elementary_attention():
             f = self.network.recorded(batch.inputs)
@@ -177,7 +177,7 @@ class Products:
     def transposed(
         self, pull: Callable[[Batch, Tensor], Tensor], s: int, label: str = "products", keep: Keep | None = None
     ) -> Tensor:
-        """Σ_n J_nᵀ u_n, (s, P) in float64, for u = pull(batch, f) (s, n, *event, c)."""
+        """Return Σ_n J_nᵀ u_n, (s, P) in float64, for u = pull(batch, f) (s, n, *event, c)."""
         params = self.network.params
         total = torch.zeros(s, params.size, dtype=torch.float64, device=params.device)
         for batch in self._kept(label, keep):
@@ -185,12 +185,12 @@ class Products:
         return total
 
     def jacobian(self, v: Tensor, label: str = "products") -> Iterator[tuple[Batch, Tensor, Tensor]]:
-        """(batch, f, J v) batch by batch."""
+        """Yield (batch, f, J v) for every batch."""
         for batch in self._read(label):
             yield batch, *self.jvp(batch.inputs, v)
 
     def hessian(self, v: Tensor, loss: Callable[[Batch, Tensor], Tensor], label: str = "products") -> Tensor:
-        """∇²Σ loss · v for v (s, P), by differentiating the gradient; loss(batch, f) is a scalar."""
+        """Return ∇²Σ loss · v for v (s, P), by differentiating the gradient; loss(batch, f) is a scalar."""
         total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
         for batch in self._read(label):
             with self.network.borrow(), differentiable_kernels():

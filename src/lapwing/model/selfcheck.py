@@ -1,4 +1,4 @@
-"""The self-check of a fit: where samples sit, what the tape missed, and whether its numbers are autograd's."""
+"""The self-check of a fit: where samples are in each tensor, what the tape missed, and whether rows are right."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from lapwing.model.plan import (
 )
 from lapwing.model.tape import Pass, run
 
-BATCHED_SAMPLE = 2**14  # numbers of all directions and layers of a sample up to which directions share a pass
+BATCHED_SAMPLE = 2**14  # gradients per sample, over all directions and layers, up to which directions share a pass
 CHECK_SAMPLES = 4
-PIECE = 2**18  # numbers of a row that are copied in a wider type at a time
+PIECE = 2**18  # numbers of a row that are converted to float64 at a time
 
 
 class Fault(NamedTuple):
@@ -51,7 +51,7 @@ class Fault(NamedTuple):
 
 
 class SelfCheck:
-    """The self-check: where samples sit, what the tape missed, and whether its numbers are autograd's."""
+    """Makes a plan from a few samples of a batch, and compares its rows with autograd."""
 
     def __init__(self, module: nn.Module, params: Params, outputs: Outputs, inputs: Inputs) -> None:
         self.module, self.params, self.outputs = module, params, outputs
@@ -61,7 +61,7 @@ class SelfCheck:
         if len(rows) == 1:  # the same sample twice still shows which axis holds samples
             rows = rows.expand(2)
         self.few = take(inputs, rows, size)
-        # not the middle one: a batch that a network reverses would leave it in its place
+        # not the middle one, which stays in its place if a network reverses the batch
         self.n, self.which = len(rows), (len(rows) - 1) // 2 if len(rows) != 3 else 0
         self.alone = take(inputs, rows[self.which : self.which + 1], size)
         live = dict(module.named_parameters())
@@ -71,7 +71,7 @@ class SelfCheck:
         self.types = Types()
 
     def plan(self) -> Plan:
-        """With the precision of the parameters; of the least precise operation where that is not reached."""
+        """Make a plan within the precision of the parameters, or of the least precise operation if that fails."""
         try:
             plan = self._plan_of_different()
             if not (plan.looped and self._loosened()):
@@ -92,7 +92,7 @@ class SelfCheck:
         return self._plan_on_noise() or plan
 
     def _plan_on_noise(self) -> Plan | None:
-        """Samples that look alike (a batch of zeros) told apart by noise, where the network stands noise."""
+        """Add noise to samples that look alike (a batch of zeros), and plan with these if the network takes them."""
         generator = torch.Generator().manual_seed(0)
 
         def shake(t: Tensor) -> Tensor:
@@ -161,8 +161,8 @@ class SelfCheck:
             )
 
     def _kept(self) -> int:
-        """Bytes that a forward pass of the few samples keeps for its backward pass, parameters and buffers aside; 0
-        where the network does not let us look."""
+        """Return the bytes that a forward pass of the few samples keeps for its backward pass, without parameters and
+        buffers; 0 if the network does not allow hooks on them."""
         module = self.module
         tensors = (t for t in (*module.parameters(), *module.buffers()) if t.layout == torch.strided)
         own = {t.untyped_storage().data_ptr() for t in tensors}
@@ -206,7 +206,7 @@ class SelfCheck:
         )
 
     def _autograd(self, f: Tensor, cotangents: Tensor) -> Tensor:
-        """Gradients by plain autograd without the tape, (r, P): one backward pass a cotangent."""
+        """Return gradients by plain autograd without the tape, (r, P), with one backward pass per cotangent."""
         params, leaves = self.params, list(self.leaves.values())
         rows = torch.zeros(len(cotangents), params.total, dtype=params.dtype, device=f.device)
         if f.requires_grad:
@@ -222,22 +222,22 @@ class SelfCheck:
         return Linearization(self.module, self.few, self.outputs, f, recorded)
 
     def _blocks(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> list[Rows]:
-        """Rows from the tape, by block; kept in factors where they are of a matrix."""
+        """Return the rows from the tape, one `Rows` per block."""
         return list(self._linearization(plan, whole, f).jacobian(directions).rows)
 
     def _wrong(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> dict[str, Fault]:
         """Return the parameters whose rows are not autograd's.
 
-        Rows of a direction are compared in a sum over samples with weights: those of autograd are then one backward
-        pass, and as no two weights are alike, rows of the wrong sample show. What differs there is compared sample by
-        sample: half precision inside a network rounds the sum.
+        Rows of a direction are compared in a weighted sum over samples, for which autograd needs one backward pass. No
+        two weights are equal, so rows of the wrong sample are noticed. If the sums differ, rows are compared sample by
+        sample, since half precision inside a network rounds the sum.
         """
         blocks = self._blocks(plan, whole, f, directions)
         graph = self.plain
         wrong: dict[str, Fault] = {}
         for weights in (self._weights(len(directions)), self._one_by_one(len(directions))):
             norms = torch.stack([self._norms(plan, blocks, graph, directions, w.to(f)) for w in weights]).norm(dim=0)
-            total = norms[:, 0].norm()  # not finite: half precision overflows, and any error would be allowed
+            total = norms[:, 0].norm()  # if half precision overflows, it is not finite, and would allow any error
             wrong = {
                 name: Fault(float(expected), float(got))
                 for name, (expected, got, error) in zip(self.leaves, norms, strict=True)
@@ -248,7 +248,7 @@ class SelfCheck:
         return wrong
 
     def _norms(self, plan: Plan, blocks: list[Rows], graph: Tensor, directions: Tensor, weights: Tensor) -> Tensor:
-        """(parameters, 3): norms of autograd's weighted rows, of those from the tape, and of their difference."""
+        """Return norms of autograd's weighted rows, of the tape's, and of their difference, (parameters, 3)."""
         truth = self._autograd(graph, directions * weights.reshape(weights.shape + (1,) * (graph.ndim - 1)))
         found = torch.empty_like(truth)
         for place, rows in zip(plan.layout.places, blocks, strict=True):
@@ -257,17 +257,17 @@ class SelfCheck:
         return torch.stack([torch.stack([_norm(t), _norm(g), _norm(g.sub_(t))]) for t, g in pairs]).cpu()
 
     def _weights(self, r: int) -> Tensor:
-        """(1, r, samples): powers of two, so that products with them are exact, up to 1; in the other order in the next
+        """Return weights (1, r, samples): powers of two up to 1, so that products are exact; reversed in every second
         direction, so that no two samples have the same ratio in both."""
         powers = 2.0 ** torch.arange(1 - self.n, 1, dtype=torch.float64)
         return torch.stack([powers.flip(0) if k % 2 else powers for k in range(r)])[None]
 
     def _one_by_one(self, r: int) -> Tensor:
-        """(samples, r, samples): one sample at a time."""
+        """Return weights (samples, r, samples) that pick one sample at a time."""
         return torch.eye(self.n, dtype=torch.float64)[:, None].expand(-1, r, -1)
 
     def _settle(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
-        """Go from rule to generic rule to a loop over samples until the numbers are right."""
+        """Go from rules to replayed calls to a loop over samples until the rows are right."""
         bad: dict[str, Fault] = {}
         for downgrade in (_to_generic, _to_loop, None):
             bad = self._attempt(plan, whole, f, directions)
@@ -315,8 +315,10 @@ class SelfCheck:
             return broken
 
     def _try_batched(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
-        """Several directions in one backward pass, where vmap has a rule for every operation and gets it right; not in
-        networks that spend their time in operations rather than between them."""
+        """Let several directions share a backward pass if vmap has a rule for every operation and gets it right.
+
+        Networks that spend their time inside operations rather than between them do not gain from it.
+        """
         if f[0].numel() * sum(record.out.numel() for record in whole.records) > BATCHED_SAMPLE * self.n:
             return plan
         trial = replace(plan, batched=True)
@@ -331,8 +333,10 @@ class SelfCheck:
         return trial if self._agree(alone.gradients(directions), found) else plan
 
     def _try_joined(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
-        """One backward pass to records and weights, where it brings to each what it brings alone: a hook on a record's
-        output, for one, is not seen there if the pass goes on. Not in float16, where small scores vanish."""
+        """Let one backward pass go to records and weights if it finds the same gradients as two passes.
+
+        It does not with a hook on a record's output, for example. Not in float16, where small scores vanish.
+        """
         narrow = any(record.out.dtype == torch.float16 for record in whole.records)
         if plan.looped or not whole.records or not f.requires_grad or narrow:
             return plan
@@ -341,20 +345,23 @@ class SelfCheck:
         return replace(plan, joined=True) if len(both) == len(alone) and self._agree(alone, both) else plan
 
     def _agree(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
-        """Each by its own size: a small gradient may meet large inputs."""
+        """Whether gradients agree, each relative to its own size: a small gradient may meet large inputs."""
         total = sum(float(_norm(g)) for g in expected)
         pairs = zip(expected, found, strict=True)
         return all(_norm(got - g) <= self.rtol * (_norm(g) + 1e-6 * total) for g, got in pairs)
 
 
 def _found(pair: tuple[Gradients, dict[str, Tensor | None]]) -> list[Tensor]:
-    """The gradients of records and those of weights that have one."""
+    """Return the gradients of records, and of the weights that have one."""
     return [*pair[0], *(g.to_dense() for g in pair[1].values() if g is not None)]
 
 
 def _weighted(rows: Rows, weights: Tensor) -> Tensor:
-    """Σ_n weights[r, n] J[n, r], (r, size). Rows are written out for one sample at a time (those made in pieces for
-    two: pieces of one would not show a rule that confuses samples)."""
+    """Return Σ_n weights[r, n] J[n, r], (r, size).
+
+    Rows are written out for one sample at a time, or for two if they are formed in pieces: pieces of one sample would
+    not show a rule that confuses samples.
+    """
     step = 2 if rows.deferred else 1
     total = torch.zeros(rows.r, rows.size, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     for start in range(0, rows.n, step):
@@ -367,14 +374,14 @@ def _weighted(rows: Rows, weights: Tensor) -> Tensor:
 
 
 def _norm(t: Tensor) -> Tensor:
-    """In float64, of complex tensors too; the copies that take a wider type are of pieces."""
+    """Return the norm in float64, of complex tensors too. Pieces are converted one after the other."""
     if t.ndim and t.shape[-1] > PIECE:
         return torch.stack([_norm(piece) for piece in t.split(PIECE, -1)]).norm()
     return torch.linalg.vector_norm(t.abs() if t.is_complex() else t, dtype=torch.float64)
 
 
 def _different_rows(inputs: Inputs, size: int) -> Tensor:
-    """Up to CHECK_SAMPLES rows spread over the batch, no two alike."""
+    """Return the indices of up to CHECK_SAMPLES samples spread over the batch, no two equal."""
     spread = torch.linspace(0, size - 1, min(size, 4 * CHECK_SAMPLES)).round().long().unique()
     chosen: list[int] = []
     for k in spread.tolist():
@@ -387,7 +394,7 @@ def _different_rows(inputs: Inputs, size: int) -> Tensor:
 
 
 def _reaching(whole: Pass, f: Tensor) -> tuple[bool, ...]:
-    """Which records the outputs depend on."""
+    """Return which records the outputs depend on."""
     if not whole.records or not f.requires_grad:
         return (False,) * len(whole.records)
     edges = [record.edge for record in whole.records]

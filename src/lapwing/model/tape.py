@@ -39,7 +39,7 @@ class Record:
     upstream: tuple[Any, ...]  # autograd nodes of the data arguments
     out: Tensor
     edge: GradientEdge
-    shuffled: bool = False  # which rows it has depends on the data
+    shuffled: bool = False  # whether the data decide which rows it has
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Record:
         return self.name in INPLACE_ADDITIONS
 
     def touched(self) -> bool:
-        """Whether an argument was overwritten after the call, so that it no longer holds what the call saw."""
+        """Whether an argument was overwritten after the call, so that it no longer has the values that the call saw."""
         return any(
             t._version != v
             for k, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True))
@@ -68,7 +68,7 @@ class Pass:
 
 
 def run(module: nn.Module, inputs: Inputs, selected: dict[str, Tensor], replaced: bool = False) -> Pass:
-    """Run the module under the tape, inside `borrowed(module, selected)`; with `replaced`, at the tensors given."""
+    """Run the module under the tape, inside `borrowed(module, selected)`; `replaced` uses these tensors as weights."""
     tape = Tape(selected.values(), tensors_in(inputs))
     with tape:
         outputs = output_tensor(call(module, inputs, selected if replaced else None))
@@ -76,7 +76,7 @@ def run(module: nn.Module, inputs: Inputs, selected: dict[str, Tensor], replaced
 
 
 class Tape(TorchFunctionMode):
-    """Follows two kinds of tensors: `derived` ones come from selected parameters alone, `data` from the inputs."""
+    """Records calls in which two kinds of tensors meet: `derived` from parameters alone, and `data` from the inputs."""
 
     def __init__(self, parameters: Any, inputs: Any) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Tape(TorchFunctionMode):
         return out
 
     def _shuffles(self, func: Callable, args: tuple, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether data decide which rows a result has: then a batch tells nothing of where samples sit in another."""
+        """Whether data decide which rows a result has. Then one batch does not show where samples are in another."""
         if any(t in self.shuffled for t in tensors):
             return True
         name = getattr(func, "__name__", "")
@@ -138,7 +138,7 @@ class Tape(TorchFunctionMode):
 
     @staticmethod
     def _recordable(func: Callable, out: Tensor, tensors: tuple[Tensor, ...]) -> bool:
-        # in-place operations other than sums overwrite what a rule would need; the graph walk finds what is left out
+        # in-place operations other than sums overwrite what a rule would need; the walk over the graph finds these uses
         return all(out is not t for t in tensors) or getattr(func, "__name__", "") in INPLACE_ADDITIONS
 
     def _follow(self, out: Any, tensors: tuple[Tensor, ...], meets_data: bool, live: bool, shuffled: bool) -> None:
@@ -156,10 +156,10 @@ class Tape(TorchFunctionMode):
 
 
 def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
-    """Where the gradient of a result is read, and the result to hand on.
+    """Return the edge at which the gradient of a result is read, and the result to hand on.
 
-    A view is read at its base: were the view changed in place later, its own node would drop out of the graph. What is
-    not just a reshaped base is handed on as a copy (None where the very tensor must be kept).
+    A view is read at its base: if the view were changed in place later, its own node would drop out of the graph. If a
+    view is more than a reshaped base, a copy is handed on; if the very tensor must be kept, there is no edge.
     """
     base = out._base
     if base is None:
@@ -173,7 +173,7 @@ def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
 
 
 def _performed(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The call itself, or what gives the same with cheaper derivatives."""
+    """Perform a call, or one with the same result and cheaper derivatives."""
     out = CHEAPER[func](*args, **kwargs) if func in CHEAPER else None
     return func(*args, **kwargs) if out is None else out
 
@@ -186,7 +186,7 @@ CHEAPER: dict[Callable, Callable] = {nn.functional.batch_norm: fixed_batch_norm}
 
 
 def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterator[Tensor]:
-    """Leaves that an autograd node depends on."""
+    """Yield the leaves that an autograd node depends on."""
     seen, stack = set(), [node]
     while stack:
         at = stack.pop()
@@ -199,7 +199,7 @@ def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterato
 
 
 def unseen_parameters(finished: Pass) -> list[Tensor]:
-    """Leaves that reach the outputs past the records: uses that the tape did not see."""
+    """Return the leaves that reach the outputs without a record on the way: uses that the tape did not see."""
     recorded = {record.edge.node: record for record in finished.records}
     seen, stack, leaves = set(), [finished.outputs.grad_fn], []
     while stack:
@@ -219,7 +219,7 @@ def unseen_parameters(finished: Pass) -> list[Tensor]:
 def first_reached(
     finished: Pass, through: Callable[[Record], bool] = lambda _: False, start: tuple[Any, ...] | None = None
 ) -> list[Record]:
-    """Records met on the way from the outputs (or from other nodes), going on past those that `through` lets."""
+    """Return the records met on the way back from the outputs (or from `start`), going through those of `through`."""
     recorded = {record.edge.node: record for record in finished.records}
     seen, stack, found = set(), [finished.outputs.grad_fn] if start is None else [*start], []
     while stack:

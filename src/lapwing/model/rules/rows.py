@@ -26,7 +26,7 @@ def _reduce(g: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class Elementwise(RowsRule):
-    """out = data ± weight (the weight is in the role of a bias) or data · weight."""
+    """A sum data ± parameter, in which the parameter has the role of a bias, or a product data · weight."""
 
     def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
         some = call.small
@@ -42,7 +42,7 @@ class Elementwise(RowsRule):
 
 
 class Sum(Elementwise):
-    """input + alpha·other, either of them the parameter."""
+    """input + alpha · other, where either may be the parameter."""
 
     def __init__(self, sign: int = 1) -> None:
         self.sign = sign
@@ -55,7 +55,7 @@ class Sum(Elementwise):
 
 
 class Product(Elementwise):
-    """input · other, either of them the parameter."""
+    """input · other, where either may be the parameter."""
 
     def bind(self, input: Any, other: Any, **kwargs: Any) -> Call | None:
         if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
@@ -80,7 +80,7 @@ class PReLU(Elementwise):
 
 
 class Norm(RowsRule):
-    """Weights over one channel axis, or over the trailing axes (layer norm, RMS norm)."""
+    """A norm layer whose weights are per channel, or per entry of the trailing axes (layer norm, RMS norm)."""
 
     def __init__(self, read: Callable[..., tuple], trailing: bool) -> None:
         self.read = read
@@ -102,7 +102,7 @@ class Norm(RowsRule):
         return self._sum(call, g, samples, n)
 
     def rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> tuple[Tensor, Tensor]:
-        """Read g and the inputs once for both, by torch's kernel with a channel per sample and channel."""
+        """Read g and the inputs once for both, by torch's batch norm with one channel per sample and channel."""
         statistics = call.options.get("statistics")
         if statistics is None or g.shape[1] != n or samples.axis or g.ndim < 4 or torch.is_grad_enabled():
             return super().rows(call, g, samples, n)
