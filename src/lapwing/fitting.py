@@ -27,6 +27,7 @@ from lapwing.curvature import (
     resolve_structure,
     with_noise_ratios,
 )
+from lapwing.curvature.curvature import mergeable
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator
@@ -93,8 +94,7 @@ def fit(
     family = resolve_likelihood(likelihood)
     chosen = resolve_structure(structure)
     directions = resolve_factor(factor)
-    if chosen is not None:
-        directions = chosen.factor(directions)
+    directions = chosen.factor(directions)
     chosen_prior, tempered = resolve_prior(prior), resolve_temperature(temperature)
     n_data = None if n_data is None else positive("n_data", n_data)
     budget = available_memory() if memory is None else int(positive("memory, a number of bytes,", memory))
@@ -114,9 +114,8 @@ def fit(
     problem = with_noise_ratios(pose(network, batches, family, directions, **options))
     for doubt in problem.doubts:
         warnings.warn(doubt, stacklevel=_caller())
-    chosen_prior.resolve(
-        names, network.params.sizes, index=network.params.index
-    )  # refuse a wrong prior before the work
+    # refuse a wrong prior before the work
+    chosen_prior.resolve(names, network.params.sizes, index=network.params.index)
     if checkpoint is not None:
         problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
     curvature = estimate_curvature(problem, chosen, n_data)
@@ -158,13 +157,11 @@ def _require_kinds(
         raise BadData(f"checkpoint is the path of a folder, got {checkpoint!r}")
 
 
-def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure | None) -> Resume:
+def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure) -> Resume:
     """Where the fit goes on, for the same network, weights, likelihood, factor and structure."""
     network, family, factor = problem.network, problem.likelihood, problem.factor
-    if (chosen is not None and not chosen.mergeable) or not factor.mergeable:
-        raise UnsupportedOperation(
-            "checkpoint= serves structures diag, blockdiag, kron, ekfac and full with a GGN or a Fisher; leave it out"
-        )
+    if not (chosen.mergeable and factor.mergeable):
+        raise UnsupportedOperation(f"checkpoint= serves structures {mergeable()} with a GGN or a Fisher; leave it out")
     require_folder(folder)
     index = network.params.index
     picked = "" if index is None else str(index.tolist())
@@ -295,7 +292,7 @@ def _narrowed(
         problem = with_noise_ratios(pose(network, batches, family, factor, **options))
         curvature = estimate_curvature(problem, Diag())
         family = family if family.known else problem.likelihood.estimate(curvature.statistics)
-        scale = tempered.likelihood_scale(family.dispersion, curvature.dispersion_power)
+        scale = tempered.likelihood_scale(family.common_factor, curvature.dispersion_power)
         precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
         scores = precision.inverse_diagonal()
     index = choose_weights(scores.detach(), select.size, select.by, options["generator"])

@@ -432,6 +432,9 @@ class Laplace:
         if method == "auto":
             method = "validation" if data is not None else "evidence"
         learn = (learn,) if isinstance(learn, str) else tuple(learn) if learn else None
+        learn = None if learn is None else self.likelihood.learned_names(learn)
+        if grid is not None:
+            grid = dict(zip(self.likelihood.learned_names(tuple(grid)), grid.values(), strict=True))
         if prior not in ("scalar", "layerwise", "parameterwise"):
             raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}")
         groups = partition(prior, self.curvature.names, self.params)
@@ -468,7 +471,7 @@ class Laplace:
     ) -> Tuning:
         bound = "excess" in self.curvature.state
         if not learn:
-            default = ("prior", "noise") if self.likelihood.learns_noise and not bound else ("prior",)
+            default = ("prior", "noise") if self.likelihood.learns_dispersion and not bound else ("prior",)
             learn = tuple(dict.fromkeys((*default, *grid)))
         if "temperature" in learn:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")

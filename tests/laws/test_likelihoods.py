@@ -258,7 +258,7 @@ def test_dtype_follows_outputs(name, dtype):
 @every
 def test_weights_are_one_a_sample(name):
     likelihood, f, y = make(name)
-    with pytest.raises(BadData, match="one a sample"):
+    with pytest.raises(BadData, match="one per sample"):
         likelihood.statistics(f, y, torch.ones(3))
 
 

@@ -19,12 +19,11 @@ from lapwing.errors import BadData, UnsupportedModel
 from lapwing.fitting import load
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.likelihoods.registry import NAMES
 from lapwing.saving import read
 from lapwing.storage import named
 from lapwing.writing import require_writable
 
-LEARNED = ("prior", "temperature", "logit_temperature", "noise")
+LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 READ = ("model", "weights", "posterior", "data", "train", "tune")  # options that name what is read
 DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
@@ -83,7 +82,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
     """What the posterior is of: the likelihood, the weights that take part, and the memory they may use."""
-    parser.add_argument("--likelihood", choices=NAMES, required=required, help="what the outputs mean")
+    parser.add_argument("--likelihood", choices=named(Likelihood), required=required, help="what the outputs mean")
     parser.add_argument(
         "--select", type=names, default=("all",), metavar="NAMES", help="all, last_layer or globs (all)"
     )
@@ -96,7 +95,7 @@ def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
 def add_factor(parser: argparse.ArgumentParser) -> None:
     """Structure and factor of the curvature."""
     structures, factors = named(Structure), named(Factor)
-    parser.add_argument("--structure", choices=["auto", *structures], default="auto", help="what is kept (%(default)s)")
+    parser.add_argument("--structure", choices=structures, default="auto", help="what is kept (%(default)s)")
     parser.add_argument("--factor", choices=["auto", *factors], default="ggn", help="how it is computed (%(default)s)")
     parser.add_argument(
         "--tolerance", type=float, metavar="SHARE", help="of the GGN that may be left out; 1e-3 is several times faster"

@@ -17,11 +17,11 @@ from lapwing.cli.command import Command
 from lapwing.cli.data import Rows, require_readable, suited
 from lapwing.curvature import (
     GGN,
+    Auto,
     MatrixFree,
     Problem,
     Structure,
     available_memory,
-    choose_structure,
     pose,
 )
 from lapwing.curvature.kron import kept_as
@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace) -> None:
     _print("tape", _tape_lines(problem, options.verbose))
     _print("memory", _structure_lines(problem))
     _print("time", _time_lines(problem))
-    _print("auto", [choose_structure(problem)[1]])
+    _print("auto", [Auto().chosen(problem)[1]])
     _print("next", [_next(options, problem)])
 
 
@@ -168,12 +168,14 @@ def _some(names: list[str]) -> str:
 
 def _structure_lines(problem: Problem) -> list[str]:
     """What each structure would keep, by the estimate that fit itself refuses by."""
-    picked = type(choose_structure(problem)[0])
+    picked = type(Auto().chosen(problem)[0])
     lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
     for name, kind in named(Structure).items():
+        if kind is Auto:
+            continue
         structure = kind()
         needed = structure.needed(problem)
-        reads = f"reads the data {structure.passes()} ×" if name != "matrixfree" else "reads the data for every product"
+        reads = "reads the data for every product" if structure.reads_data else f"reads the data {structure.passes()} ×"
         size = "?" if needed is None else _bytes(needed)
         mark = " ← auto" if kind is picked else ""
         lines.append(f"{name:12} {size:>9}  {reads}{_obstacle(problem, structure, needed)}{mark}")

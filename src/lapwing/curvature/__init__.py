@@ -1,6 +1,14 @@
 """Curvature of the log-likelihood: a factor (which directions) times a structure (what is kept of them)."""
 
-from lapwing.curvature.curvature import Curvature, choose_structure, estimate_curvature, extend_curvature
+from lapwing.curvature.auto import Auto
+from lapwing.curvature.curvature import (
+    Accumulator,
+    Curvature,
+    Structure,
+    estimate_curvature,
+    extend_curvature,
+    resolve_structure,
+)
 from lapwing.curvature.ekfac import EKFAC
 from lapwing.curvature.entries import BlockDiag, Diag, Full, Hessian
 from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, MCFisher, resolve_factor
@@ -10,12 +18,12 @@ from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem, available_memory, pose, with_noise_ratios
-from lapwing.curvature.structure import Accumulator, Structure, resolve_structure
 
 __all__ = [
     "EKFAC",
     "GGN",
     "Accumulator",
+    "Auto",
     "BlockDiag",
     "Curvature",
     "Diag",
@@ -33,7 +41,6 @@ __all__ = [
     "Structure",
     "Totals",
     "available_memory",
-    "choose_structure",
     "estimate_curvature",
     "extend_curvature",
     "pose",

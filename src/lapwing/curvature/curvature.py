@@ -1,29 +1,193 @@
-"""Estimate the curvature of the log-likelihood of a network on its data, choosing a structure for "auto"."""
+"""What a structure is, and the curvature that it gives: Σ Jᵀ S Sᵀ J of a problem, kept in some form.
+
+A structure of your own subclasses `Structure`, and `lapwing.register` gives it a name for `fit` and for files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from lapwing.curvature.ekfac import EKFAC
-from lapwing.curvature.entries import Diag, Full
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.functional import Functional
-from lapwing.curvature.kron import Kron
-from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.curvature.onepass import Totals
+from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.shards import require_same, sharded, together
-from lapwing.curvature.structure import OTHER_OPERATIONS, Estimate, Structure, layout_of
-from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.linalg import PSD, Layout
-from lapwing.model import Params, PlanChanged, dynamic_plan
-from lapwing.storage import named
+from lapwing.errors import BadData, TooLarge, UnsupportedOperation
+from lapwing.linalg import PSD, Jacobian, Layout, Places
+from lapwing.model import Block, Network, Params, Plan, PlanChanged, dynamic_plan
+from lapwing.storage import name_of, named, pack
 
-FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights
-FUNCTIONAL_BELOW = 512  # "auto" keeps all Jacobian rows up to this many
+OTHER_OPERATIONS = "the new data use other operations of the network than the data of the fit"
+
+
+class Accumulator(ABC):
+    """Sums over data, kept as named tensors, so that shards, processes and resumed runs merge exactly."""
+
+    tensors: dict[str, Tensor]
+
+    @abstractmethod
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
+        """Add rows; `fresh` holds the weights (n,) of the samples if these are the first rows of their batch."""
+
+    @abstractmethod
+    def finish(self) -> PSD:
+        """Return the curvature of the data so far. It may reuse the memory of the sums, which are then gone."""
+
+    def merge(self, other: Accumulator) -> None:
+        """Add the sums of another accumulator of the same kind."""
+        for name, value in other.tensors.items():
+            self.tensors[name] = self.tensors[name] + value.to(self.tensors[name])
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """The result of a structure: the matrix, the totals of the pass, and sums that `extend` needs later."""
+
+    matrix: PSD
+    totals: Totals
+    state: dict[str, Tensor] = field(default_factory=dict)  # sums that `extend` needs beside the matrix
+    notes: tuple[str, ...] = ()
+
+
+class Structure(ABC):
+    """A way to keep the curvature. A subclass says what it costs and how it is estimated.
+
+    la = lapwing.fit(model, loader, "classification", structure=Mine())
+    """
+
+    subnetworks = True  # whether single weights can be selected
+    mergeable = False  # whether it is made of sums alone: an interrupted fit can go on, and processes add up
+    reads_data = False  # whether the matrix is in its products with the data, which loading then needs again
+    bound: Literal["exact", "lower", "upper"] | None = None  # how its evidence compares with that of the full matrix
+
+    @abstractmethod
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        """Memory of the curvature and its decomposition, for blocks as in the plan and numbers of so many bytes."""
+
+    def needed(self, problem: Problem) -> int | None:
+        """Memory in bytes for this problem; None where it depends on the number of data, which is not known."""
+        return self.bytes(problem.plan, problem.network.params.dtype.itemsize)
+
+    @abstractmethod
+    def estimate(self, problem: Problem) -> Estimate:
+        """Estimate the curvature, passing over the data as often as needed."""
+
+    def chosen(self, problem: Problem) -> tuple[Structure, str]:
+        """Return the structure to use for a problem, and why where it is another one than this."""
+        return self, ""
+
+    def continues(self, matrix: PSD, problem: Problem) -> bool:
+        """Whether a matrix has blocks of the kinds that this structure would use for the problem."""
+        return True
+
+    def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
+        """Add the data of a problem to an earlier, unscaled curvature. The default equals a fit on all data."""
+        more = self.estimate(problem)
+        return replace(more, matrix=matrix + more.matrix)
+
+    def passes(self) -> int:
+        """How often the data are read."""
+        return 1
+
+    def factor(self, factor: Factor | None) -> Factor | None:
+        """Return the factor to use in place of the one asked for; None chooses by the number of directions."""
+        return factor
+
+    def stored(self, matrix: PSD) -> tuple[dict[str, Tensor], Any]:
+        """Tensors and a description of the matrix, for a file."""
+        return pack(matrix)
+
+    def restored(self, tensors: Mapping[str, Tensor], description: Any, problem: Problem) -> PSD:
+        """The matrix of a file, where the structure reads its data; any other is restored without a problem."""
+        raise UnsupportedOperation(f"structure={self.name!r} does not read the data of the fit again")
+
+    def moved(self, matrix: PSD, network: Network, device: torch.device | str) -> PSD:
+        """The matrix on another device, where the network is already."""
+        return matrix.to(device)
+
+    @property
+    def name(self) -> str:
+        return name_of(type(self))
+
+    def require(self, problem: Problem) -> None:
+        """Refuse a problem before memory is taken: the message has the number of bytes and the alternatives."""
+        params = problem.network.params
+        itemsize = params.dtype.itemsize
+        plan = problem.plan if params.index is None else shrunk(problem.plan, params.size)
+        needed = self.bytes(plan, itemsize)
+        if needed > problem.memory:
+            raise TooLarge(
+                f"structure={self.name!r} for {params.size:,} weights needs {_gigabytes(needed)}; the budget is "
+                f"{_gigabytes(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
+            )
+        if params.index is not None and not self.subnetworks:
+            raise UnsupportedOperation(
+                f"structure={self.name!r} keeps whole weight matrices and cannot take single weights. "
+                "Use structure='full', 'diag' or 'lowrank' with a subnetwork."
+            )
+        if sharded() and not (self.mergeable and problem.factor.mergeable):
+            raise UnsupportedOperation(
+                f"structure={self.name!r} does not add up over processes. Use {mergeable()} with a GGN or a Fisher, "
+                "or fit in one process"
+            )
+        if self.passes() > 1:
+            problem.batches.require_reiterable(f"structure={self.name!r}")
+
+    def alternatives(self, plan: Plan, itemsize: int, memory: int) -> str:
+        structures = named(Structure)
+        fits = [s for s in (structures[name]() for name in CHEAPER) if s.bytes(plan, itemsize) <= memory]
+        ways = ", ".join(f"structure={s.name!r} ({_gigabytes(s.bytes(plan, itemsize))})" for s in fits)
+        return f"Use {ways + ', ' if ways else ''}select='last_layer' or fewer weights, or raise memory=."
+
+
+CHEAPER = ("ekfac", "kron", "diag")  # alternatives that errors name, cheapest last
+
+
+def resolve_structure(structure: str | Structure) -> Structure:
+    """Return the structure that `structure=` means, an object or a name."""
+    if isinstance(structure, Structure):
+        return structure
+    structures = named(Structure)
+    if structure not in structures:
+        known = sorted(structures.keys() - {"auto"})
+        raise UnsupportedOperation(f"structure is one of {known} or 'auto', got {structure!r}")
+    return structures[structure]()
+
+
+def mergeable() -> str:
+    """Name the structures whose sums over parts of the data add up, for messages."""
+    return ", ".join(name for name, kind in named(Structure).items() if kind.mergeable and name != "auto")
+
+
+def shrunk(plan: Plan, size: int) -> Plan:
+    """Return the plan of a subnetwork: one block of explicit rows."""
+    return replace(plan, blocks=(Block(("subnetwork",), "rows", Places.range(0, size)),))
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
+
+
+def blocks_of(problem: Problem) -> tuple[Block, ...]:
+    """Return the blocks in which rows come: those of the plan, or one for a subnetwork."""
+    params = problem.network.params
+    return problem.plan.blocks if params.index is None else shrunk(problem.plan, params.size).blocks
+
+
+def layout_of(problem: Problem) -> Layout:
+    params = problem.network.params
+    return problem.plan.layout if params.index is None else Layout.contiguous([params.size])
+
+
+def accumulate(problem: Problem, accumulator: Accumulator, row_bytes: int = 0) -> Estimate:
+    """Pass over the data once and hand all rows to an accumulator."""
+    totals = pass_over(problem, accumulator.update, row_bytes=row_bytes, together=True, state=accumulator.tensors)
+    return Estimate(accumulator.finish(), totals)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,47 +226,10 @@ class Curvature:
         return self.matrix.dense()
 
 
-def choose_structure(problem: Problem) -> tuple[Structure, str]:
-    """Choose the structure for "auto", and say why."""
-    params, plan, served = problem.network.params, problem.plan, problem.factor.structures
-    itemsize = params.dtype.itemsize
-    if params.index is not None:
-        return Full(), "full, because the selection asks for a dense structure"
-    if served:
-        return named(Structure)[served[0]](), f"{served[0]}, because factor {type(problem.factor).__name__} asks for it"
-    if params.size <= FULL_BELOW and Full().bytes(plan, itemsize) <= problem.memory:
-        return Full(), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
-    if problem.length is not None and problem.batches.reiterable and not sharded():
-        rows, needed = problem.length * problem.factor.width(problem.outputs), Functional().needed(problem)
-        if rows <= FUNCTIONAL_BELOW and rows < params.size and needed is not None and needed <= problem.memory:
-            return Functional(), (
-                f"functional, because the data have at most {rows:,} output directions, fewer than {params.size:,} "
-                f"weights: exact for this factor, in {needed / 1e6:,.3g} MB"
-            )
-    if problem.batches.reiterable and EKFAC().bytes(plan, itemsize) <= problem.memory:
-        exact = MatrixFree().bytes(plan, itemsize)
-        return EKFAC(), (
-            f"ekfac, because {params.size:,} weights are too many for a full matrix (structure='matrixfree' would be "
-            f"exact, with {exact / 1e6:,.3g} MB and two gradients of all data for every product)"
-        )
-    if Kron().bytes(plan, itemsize) <= problem.memory:
-        return Kron(), "kron, because the data can be read only once or ekfac exceeds the memory budget"
-    small = MatrixFree(rank=32, columns=4, probes=4, steps=10, samples=32, predictive="samples")
-    needed = small.bytes(plan, itemsize)
-    if problem.batches.reiterable and needed <= problem.memory and not sharded():
-        return small, (
-            f"matrixfree, because Kronecker factors exceed the memory budget and {needed / 1e6:,.3g} MB of vectors do "
-            "not; every product reads all data, about two gradients of them"
-        )
-    return Diag(), "diag, because Kronecker factors exceed the memory budget"
-
-
-def estimate_curvature(problem: Problem, structure: Structure | None, n_data: float | None = None) -> Curvature:
+def estimate_curvature(problem: Problem, structure: Structure, n_data: float | None = None) -> Curvature:
     """Run the structure over the data and scale the result to the size of the data set that it stands for."""
-    notes: tuple[str, ...] = ()
-    if structure is None:
-        structure, why = choose_structure(problem)
-        notes = (f"structure: {why}",)
+    structure, why = structure.chosen(problem)
+    notes = (f"structure: {why}",) if why else ()
     _require(problem, structure)
     require_same({"structure": repr(structure)})
     problem, estimate = _robustly(problem, structure, structure.estimate)

@@ -8,11 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lapwing.curvature.curvature import Accumulator, Estimate, Structure
 from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.kron import SHOWN, KroneckerFactor, KroneckerSums, Sharing, kept_alike, kept_as, sums_of
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
 from lapwing.model import Plan

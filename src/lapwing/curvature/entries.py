@@ -11,10 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import Factor
-from lapwing.curvature.onepass import Totals
-from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import (
+from lapwing.curvature.curvature import (
     Accumulator,
     Estimate,
     Structure,
@@ -22,6 +19,9 @@ from lapwing.curvature.structure import (
     blocks_of,
     layout_of,
 )
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.onepass import Totals
+from lapwing.curvature.problem import Problem
 from lapwing.errors import TooLarge
 from lapwing.linalg import BlockDiagonal, Dense, Diagonal, Jacobian
 from lapwing.model import Plan
@@ -191,7 +191,7 @@ class Hessian(MatrixFactor):
                 seen += likelihood.count(f, y, batch.weights)
                 logs = likelihood.log_prob(f, y).reshape(f.shape[0], -1).sum(1)
                 logs = logs if batch.weights is None else logs * batch.weights.to(logs)
-                first, rows = _derivatives(problem, -logs.sum() * likelihood.dispersion.detach().to(logs))
+                first, rows = _derivatives(problem, -logs.sum() * likelihood.common_factor.detach().to(logs))
                 gradient -= first
                 total += rows
         return 0.5 * (total + total.mT), Totals(statistics, seen, gradient)

@@ -258,7 +258,7 @@ class EmpiricalFisher(Factor):
     def directions(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
     ) -> Iterator[Tensor]:
-        yield likelihood.score(f, y) * likelihood.dispersion.detach().to(f)
+        yield likelihood.score(f, y) * likelihood.common_factor.detach().to(f)
 
     def width(self, outputs: int) -> int:
         return 1

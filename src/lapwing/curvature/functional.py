@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.curvature.curvature import Accumulator, Estimate, Structure
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import totals_of, whole_factor
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import TooLarge, UnsupportedOperation, require_whole
 from lapwing.linalg import Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix

@@ -14,16 +14,16 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import Factor
-from lapwing.curvature.onepass import Totals, pass_over
-from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import (
+from lapwing.curvature.curvature import (
     OTHER_OPERATIONS,
     Accumulator,
     Estimate,
     Structure,
     layout_of,
 )
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.onepass import Totals, pass_over
+from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors

@@ -8,11 +8,11 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from lapwing.curvature.curvature import Accumulator, Estimate, Structure
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix

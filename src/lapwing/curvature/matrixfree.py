@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lapwing.curvature.curvature import Estimate, Structure
 from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.lowrank import LowRankAccumulator
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor
-from lapwing.curvature.structure import Estimate, Structure
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg.krylov import Policy, Sketch, nystrom

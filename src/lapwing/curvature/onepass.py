@@ -415,7 +415,7 @@ class _Pass:
             directions = self.factor.choose(likelihood, f, y, batch.weights, problem.generator, **asked)
             score = None
             if self.scored:  # φ·∇_f log p(y | f)
-                score = _weighted(likelihood.score(f, y) * likelihood.dispersion.detach().to(f), batch.weights)
+                score = _weighted(likelihood.score(f, y) * likelihood.common_factor.detach().to(f), batch.weights)
             sums.add(likelihood.statistics(f, y, batch.weights), directions)
             sums.seen += likelihood.count(f, y, batch.weights)
             ones = torch.ones(len(f), dtype=problem.network.params.dtype, device=f.device)

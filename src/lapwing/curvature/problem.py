@@ -184,14 +184,14 @@ def pose(
 
 
 def with_noise_ratios(problem: Problem) -> Problem:
-    """Estimate the noise of several outputs before the pass, whose curvature depends on the ratios between them.
+    """Estimate an unknown dispersion before the pass where the curvature depends on it, as on ratios between outputs.
 
-    This takes one forward pass over the data, or over the first batch if the data can be read only once. One output
-    needs no pass: a common factor of the noise stays free after the fit.
+    This takes one forward pass over the data, or over the first batch if the data can be read only once. A common
+    factor of the noise needs no pass: it stays free after the fit.
     """
     likelihood, network = problem.likelihood, problem.network
     outputs = problem.outputs // math.prod(problem.event)
-    if likelihood.known or outputs == 1:
+    if not likelihood.estimates_first(outputs):
         return problem
     first = None if problem.batches.reiterable else problem.first
     total = torch.zeros(1, dtype=torch.float64, device=network.params.device)

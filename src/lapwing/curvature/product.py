@@ -144,7 +144,7 @@ def totals_of(problem: Problem) -> Totals:
     def pull(batch: Batch, f: Tensor) -> Tensor:
         y = problem.prepare(batch, f)
         parts.append((likelihood.statistics(f, y, batch.weights), likelihood.count(f, y, batch.weights)))
-        score = likelihood.score(f, y) * likelihood.dispersion.detach().to(f)
+        score = likelihood.score(f, y) * likelihood.common_factor.detach().to(f)
         return (score if batch.weights is None else score * columns_of(batch.weights, f))[None]
 
     products = Products(problem.network, problem.batches, problem.progress)

@@ -47,7 +47,7 @@ def batch_bound(
         if batch.weights is not None:
             directions = directions * batch.weights.to(f).sqrt().reshape(-1, *(1,) * (f.ndim - 1))
         rows = at.jacobian(directions)
-        scale = likelihood.dispersion.double() ** -factor.dispersion_power
+        scale = likelihood.common_factor.double() ** -factor.dispersion_power
         bracket = bracket_bound(rows, precision, scale, ratio)
     fit = ratio * likelihood.log_likelihood(likelihood.statistics(f, y, batch.weights))
     offset = network.params.flat.double() - center.double()

@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData
 from lapwing.evidence.heldout import (
     SCALING,
     Batch,
@@ -34,7 +34,7 @@ STEP = 0.2  # of log s, between the points of a parabola
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
     """What held-out data choose unless told otherwise."""
-    if likelihood.learns_noise:
+    if likelihood.learns_dispersion:
         return ("prior", "temperature", "noise")
     return ("prior", "temperature", "logit_temperature") if likelihood.has_logits else ("prior", "temperature")
 
@@ -49,8 +49,7 @@ def check_learned(
     if idle:
         raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
     check_candidates(grid or {})
-    if "noise" in learn and not likelihood.dispersion_name:
-        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    likelihood.learned_names(tuple(learn))
     if "logit_temperature" in learn:
         check_logit_temperature(1.0, likelihood)
     return tuple(learn)
@@ -85,6 +84,7 @@ class Candidates:
     temperature: float = 1.0  # likewise
     optional: tuple[str, ...] = ()  # of what is learned: only where it is of use
     given: tuple[str, ...] = ()  # of what is learned: only the user's candidates
+    shown: Callable[[float], float] = math.sqrt  # a dispersion as users read it
 
     @classmethod
     def of(
@@ -105,13 +105,14 @@ class Candidates:
             if "prior" in learned
             else (now.precision,),
             tuple(map(float, chosen["temperature"])) if "temperature" in learned else (now.temperature,),
-            tuple(float(sigma) ** 2 for sigma in chosen["noise"]) if "noise" in learned else (None,),
+            tuple(likelihood.dispersion_from(float(v)) for v in chosen["noise"]) if "noise" in learned else (None,),
             tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (now.logit_temperature,),
             likelihood.dispersion.item(),
             now.logit_temperature,
             now.temperature,
             optional,
             tuple(name for name in learned if name in grid),
+            likelihood.shown_dispersion,
         )
 
     def settled(self, sweep: Sweep) -> "Candidates":
@@ -143,8 +144,9 @@ class Candidates:
 
     def edges(self, setting: Setting) -> list[str]:
         """What of a setting lies at or beyond the smallest or largest of several candidates, in words."""
+        phi = None if setting.dispersion is None else self.shown(setting.dispersion)
         tried: dict[str, tuple[Sequence[float], float | None]] = {
-            "noise": ([phi**0.5 for phi in self._dispersions], setting.dispersion and setting.dispersion**0.5),
+            "noise": ([self.shown(each) for each in self._dispersions], phi),
             "logit_temperature": (self.logit_temperatures or LOGIT_RANGE, setting.logit_temperature),
         }
         if not setting.deterministic:
@@ -211,13 +213,14 @@ def tells_apart(sweep: Sweep) -> bool:
 
 
 def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
-    """Standard deviations around that of the residuals of the first batch, and the batches, the first put back."""
+    """Return dispersions, as users write them, around the best of the first batch, and all batches."""
     rest = iter(batches)
     first = next(rest, None)
     if first is None:
         raise BadData("the validation data hold no batch")
-    fitted = math.sqrt(likelihood.best_dispersion(first[0], first[1]))
-    return [fitted * 2 ** (k / 4) for k in range(-10, 5)], itertools.chain([first], rest)
+    fitted = likelihood.best_dispersion(first[0], first[1])
+    tried = [likelihood.shown_dispersion(fitted * 2 ** (k / 2)) for k in range(-10, 5)]
+    return tried, itertools.chain([first], rest)
 
 
 def box_of(

@@ -94,7 +94,7 @@ def _gain(belief: Belief) -> Tensor:
             "again with a version and structure that store it, or use at='map'"
         )
     precision = belief.prior_in_use[1].scale(belief.temperature.prior_scale)
-    factor = belief.temperature.likelihood_scale(belief.likelihood.dispersion)
+    factor = belief.temperature.likelihood_scale(belief.likelihood.common_factor)
     gradient = factor * curvature.gradient.double() - precision.matvec(belief.offset).double()
     posterior = curvature.matrix.scale(belief.scale) + precision
     return 0.5 * (gradient * posterior.solve(gradient).double()).sum()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.curvature import Curvature
 from lapwing.errors import UnsupportedOperation
 from lapwing.evidence.evidence import evidence_of
 from lapwing.evidence.groups import Groups
@@ -61,32 +60,32 @@ def move(
     low, high = (torch.tensor(b, dtype=torch.float64, device=start.device).log() for b in bounds)
     x, u = start, noise
     for _ in range(ITERATIONS):
-        bracket, effective = _effective(curvature, groups, x, u)
+        bracket, effective = _effective(belief, groups, x, u)
         there, further = x, u
         if "prior" in learn:
             target = (effective.clamp_min(1e-30) / squares.clamp_min(1e-30)).log()
             target = torch.where(effective > 0, target, x)
             there = _within(0.5 * (x + target), start, reach).clamp(low, high)
         if "noise" in learn:
-            taken = curvature.dispersion_power * effective.sum()
+            taken = belief.power * effective.sum()
             step = likelihood.with_dispersion(u.exp()).dispersion_step(curvature.statistics, taken)
             further = _within(u + 0.5 * step, noise, reach)
         change = max((there - x).abs().max().item(), (further - u).abs().item())
         x, u = there, further
         if change < tolerance:
             break
-    bracket, effective = _effective(curvature, groups, x, u)
+    bracket, effective = _effective(belief, groups, x, u)
     told = likelihood.with_dispersion(u.exp()) if "noise" in learn else likelihood
     fit = told.log_likelihood(curvature.statistics).detach()
     value = fit - 0.5 * (x.exp() * squares).sum() - 0.5 * bracket
     return Moved(x.exp(), told, value.item(), effective.sum().item())
 
 
-def _effective(curvature: Curvature, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def _effective(belief: Belief, groups: Groups, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """log|H/φᵏ + Π| − log|Π| and γ (G,)."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        scaled = curvature.matrix.scale((-curvature.dispersion_power * u).exp())
+        scaled = belief.curvature.matrix.scale((-belief.power * u).exp())
         bracket = scaled.logdet_ratio(groups.diagonal(x.exp()))
         (slope,) = torch.autograd.grad(bracket, x)
     return bracket.detach(), -slope
@@ -121,9 +120,7 @@ def tune_probes(
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
         raise ValueError(f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}")
-    likelihood = belief.likelihood
-    if "noise" in learn and not likelihood.dispersion_name:
-        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    belief.likelihood.learned_names(tuple(learn))
     squares = groups.squares(belief)
     tau = groups.precisions(belief).to(squares.device)
     first, begin = tau, groups.applied(belief, tau)
@@ -140,7 +137,7 @@ def tune_probes(
             moved, tau = float((fresh / tau).log().abs().max()), fresh
             belief = groups.applied(belief, tau)
         if "noise" in learn:
-            taken = gamma.sum() / float(belief.temperature.T)
+            taken = min(belief.power, 1) * gamma.sum() / float(belief.temperature.T)
             ahead = float(belief.likelihood.dispersion_step(belief.curvature.statistics, taken))
             likelihood = belief.likelihood.with_dispersion(float(belief.likelihood.dispersion) * math.exp(ahead))
             belief, moved = replace(belief, likelihood=likelihood), max(moved, abs(ahead))

@@ -166,7 +166,7 @@ class Sweep:
             coefficients = self.coefficients(tau, T, phi)
             for dispersion in phi.unique():
                 for few in (phi == dispersion).nonzero()[:, 0].split(at_once):
-                    parts = self.parts(coefficients[few], dispersion, (T / phi)[few], logits[few])
+                    parts = self.parts(coefficients[few], dispersion, (T / phi**self.power)[few], logits[few])
                     found[few.to(found.device)] = torch.cat(list(parts), 1)
         mask = self.likelihood.mask(self.f, self.y)
         return found if mask is None else found[:, mask.reshape(-1)]
@@ -264,7 +264,7 @@ def collect(
         torch.cat(grams, 2),
         nodes,
         belief.likelihood,
-        belief.curvature.dispersion_power,
+        belief.power,
         belief.temperature.prior,
         score,
     )

@@ -69,8 +69,8 @@ def tune_evidence(
     low, high = torch.where(fixed, first.log(), low), torch.where(fixed, first.log(), high)
     x = torch.cat([first.log(), fit.start[None]]) if fit.learned else first.log()
     if fit.learned:
-        reach = math.log(1e12)
-        low, high = torch.cat([low, fit.start[None] - reach]), torch.cat([high, fit.start[None] + reach])
+        lowest, highest = (torch.full_like(fit.start, math.log(b)) for b in belief.likelihood.dispersion_bounds)
+        low, high = torch.cat([low, lowest[None]]), torch.cat([high, highest[None]])
     with torch.no_grad():
         possible = _lifted(objective, x, low, high, groups.count)
         begin = objective.value(x.clamp(low, high)).item()
@@ -95,8 +95,8 @@ def _lifted(objective: Concave, x: Tensor, low: Tensor, high: Tensor, count: int
 
 def _fit(belief: Belief, learned: bool) -> Fit:
     likelihood, statistics = belief.likelihood, belief.curvature.statistics
-    if learned and not likelihood.dispersion_name:
-        raise UnsupportedOperation(f"{type(likelihood).__name__} has no noise to learn; only Gaussian(noise) has")
+    if learned:
+        likelihood.learned_names(("noise",))
     T = torch.as_tensor(belief.temperature.T, dtype=torch.float64, device=statistics.device).detach()
     start = likelihood.dispersion.detach().double().log().to(statistics.device)
 
@@ -105,7 +105,7 @@ def _fit(belief: Belief, learned: bool) -> Fit:
             return T * likelihood.log_likelihood(statistics).detach()
         return T * likelihood.with_dispersion(log_dispersion.exp()).log_likelihood(statistics)
 
-    return Fit(log_likelihood, start, belief.curvature.dispersion_power, learned)
+    return Fit(log_likelihood, start, belief.power, learned)
 
 
 def _objective(belief: Belief, groups: Groups, fit: Fit) -> tuple[Concave, Tensor]:
@@ -339,7 +339,7 @@ def tune_grid(
 
 def _families(belief: Belief, noises: Sequence[float]) -> list[Belief]:
     """The belief with each noise, or as it is."""
-    told = [belief.likelihood.with_dispersion(float(sigma) ** 2) for sigma in noises]
+    told = [belief.likelihood.with_dispersion(belief.likelihood.dispersion_from(float(v))) for v in noises]
     return [replace(belief, likelihood=each) for each in told] or [belief]
 
 
@@ -367,5 +367,5 @@ def _at(
 def _edges(setting: Setting, grid: Mapping[str, Sequence[float]]) -> list[str]:
     found = [edge("prior", value, grid["prior"]) for value in setting.precision.tolist()] if "prior" in grid else []
     if "noise" in grid and setting.dispersion is not None:
-        found.append(edge("noise", setting.dispersion**0.5, grid["noise"]))
+        found.append(edge(setting.unit[0], setting.dispersion ** setting.unit[1], grid["noise"]))
     return list(dict.fromkeys(text for text in found if text))

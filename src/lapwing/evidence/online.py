@@ -86,11 +86,8 @@ class Online:
         if self.structure != BATCH:
             resolve_structure(self.structure)  # refuse now
         resolve_factor(self.factor)
-        unknown = set(self.learning) - {"prior", "noise"}
-        if unknown or ("noise" in self.learning and not family.dispersion_name):
-            raise UnsupportedOperation(
-                f"learn is any of 'prior' and, for a Gaussian, 'noise'; got {list(self.learning)} for {family}"
-            )
+        if set(self.learning) - {"prior", "noise"}:
+            raise UnsupportedOperation(f"learn is any of 'prior' and 'dispersion'; got {list(self.learning)}")
         if self.belief is None:
             prior = Prior(self.start) if isinstance(self.prior, str) else resolve_prior(self.prior)
             object.__setattr__(self, "belief", Progress(prior, family))
@@ -99,7 +96,8 @@ class Online:
     def learning(self) -> tuple[str, ...]:
         """What is learned: "prior", "noise"."""
         if self.learn is not None:
-            chosen = (self.learn,) if isinstance(self.learn, str) else tuple(self.learn)
+            named = (self.learn,) if isinstance(self.learn, str) else tuple(self.learn)
+            chosen = resolve_likelihood(self.family).learned_names(named)
         else:
             chosen = ("prior", "noise") if resolve_likelihood(self.family).dispersion_name else ("prior",)
         return chosen if isinstance(self.prior, str) else tuple(what for what in chosen if what != "prior")
@@ -115,7 +113,7 @@ class Online:
         The factor φ keeps the size of gradients the same while the noise is learned (1 but for a Gaussian).
         """
         misfit = self.misfit(model, inputs, targets, weights)
-        return misfit * self.likelihood.dispersion.detach().to(misfit) + self.penalty(model).to(misfit)
+        return misfit * self.likelihood.common_factor.detach().to(misfit) + self.penalty(model).to(misfit)
 
     def misfit(self, model: nn.Module, inputs: Inputs, targets: Any, weights: Tensor | None = None) -> Tensor:
         """mean −log p(y|f) over the samples of a batch, the module in the mode it is in."""
@@ -139,7 +137,7 @@ class Online:
         else:
             parts = [_squared(live[name], *term) for name, term in zip(names, terms, strict=True)]
             total = torch.stack(parts).sum()
-        return 0.5 * total * self.likelihood.dispersion.detach().to(total) / self.n_data
+        return 0.5 * total * self.likelihood.common_factor.detach().to(total) / self.n_data
 
     def _parameters(self, model: nn.Module) -> dict[str, Any]:
         names = select_names(model, self.select)
@@ -172,8 +170,7 @@ class Online:
         old = self.belief
         factor = resolve_factor(self.factor)
         problem = pose(network, batches, old.likelihood, factor, generator=self.generator, progress=False)
-        structure = None if self.structure == BATCH else resolve_structure(self.structure)
-        curvature = estimate_curvature(problem, structure, self.n_data)
+        curvature = estimate_curvature(problem, resolve_structure(self.structure), self.n_data)
         belief = Belief(curvature, old.prior, old.likelihood)
         if not isinstance(self.prior, str) and not self.learning:
             value, effective = evidence_of(belief).item(), effective_parameters(belief)

@@ -197,7 +197,7 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
 def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
     """Nodes that serve every setting in the box; of a damped belief, also for factors that are damped one by one."""
     matrix, split = belief.curvature.matrix, belief.split
-    span = _span(box, belief.curvature.dispersion_power, belief.temperature.prior)
+    span = _span(box, belief.power, belief.temperature.prior)
     largest_factor = None if split is None else matrix.largest_damped(split)
     return Nodes.spanning(*span, matrix.largest_eigenvalue(), largest_factor)
 
@@ -324,7 +324,7 @@ def descend(
             noise = dispersion.detach().requires_grad_("noise" in moving)
             divisor = logits.detach().requires_grad_("logit_temperature" in moving)
             total = torch.zeros((), dtype=torch.float64)
-            for losses in sweep.parts(leaf, noise, (T / dispersion).detach()[None], divisor[None]):
+            for losses in sweep.parts(leaf, noise, (T / dispersion**sweep.power).detach()[None], divisor[None]):
                 part = losses.sum()
                 part.backward()
                 total += part.detach().cpu()

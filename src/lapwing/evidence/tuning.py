@@ -29,6 +29,7 @@ class Setting:
     dispersion: float | None = None
     deterministic: bool = False
     logit_temperature: float = 1.0
+    unit: tuple[str, float] = ("noise", 0.5)  # the name of the dispersion, and the power at which users read it
 
     @property
     def narrow(self) -> float:
@@ -45,7 +46,8 @@ class Setting:
             parts = [f"prior {low:.3g} … {high:.3g} ({len(self.precision)} values)"]
         parts += [f"T {self.temperature:.4g}"] if self.temperature != 1.0 else []
         parts += [f"logits / {self.logit_temperature:.4g}"] if self.logit_temperature != 1.0 else []
-        parts += [f"noise {self.dispersion**0.5:.4g}"] if self.dispersion is not None else []
+        name, power = self.unit
+        parts += [f"{name} {self.dispersion**power:.4g}"] if self.dispersion is not None else []
         return ", ".join(parts)
 
 
@@ -130,6 +132,8 @@ class Tuning:
         **more: Any,
     ) -> "Tuning":  # fmt: skip
         """The tuning of a belief that chose `settings[best]`: its prior, temperature and likelihood follow from it."""
+        unit = belief.likelihood.dispersion_name, belief.likelihood.dispersion_unit
+        settings = [replace(each, unit=unit) for each in settings]
         chosen = settings[best]
         precision = chosen.precision
         if chosen.deterministic:

@@ -62,7 +62,7 @@ def invariant_bound(
         ratio = n_data / at.n
         root = likelihood.smooth_factor(at.f, y)  # (n, c, r)
         rows = at.jacobian(root.movedim(-1, 0))
-        scale = likelihood.dispersion.detach().double() ** -1
+        scale = likelihood.common_factor.detach().double() ** -1
         bracket = bracket_bound(rows, precision, scale, ratio)
         fit = ratio * likelihood.log_prob(at.f, y).double().sum()
     squares = network.params.flat.double().square()

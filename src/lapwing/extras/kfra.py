@@ -13,11 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lapwing.curvature.curvature import layout_of
 from lapwing.curvature.factor import GGN
 from lapwing.curvature.kron import LARGEST_FACTOR, KroneckerFactor, KroneckerSums, kept_as
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import layout_of
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
 from lapwing.model import Block, BlockRows, Linearization, RecordedPass, batch_size, take

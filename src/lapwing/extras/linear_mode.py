@@ -67,7 +67,7 @@ class LinearModel:
 
     def curvature(self, delta: Tensor) -> Callable[[Tensor], Tensor]:
         """v (s, P) -> (T·JᵀΛ(f̂ + Jδ)J + Π) v."""
-        phi = self.likelihood.dispersion.detach()
+        phi = self.likelihood.common_factor.detach()
 
         def middle(batch: Batch, f: Tensor, u: Tensor) -> Tensor:
             moved = self.products.jvp(batch.inputs, delta[None])[1][0]

@@ -42,7 +42,7 @@ def tune_loo(
     fit estimated, and what `grid` has candidates for.
     """
     if learn is None:
-        default = ("prior", "noise") if belief.likelihood.learns_noise else ("prior",)
+        default = ("prior", "noise") if belief.likelihood.learns_dispersion else ("prior",)
         learn = tuple(dict.fromkeys((*default, *(grid or {}))))
     if belief.curvature.dispersion_power != 1:
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")
@@ -94,7 +94,7 @@ class Removal:
         for start in range(0, len(f), 4096):
             part = slice(start, min(len(f), start + 4096))
             covariance = sweep.covariance(coefficients, part.start, part.stop)
-            without, bad = self._without(covariance, scalars[0] / scalars[1], part)
+            without, bad = self._without(covariance, scalars[0] / scalars[1] ** sweep.power, part)
             slope = setting.temperature * sweep.likelihood.score(f[part], y[part])
             moved.append(f[part] - (without @ slope[..., None].to(without))[..., 0])
             clamped.append(bad)

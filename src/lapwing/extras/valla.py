@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature import Curvature
+from lapwing.curvature.curvature import Accumulator, Estimate, Structure
 from lapwing.curvature.functional import subset
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.structure import Accumulator, Estimate, Structure
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
 from lapwing.evidence.evidence import evidence_of
 from lapwing.evidence.groups import Groups

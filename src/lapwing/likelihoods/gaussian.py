@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +21,12 @@ from lapwing.likelihoods.likelihood import (
     weighted_sum,
 )
 from lapwing.likelihoods.marginal import Marginal, NormalMarginal, Outputs
+from lapwing.storage import register
 
 SHOWN = 8  # noise levels that are printed
 
 
+@register(name="regression")
 @dataclass(frozen=True, eq=False)
 class Gaussian(Likelihood):
     """y_k ~ N(f_k, σ_k²). `noise` is the standard deviation σ: a number, or one per output.
@@ -45,7 +47,7 @@ class Gaussian(Likelihood):
     dispersion_unit: ClassVar[float] = 0.5
 
     noise: float | Tensor | None = None
-    estimated: bool = False
+    estimated: bool = field(default=False, metadata={"later": True})  # whether the noise was learned from data
 
     def __post_init__(self) -> None:
         if not isinstance(self.noise, float | Tensor | None):
@@ -122,14 +124,23 @@ class Gaussian(Likelihood):
         return self.noise is not None
 
     @property
-    def learns_noise(self) -> bool:
+    def learns_dispersion(self) -> bool:
         return self.estimated or not self.known
+
+    @property
+    def dispersion_bounds(self) -> tuple[float, float]:
+        now = self.dispersion.item()
+        return now / 1e12, now * 1e12
+
+    def estimates_first(self, outputs: int) -> bool:
+        """Several outputs: the curvature depends on the ratios between their noise, though not on a common factor."""
+        return not self.known and outputs > 1
 
     def with_dispersion(self, dispersion: float | Tensor) -> Gaussian:
         """The same ratios between outputs with another φ; gradients flow from it."""
         phi = torch.as_tensor(dispersion, dtype=torch.float64)
         factor = (phi / self.dispersion.detach().to(phi.device)).sqrt()
-        return Gaussian(self._noise.detach().to(phi.device) * factor, self.learns_noise)
+        return Gaussian(self._noise.detach().to(phi.device) * factor, self.learns_dispersion)
 
     def best_dispersion(self, f: Tensor, y: Tensor, held: float = 0.0) -> float:
         """Return φ from the mean square of the residuals; the ratios between outputs are kept."""
@@ -143,7 +154,7 @@ class Gaussian(Likelihood):
 
         The noise that a user gave stays as it is. An output without residuals gets the smallest noise of the others.
         """
-        if not self.learns_noise:
+        if not self.learns_dispersion:
             return self
         squares = statistics[1:].double() / statistics[0].double()
         if self.known:

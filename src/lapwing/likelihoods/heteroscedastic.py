@@ -12,8 +12,15 @@ from torch.distributions import Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData
-from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require_finite
+from lapwing.likelihoods.likelihood import (
+    Likelihood,
+    as_target,
+    match_shape,
+    promote,
+    require_finite,
+)
 from lapwing.likelihoods.marginal import SPACING, Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
+from lapwing.storage import register
 
 FAR = 0.5  # nats per target by which another reading of the outputs must be better to be mentioned
 READINGS = {
@@ -24,6 +31,7 @@ READINGS = {
 }
 
 
+@register(name="heteroscedastic")
 @dataclass(frozen=True, eq=False)
 class HeteroscedasticGaussian(Likelihood):
     """y_k ~ N(μ_k, σ_k²), both from the network, whose last dimension 2K holds K entries of each kind.
@@ -163,9 +171,6 @@ class HeteroscedasticGaussian(Likelihood):
         if self.parametrization == "mean":
             return center, noise, rest.expand(noise.shape), slope.expand(noise.shape)
         return center, noise, noise.square() * rest, noise * (slope - center * (second + step).sigmoid())
-
-    def spec(self) -> dict[str, Any]:
-        return {"family": "HeteroscedasticGaussian", "parametrization": self.parametrization}
 
 
 def precision(rho: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""The interface: what the outputs f of a network mean for the targets y."""
+"""The interface of a likelihood p(y | f), its defaults in terms of `conditional` alone, and likelihoods by name."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,20 +14,28 @@ from torch.distributions import Distribution, Independent, kl_divergence
 
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods.marginal import Marginal, Outputs
+from lapwing.storage import is_registered, named, unpack
+
+NODES = 64
+"""Dispersions at which the default `statistics` hold the log-likelihood."""
 
 
 class Likelihood(ABC):
     """p(y | f): the distribution of a target given the outputs of the network.
 
     Inside Lapwing outputs are always f (B, *event, C). Only :meth:`conditional` is required; everything else has a
-    default in terms of it, which the families replace by closed forms. With φ the :attr:`dispersion`,
+    default in terms of it, which the families replace by closed forms. With φ the :attr:`common_factor`,
 
         Λ = E_y[−∇²_f log p(y|f)] = E_y[∇ log p ∇ log pᵀ],      S Sᵀ = φ·Λ.
 
     Targets in canonical form have the shape batch_shape + event_shape of the conditional.
 
-    Example: a Gamma regression with unit rate and log-linear concentration, good for `lapwing.fit`:
+    A likelihood that registers itself (`lapwing.register`) is found by name in `fit`, and files that hold it load. Its
+    options must then be numbers, strings or booleans.
 
+    Example: a Gamma regression, good for `lapwing.fit(model, data, "positive")`:
+
+        @lapwing.register(name="positive")
         @dataclass(frozen=True, eq=False)
         class PositiveTarget(Likelihood):
             shape: float = 2.0
@@ -35,15 +45,17 @@ class Likelihood(ABC):
     """
 
     links: ClassVar[tuple[str, ...]] = ("mc",)
-    """Ways from a distribution of f to one of y, the best first. Monte Carlo serves every likelihood."""
+    """Links from a distribution of f to one of y, by name, the best first. Monte Carlo serves every likelihood."""
 
     @abstractmethod
     def conditional(self, f: Tensor) -> Distribution:
-        """p(y | f) with batch_shape (B, *event) and event_shape () or (K,). One of batch_shape f.shape counts as
-        independent over the last dimension."""
+        """Return p(y | f) with batch_shape (B, *event) and event_shape () or (K,).
+
+        A distribution of batch_shape f.shape counts as independent over the last dimension.
+        """
 
     def law(self, f: Tensor) -> Distribution:
-        """The conditional at (B, *event): a distribution given per output is made independent over the outputs."""
+        """Return the conditional with batch_shape (B, *event): one per output is made independent over outputs."""
         conditional = self.conditional(promote(f))
         surplus = len(conditional.batch_shape) - (f.ndim - 1)
         if surplus > 0:
@@ -51,22 +63,22 @@ class Likelihood(ABC):
         if conditional.batch_shape != f.shape[:-1]:
             raise UnsupportedOperation(
                 f"{type(self).__name__}.conditional returned batch_shape {tuple(conditional.batch_shape)} for outputs "
-                f"of shape {tuple(f.shape)}; it must be {tuple(f.shape[:-1])} (one law an item) or {tuple(f.shape)}."
+                f"of shape {tuple(f.shape)}; it must be {tuple(f.shape[:-1])} (one law per item) or {tuple(f.shape)}."
             )
         return conditional
 
     # --- what the network and the data look like -------------------------------------------------------------------
 
     def outputs(self, raw: Tensor) -> Tensor:
-        """f (B, *event, C) from what the network returned; (B,) becomes (B, 1), half precision becomes float32."""
+        """Return f (B, *event, C) from what the network returned; (B,) becomes (B, 1), half precision float32."""
         if raw.ndim == 0:
             raise BadData(
-                "the network returned one number for the whole batch; it must return one row a sample, (B, C)."
+                "the network returned one number for the whole batch; it must return one row per sample, (B, C)."
             )
         return promote(raw[:, None] if raw.ndim == 1 else raw)
 
     def targets(self, f: Tensor, y: Any) -> Tensor:
-        """y in canonical form, checked once: shape, finite, in the support of the conditional."""
+        """Return y in canonical form after checking that it has the right shape, is finite and is in the support."""
         y = as_target(f, y)
         require_finite(f, y)
         law = self.law(f)
@@ -80,41 +92,41 @@ class Likelihood(ABC):
         return y
 
     def mask(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """(B, *event), True where the target counts; None where all do."""
+        """Return True where a target counts, (B, *event); None where all do."""
         return None
 
     def count(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> float:
-        """Number of data: samples (not tokens), or the sum of their weights."""
+        """Return the number of data: samples (not tokens), or the sum of their weights."""
         return float(f.shape[0]) if weights is None else float(weights.double().sum())
 
     def counted(self, f: Tensor, y: Tensor) -> Tensor:
-        """(B,), True where any target of a sample counts."""
+        """Return True where any target of a sample counts, (B,)."""
         mask = self.mask(f, y)
         return (
             torch.ones(len(f), dtype=torch.bool, device=f.device) if mask is None else mask.reshape(len(f), -1).any(1)
         )
 
     def doubts(self, f: Tensor, y: Tensor) -> list[str]:
-        """Say what in outputs and canonical targets of a few items contradicts this likelihood, and what to pass."""
+        """Say what in outputs and canonical targets of a few items contradicts this likelihood, and what to do."""
         return []
 
     # --- derivatives of log p(y | f) -------------------------------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """log p(y | f), (B, *event), 0 where the target is ignored."""
+        """Return log p(y | f), (B, *event), 0 where the target is ignored."""
         return masked(self.law(f).log_prob(y), self.mask(f, y))
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        """∇_f log p(y | f), shape of f, 0 where the target is ignored."""
+        """Return ∇_f log p(y | f), with the shape of f, 0 where the target is ignored."""
         with torch.enable_grad():
             f = promote(f).detach().requires_grad_()
             (gradient,) = torch.autograd.grad(self.log_prob(f, y).sum(), f)
         return gradient
 
     def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (B, *event, C, R) with S Sᵀ = φ·Λ; zero where the target is ignored.
+        """Return S (B, *event, C, R) with S Sᵀ = φ·Λ; zero where the target is ignored.
 
-        Default: Λ is the Hessian of KL(p_f₀ ‖ p_f) at f₀ where torch knows that divergence; else the sum over an
+        By default Λ is the Hessian of KL(p_f₀ ‖ p_f) at f₀ where torch knows that divergence; else the sum over an
         enumerable support; else the observed Hessian of −log p(y | f), negative eigenvalues set to zero (this one
         needs y).
         """
@@ -126,7 +138,7 @@ class Likelihood(ABC):
             root = self._enumerated_root(f, law) if enumerable(law) else self._observed_root(f, y)
         else:
             root = psd_root(hessian(lambda g: kl_divergence(law, self.law(g)), f))
-        root = root * self.dispersion.detach().to(root).sqrt()
+        root = root * self.common_factor.detach().to(root).sqrt()
         return masked(root, None if y is None else self.mask(f, y))
 
     def curvature_product(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
@@ -146,12 +158,12 @@ class Likelihood(ABC):
         return self.factor(f.detach(), y)
 
     def scored_factor(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """An S as `factor` gives, (B, C, R), whose first column is the score times a number of each item, and these
-        numbers (B,). None where no such S is at hand: it saves a backward pass, and nothing else."""
+        """Return an S (B, C, R) as from `factor` whose first column is the score times one number per item, and those
+        numbers (B,). None where no such S is known. It saves a backward pass and changes no result."""
         return None
 
     def _enumerated_root(self, f: Tensor, law: Distribution) -> Tensor:
-        """Columns √p(y)·∇log p(y|f), one for each y of the support."""
+        """Return columns √p(y)·∇log p(y|f), one per y of the support."""
         columns = []
         for y in law.enumerate_support(expand=True):
             columns.append(law.log_prob(y).exp().sqrt()[..., None] * Likelihood.score(self, f, y))
@@ -168,22 +180,22 @@ class Likelihood(ABC):
     # --- draws -----------------------------------------------------------------------------------------------------
 
     def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One y ~ p(y | f) for each item."""
+        """Draw one y ~ p(y | f) per item."""
         return draw(self.law(f.detach()), (), generator)
 
     def sample_factor(self, f: Tensor, y: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """√φ·∇_f log p(ỹ | f) at a drawn target ỹ: s with E[s sᵀ] = φ·Λ. y says only which targets are ignored."""
+        """Return s = √φ·∇_f log p(ỹ | f) at drawn targets ỹ, so that E[s sᵀ] = φ·Λ; y says which targets to ignore."""
         score = self.score(f, self.sample_target(f, generator))
-        score = score * self.dispersion.detach().to(score).sqrt()
+        score = score * self.common_factor.detach().to(score).sqrt()
         return masked(score, None if y is None else self.mask(f, y))
 
     # --- the prediction --------------------------------------------------------------------------------------------
 
     def marginal(self, f: Outputs) -> Marginal | None:
-        """∫ p(y | f) N(f) df where it is known in closed form or by quadrature in one dimension; else None."""
+        """Return ∫ p(y | f) N(f) df where it has a closed form or a quadrature in one dimension; else None."""
         return None
 
-    # --- sums over data --------------------------------------------------------------------------------------------
+    # --- what kind of targets ---------------------------------------------------------------------------------------
 
     @property
     def softmax(self) -> bool:
@@ -205,7 +217,7 @@ class Likelihood(ABC):
         """Whether adding one number to all outputs of an item changes nothing, as under a softmax."""
         return False
 
-    # --- the dispersion --------------------------------------------------------------------------------------------
+    # --- the dispersion ---------------------------------------------------------------------------------------------
 
     dispersion_name: ClassVar[str] = ""
     """What `tune(learn=...)` calls the dispersion, such as "noise"; empty where there is none to learn."""
@@ -213,21 +225,87 @@ class Likelihood(ABC):
     dispersion_unit: ClassVar[float] = 1.0
     """Users read and write the dispersion to this power: ½ for a noise that is shown as a standard deviation."""
 
+    dispersion_range: ClassVar[tuple[float, float]] = (1e-4, 1e4)
+    """Between which dispersions the default `statistics` know the log-likelihood."""
+
+    scales_curvature: ClassVar[bool] = True
+    """Whether Λ⁻¹ is proportional to the dispersion, so that another one only scales a fitted curvature.
+
+    Where it is not, the curvature stays that of the dispersion in force at the fit.
+    """
+
     @property
     def dispersion(self) -> Tensor:
-        """φ, 0-d: the common factor by which Λ⁻¹ scales (σ² for a Gaussian, 1 otherwise). Gradients flow."""
+        """The positive number that `tune` may learn, 0-d: σ² for a Gaussian, 1 where there is none. Gradients flow."""
         return torch.ones((), dtype=torch.float64)
+
+    @property
+    def common_factor(self) -> Tensor:
+        """φ, 0-d, by which Λ⁻¹ scales: the dispersion where it `scales_curvature`, else 1."""
+        phi = self.dispersion
+        return phi if self.scales_curvature else torch.ones_like(phi).detach()
 
     def with_dispersion(self, dispersion: float | Tensor) -> Likelihood:
         """Return the same likelihood with another dispersion; gradients flow from it."""
-        raise UnsupportedOperation(f"{type(self).__name__} has no noise to learn; only Gaussian(noise) has")
+        raise UnsupportedOperation(
+            f"{type(self).__name__} has no dispersion: define `dispersion_name`, `dispersion` and `with_dispersion`."
+        )
+
+    def learned_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return names of what to learn with "noise" for the dispersion, under whichever name it came."""
+        asked = [name for name in names if name in ("noise", "dispersion", self.dispersion_name)]
+        if asked and not self.dispersion_name:
+            raise UnsupportedOperation(
+                f"{type(self).__name__} has no {asked[0]} to learn; Gaussian has. A likelihood of your own needs "
+                "`dispersion_name`, `dispersion` and `with_dispersion`."
+            )
+        return tuple("noise" if name in asked else name for name in names)
+
+    def shown_dispersion(self, dispersion: float) -> float:
+        """Return a dispersion as users read it, such as the standard deviation σ for σ²."""
+        return dispersion**self.dispersion_unit
+
+    def dispersion_from(self, shown: float) -> float:
+        """Return the dispersion that users write like this."""
+        return shown ** (1 / self.dispersion_unit)
+
+    @property
+    def dispersion_bounds(self) -> tuple[float, float]:
+        """Between which values the evidence looks for the dispersion."""
+        return self.dispersion_range
+
+    @property
+    def known(self) -> bool:
+        """Whether the dispersion has a value; that of `Gaussian()` has none before a fit and counts as 1."""
+        return True
+
+    @property
+    def learns_dispersion(self) -> bool:
+        """Whether tuning learns the dispersion unless it is told what to learn."""
+        return bool(self.dispersion_name)
+
+    def estimates_first(self, outputs: int) -> bool:
+        """Whether an unknown dispersion must be estimated before the curvature of so many outputs is computed."""
+        return not (self.known or self.scales_curvature)
+
+    def estimate(self, statistics: Tensor) -> Likelihood:
+        """Estimate an unknown dispersion from the `statistics` of the data; return the likelihood where it is known."""
+        if self.known:
+            return self
+        return self.with_dispersion(_highest(lambda phi: self.with_dispersion(phi).log_likelihood(statistics), self))
 
     def best_dispersion(self, f: Tensor, y: Tensor, held: float = 0.0) -> float:
         """Return the dispersion of the largest Σ log p(y | f), for outputs and targets without a posterior.
 
         `held` is the number of items that the dispersion in force counts as, so that few items cannot make it absurd.
         """
-        raise UnsupportedOperation(f"{type(self).__name__} has no noise to learn; only Gaussian(noise) has")
+        now = self.dispersion.detach().double().to(f.device)
+
+        def value(phi: Tensor) -> Tensor:
+            pull = held / 4 * (phi / now).log().square()  # as much as so many items of a Gaussian, to second order
+            return self.with_dispersion(phi).log_prob(f, y).double().sum() - pull
+
+        return _highest(value, self)
 
     def dispersion_step(self, statistics: Tensor, effective: Tensor) -> Tensor:
         """Return log φ′/φ of MacKay's fixed point (1992, Eq. 3.10), φ′ = RSS/(NK − γ) for `effective` parameters γ.
@@ -244,65 +322,169 @@ class Likelihood(ABC):
         left = (count - effective).clamp_min(1e-3 * count)
         return (residual.clamp_min(1e-30) / left).log()
 
-    @property
-    def known(self) -> bool:
-        """Whether every parameter of the likelihood has a value; the noise of `Gaussian()` has none before a fit."""
-        return True
-
-    @property
-    def learns_noise(self) -> bool:
-        """Whether tuning learns the dispersion unless it is told what to learn."""
-        return False
-
-    def estimate(self, statistics: Tensor) -> Likelihood:
-        """Estimate what is not known from the `statistics` of the data; the likelihood itself where nothing is."""
-        return self
+    # --- sums over data ---------------------------------------------------------------------------------------------
 
     def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """(k,) float64, additive over data, from which `log_likelihood` finds Σ log p exactly. weights: (B,)."""
-        return weighted_sum(self.log_prob(f, y)[..., None], weights)
+        """Return numbers (k,), float64 and additive over data, from which `log_likelihood` finds Σ log p.
+
+        They must serve every dispersion. The default is Σ log p itself, or where there is a dispersion its values at
+        `NODES` dispersions over `dispersion_range`, between which a polynomial in log φ is exact to about 1e-9.
+        Sufficient statistics, where a family has them, cost less. weights: (B,).
+        """
+        if not self.dispersion_name:
+            return weighted_sum(self.log_prob(f, y)[..., None], weights)
+        each = [self.with_dispersion(phi) for phi in _dispersions(self.dispersion_range)]
+        return torch.cat([weighted_sum(law.log_prob(f, y)[..., None], weights) for law in each])
 
     def log_likelihood(self, statistics: Tensor) -> Tensor:
-        """Σ_n log p(y_n | f_n) from `statistics`, 0-d and differentiable in the parameters of the likelihood."""
-        return statistics[0]
+        """Return Σ_n log p(y_n | f_n) from `statistics`, 0-d and differentiable in the parameters of the likelihood."""
+        if not self.dispersion_name:
+            return statistics[0]
+        return _interpolated(statistics, self.dispersion.to(statistics), self.dispersion_range, type(self).__name__)
 
     def flaw(self, statistics: Tensor) -> str:
-        """What makes these statistics impossible, in words; empty where they may be of some data. For files."""
+        """Say what makes statistics from a file impossible; empty where they may be of some data."""
         own = type(self).statistics is not Likelihood.statistics
-        if statistics.ndim != 1 or not (own or len(statistics) == 1):
+        if statistics.ndim != 1 or not (own or len(statistics) == (NODES if self.dispersion_name else 1)):
             return f"the statistics have shape {tuple(statistics.shape)}"
         return "" if bool(self.log_likelihood(statistics).isfinite()) else "the log-likelihood is not finite"
 
-    # --- identity --------------------------------------------------------------------------------------------------
+    # --- identity ---------------------------------------------------------------------------------------------------
 
     def same_curvature(self, other: Likelihood) -> bool:
         """Whether φ·Λ is the same function of f, so that the other may replace this one without a new fit."""
-        return self is other or (type(self) is type(other) and self.spec() == other.spec() and _told(self))
+        if self is other or type(self) is not type(other):
+            return self is other
+        free = bool(self.dispersion_name) and self.scales_curvature
+        mine, theirs = (each.with_dispersion(1.0) if free else each for each in (self, other))
+        return mine.spec() == theirs.spec() and _told(self)
 
     def spec(self) -> dict[str, Any]:
-        """What a file stores. A user's own likelihood stores its name and options; loading asks the caller for it."""
-        options = {name: _described(value) for name, value in vars(self).items()}
+        """Return what a file stores: the family and its options.
+
+        A registered likelihood is made again from it; of any other a file keeps this to compare with what the caller
+        of `load` passes.
+        """
+        options = {name: _described(value) for name, value in _options(self).items()}
+        if is_registered(type(self)):
+            return {"family": type(self).__name__, **options}
         return {"family": type(self).__qualname__, "own": True, "options": options}
 
 
+def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Return the likelihood of this name ("classification", "regression", …), or the object itself."""
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    known = named(Likelihood)
+    if not isinstance(likelihood, str) or likelihood not in known:
+        names = ", ".join(f'"{name}"' for name in known)
+        raise BadData(f"likelihood={likelihood!r}: use one of {names}, or an object such as Gaussian(noise=0.1).")
+    return known[likelihood]()
+
+
+def likelihood_from_spec(spec: dict[str, Any], likelihood: Likelihood | None = None) -> Likelihood:
+    """Return the likelihood that a file describes.
+
+    One that is not registered is not in the file: the caller passes it, and names and options must agree.
+    """
+    family = spec.get("family")
+    if spec.get("own"):
+        if likelihood is None:
+            raise BadData(
+                f"the file was made with your own likelihood {family!r}: pass it, load(..., likelihood={family}())."
+            )
+        if type(likelihood).__qualname__ != family:
+            raise BadData(f"the file was made with likelihood {family!r}, not {type(likelihood).__qualname__!r}.")
+        mine = {name: _described(value) for name, value in _options(likelihood).items()}
+        if mine != spec.get("options"):
+            raise BadData(f"the file was made with {family}({spec.get('options')}), not with {family}({mine}).")
+        return likelihood
+    options = {key: value for key, value in spec.items() if key not in ("family", "own")}
+    stored = unpack({}, {"type": family, **options}, Likelihood)
+    if likelihood is not None and likelihood.spec() != spec:
+        raise BadData(
+            f"the file was made with {spec}, not with {likelihood.spec()}. Load first, then .replace(likelihood=...)."
+        )
+    return stored
+
+
+def _options(likelihood: Likelihood) -> dict[str, Any]:
+    """Return the values of the fields of a dataclass, or all attributes of another object."""
+    if not is_dataclass(likelihood):
+        return dict(vars(likelihood))
+    return {each.name: getattr(likelihood, each.name) for each in fields(likelihood)}
+
+
 def _described(value: Any) -> Any:
-    """An option as JSON can hold it; None where it cannot be told (a function, a module)."""
+    """Return an option as JSON can hold it; None where it cannot be told (a function, a module)."""
     if isinstance(value, Tensor):
         return value.detach().double().tolist()
     return value if isinstance(value, bool | int | float | str) else None
 
 
 def _told(likelihood: Likelihood) -> bool:
-    return all(value is None or _described(value) is not None for value in vars(likelihood).values())
+    return all(value is None or _described(value) is not None for value in _options(likelihood).values())
+
+
+def _dispersions(bounds: tuple[float, float]) -> list[float]:
+    """Return Chebyshev's nodes in log φ, from the upper bound to the lower one."""
+    low, high = map(math.log, bounds)
+    angles = [math.pi * (j + 0.5) / NODES for j in range(NODES)]
+    return [math.exp((low + high) / 2 + (high - low) / 2 * math.cos(angle)) for angle in angles]
+
+
+def _interpolated(values: Tensor, phi: Tensor, bounds: tuple[float, float], name: str) -> Tensor:
+    """Evaluate at φ the polynomial in log φ through values (NODES,) at `_dispersions`, by Clenshaw's recurrence."""
+    low, high = map(math.log, bounds)
+    x = (2 * phi.log() - (low + high)) / (high - low)
+    if not abs(x.item()) <= 1 + 1e-9:
+        raise BadData(
+            f"the dispersion {phi.item():.3g} of {name} is outside {bounds[0]:g} to {bounds[1]:g}, where its "
+            "log-likelihood is known: scale the targets, or give the class another `dispersion_range`."
+        )
+    angles = math.pi * (torch.arange(NODES, dtype=values.dtype, device=values.device) + 0.5) / NODES
+    coefficients = 2 / NODES * torch.cos(torch.arange(NODES, device=values.device)[:, None] * angles) @ values
+    after, second = torch.zeros_like(x), torch.zeros_like(x)
+    for c in coefficients[1:].flip(0):
+        after, second = c + 2 * x * after - second, after
+    return coefficients[0] / 2 + x * after - second
+
+
+def _highest(value: Callable[[Tensor], Tensor], likelihood: Likelihood) -> float:
+    """Return the dispersion in the range of a likelihood where a function is largest: a grid, then golden sections."""
+    low, high = map(math.log, likelihood.dispersion_range)
+
+    def at(u: float) -> float:
+        found = value(torch.tensor(u, dtype=torch.float64).exp()).item()
+        return found if math.isfinite(found) else -math.inf
+
+    with torch.no_grad():
+        grid = [low + (high - low) * k / (NODES - 1) for k in range(NODES)]
+        values = [at(u) for u in grid]
+        top = values.index(max(values))
+        a, b = grid[max(top - 1, 0)], grid[min(top + 1, NODES - 1)]
+        ratio = (math.sqrt(5) - 1) / 2
+        left, right = b - ratio * (b - a), a + ratio * (b - a)
+        at_left, at_right = at(left), at(right)
+        while b - a > 1e-7:
+            if at_left >= at_right:
+                b, right, at_right = right, left, at_left
+                left = b - ratio * (b - a)
+                at_left = at(left)
+            else:
+                a, left, at_left = left, right, at_right
+                right = a + ratio * (b - a)
+                at_right = at(right)
+    return math.exp((a + b) / 2)
 
 
 def promote(f: Tensor) -> Tensor:
-    """Half precision to float32; float32 and float64 as they are."""
+    """Convert half precision to float32; return float32 and float64 as they are."""
     return f.float() if f.dtype in (torch.float16, torch.bfloat16) else f
 
 
 def masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    """values (B, *event, ...) with zeros where mask (B, *event) is False, also over NaN."""
+    """Return values (B, *event, ...) with zeros where mask (B, *event) is False, also in place of NaN."""
     if mask is None:
         return values
     mask = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
@@ -310,17 +492,17 @@ def masked(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:
-    """(B, *event, k) -> (k,) float64: Σ_b w_b Σ_event values."""
+    """Sum values (B, *event, k) to (k,) float64: Σ_b w_b Σ_event values."""
     rows = values.double().reshape(values.shape[0], -1, values.shape[-1]).sum(1)
     if weights is None:
         return rows.sum(0)
     if weights.shape != rows.shape[:1]:
-        raise BadData(f"weights of shape {tuple(weights.shape)} for {rows.shape[0]} samples: pass one a sample.")
+        raise BadData(f"weights of shape {tuple(weights.shape)} for {rows.shape[0]} samples: pass one per sample.")
     return weights.to(rows) @ rows
 
 
 def hessian(function: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
-    """(B, *event, C, C) Hessians of an items-wise function f (B, *event, C) -> (B, *event)."""
+    """Return the Hessians (B, *event, C, C) of a function f (B, *event, C) -> (B, *event) that acts per item."""
     with torch.enable_grad():
         f = f.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(function(f).sum(), f, create_graph=True)
@@ -332,20 +514,21 @@ def hessian(function: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
 
 
 def psd_root(matrix: Tensor) -> Tensor:
-    """S with S Sᵀ = the nearest positive semi-definite matrix, columns by decreasing norm. For small C only."""
+    """Return S whose S Sᵀ is the nearest positive semi-definite matrix, columns by decreasing norm; for small C."""
     values, vectors = torch.linalg.eigh((matrix + matrix.mT).double() / 2)
     root = vectors * values.clamp(min=0).sqrt()[..., None, :]
     return root.flip(-1).to(matrix.dtype)
 
 
 def enumerable(law: Distribution) -> bool:
+    """Whether all values of a target can be listed."""
     if isinstance(law, Independent):
         return law.base_dist.has_enumerate_support and law.event_shape.numel() == 1
     return law.has_enumerate_support
 
 
 def draw(law: Distribution, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """Samples (*shape, ...) of a torch distribution, which knows only the global state: it is set and put back."""
+    """Sample a torch distribution, (*shape, ...). It knows only the global random state, which is set and restored."""
     if generator is None:
         return law.sample(shape)
     device = generator.device
@@ -361,7 +544,7 @@ def draw(law: Distribution, shape: tuple[int, ...], generator: torch.Generator |
 
 
 def as_target(f: Tensor, y: Any) -> Tensor:
-    """y as a tensor on the device of f."""
+    """Return y as a tensor on the device of f."""
     try:
         y = torch.as_tensor(y)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -374,7 +557,7 @@ def as_target(f: Tensor, y: Any) -> Tensor:
 
 
 def match_shape(y: Tensor, shape: torch.Size, event_shape: torch.Size, name: str) -> Tensor:
-    """y of exactly this shape; the last dimension may be missing where it is 1. Nothing is broadcast."""
+    """Return y in exactly this shape; the last dimension may be missing where it is 1. Nothing is broadcast."""
     if event_shape == (1,) and y.shape == shape[:-1]:
         return y[..., None]
     if y.shape != shape:
@@ -384,6 +567,7 @@ def match_shape(y: Tensor, shape: torch.Size, event_shape: torch.Size, name: str
 
 
 def require_finite(f: Tensor, y: Tensor) -> None:
+    """Raise BadData with the first value of outputs or targets that is not finite."""
     for what, values in (("network outputs", f), ("targets", y)):
         bad = ~torch.isfinite(values)
         if bad.any():
@@ -395,7 +579,7 @@ def require_finite(f: Tensor, y: Tensor) -> None:
 
 
 def require(inside: Tensor, y: Tensor, allowed: str, hint: str = "") -> None:
-    """BadData with the first offending value where `inside` (a leading part of the shape of y) is False."""
+    """Raise BadData with the first offending value where `inside` (a leading part of the shape of y) is False."""
     if not inside.all():
         where = tuple((~inside).nonzero()[0].tolist())
         value = y[where]

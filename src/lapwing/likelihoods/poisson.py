@@ -12,10 +12,19 @@ from torch import Tensor
 from torch.distributions import Independent
 from torch.distributions import Poisson as PoissonLaw
 
-from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require, require_finite
+from lapwing.likelihoods.likelihood import (
+    Likelihood,
+    as_target,
+    match_shape,
+    promote,
+    require,
+    require_finite,
+)
 from lapwing.likelihoods.marginal import SPACING, Marginal, Outputs, normal_nodes, safe_sqrt
+from lapwing.storage import register
 
 
+@register(name="counts")
 @dataclass(frozen=True, eq=False)
 class Poisson(Likelihood):
     """y_k ~ Poisson(exp f_k): the network emits log rates. Λ = diag(exp f).
@@ -63,9 +72,6 @@ class Poisson(Likelihood):
 
     def marginal(self, f: Outputs) -> Marginal:
         return LognormalPoisson(promote(f.mean), promote(f.variance))
-
-    def spec(self) -> dict[str, Any]:
-        return {"family": "Poisson"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Classification: y is one of C classes, p = softmax(f)."""
+"""Labels: one of C classes, yes or no, or which of two candidates is better."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
+from torch.distributions import Independent
+from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData
-from lapwing.likelihoods.likelihood import Likelihood, as_target, masked, promote, require, require_finite
+from lapwing.likelihoods.likelihood import (
+    Likelihood,
+    as_target,
+    masked,
+    match_shape,
+    promote,
+    require,
+    require_finite,
+)
+from lapwing.storage import register
 
 SIMPLEX = 1e-3  # how far from 1 the sum of probabilities may be, by rounding in half precision
 
 
+@register(name="classification")
 @dataclass(frozen=True, eq=False)
 class Categorical(Likelihood):
     """p(y = c | f) = softmax(f)_c over the classes on `class_dim` of what the network returns.
@@ -53,7 +66,7 @@ class Categorical(Likelihood):
         if raw.ndim < 2 or raw.shape[self._dim(raw.ndim)] == 1:
             raise BadData(
                 f"outputs of shape {tuple(raw.shape)} have a single logit, and a softmax over one class is always 1. "
-                'Use likelihood="binary" (Bernoulli) for one logit, or let the network return one logit a class.'
+                'Use likelihood="binary" (Bernoulli) for one logit, or let the network return one logit per class.'
             )
         return promote(raw.movedim(self._dim(raw.ndim), -1))
 
@@ -127,11 +140,106 @@ class Categorical(Likelihood):
     def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return sample_classes(f, generator)
 
-    def spec(self) -> dict[str, Any]:
-        return {"family": "Categorical", "class_dim": self.class_dim, "ignore_index": self.ignore_index}
 
-    def same_curvature(self, other: Likelihood) -> bool:
-        return isinstance(other, Categorical) and self.spec() == other.spec()
+@register(name="binary")
+@dataclass(frozen=True, eq=False)
+class Bernoulli(Likelihood):
+    """p(y_k = 1 | f) = sigmoid(f_k), independent over the C labels given f. Λ = diag(p(1−p)).
+
+    Targets: 0 or 1, or soft labels between, of the shape of f; (B, *event) too where there is one logit.
+    """
+
+    links: ClassVar[tuple[str, ...]] = ("quadrature", "mc", "probit")
+
+    @property
+    def has_logits(self) -> bool:
+        return True
+
+    def conditional(self, f: Tensor) -> Independent:
+        return Independent(BernoulliLaw(logits=f, validate_args=False), 1, validate_args=False)
+
+    def targets(self, f: Tensor, y: Any) -> Tensor:
+        y = match_shape(as_target(f, y), f.shape, f.shape[-1:], "Bernoulli").to(promote(f).dtype)
+        require_finite(f, y)
+        signs = bool((y.abs() == 1).all())
+        hint = "For labels -1 and 1 pass (y + 1) / 2." if signs else ""
+        require((y >= 0) & (y <= 1), y, "[0, 1]: Bernoulli takes labels 0 and 1 (for more classes: Categorical)", hint)
+        return y
+
+    def doubts(self, f: Tensor, y: Tensor) -> list[str]:
+        f = promote(f).detach()
+        if bool((f >= 0).all() & (f <= 1).all()):
+            p = f.clamp(1e-6, 1 - 1e-6)
+            if self.log_prob(p.logit(), y).mean() > self.log_prob(f, y).mean():
+                return [
+                    "the outputs of the network lie between 0 and 1 and explain the targets better as probabilities "
+                    "than as logits: a sigmoid seems to be its last layer, and it will be applied twice. Return the "
+                    "logits, without the sigmoid"
+                ]
+        return []
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """y f − log(1 + e^f), written so that neither part is large where the label is right."""
+        f = promote(f)
+        return -(y * softplus(-f) + (1 - y) * softplus(f)).sum(-1)
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        f = promote(f)
+        return y * torch.sigmoid(-f) - (1 - y) * torch.sigmoid(f)
+
+    def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        f = promote(f)
+        return torch.diag_embed(((logsigmoid(f) + logsigmoid(-f)) / 2).exp())
+
+    def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.bernoulli(promote(f).detach().sigmoid(), generator=generator)
+
+
+@register(name="preference")
+@dataclass(frozen=True, eq=False)
+class BradleyTerry(Likelihood):
+    """p(candidate i is preferred | f) = exp f_i / (exp f_0 + exp f_1) for rewards f (B, 2) of two candidates.
+
+    y (B,) in {0, 1} is the index of the preferred one; soft preferences are (B, 2). Λ = p₀p₁ (1, −1)(1, −1)ᵀ.
+    """
+
+    links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
+
+    @property
+    def has_logits(self) -> bool:
+        return True
+
+    @property
+    def takes_class_indices(self) -> bool:
+        return True
+
+    def conditional(self, f: Tensor) -> CategoricalLaw:
+        return CategoricalLaw(logits=f, validate_args=False)
+
+    def outputs(self, raw: Tensor) -> Tensor:
+        if raw.ndim < 2 or raw.shape[-1] != 2:
+            raise BadData(
+                f"outputs of shape {tuple(raw.shape)}: BradleyTerry needs the rewards of two candidates, (B, 2). "
+                "Stack them: torch.stack([reward(x0), reward(x1)], -1)."
+            )
+        return promote(raw)
+
+    def targets(self, f: Tensor, y: Any) -> Tensor:
+        return class_targets(f, as_target(f, y), None)
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return class_log_prob(f, y, None)
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return class_score(f, y, None)
+
+    def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        log_p = promote(f).log_softmax(-1)
+        size = (log_p.sum(-1) / 2).exp()
+        return torch.stack([size, -size], -1)[..., None]
+
+    def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return sample_classes(f, generator)
 
 
 def softmax_root(f: Tensor, first: Tensor | None = None) -> Tensor:
