@@ -280,9 +280,12 @@ class PSD(ABC):
             raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
         return v.to(self.dtype)
 
-    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
-        """R (o, o) and s (n, o) with J A⁻¹ Jᵀ = R diag(s²) Rᵀ for rows J = I ⊗ a of a weight matrix (o, i), for every a
-        of inputs (n, i); None where no R serves them all."""
+    def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        """L (o, o), R (i, i) or None for the identity, and E (o, i) with J A⁻¹ Jᵀ = L diag(E (Rᵀa)²) Lᵀ for every a.
+
+        J = I ⊗ a are the rows of a weight matrix (o, i), and A is its precision, row by row. With a `bias`, the last
+        input is 1 and its weights come after all others. None where no such factors exist.
+        """
         return None
 
     def _rows(self, rows: Rows) -> Rows:
@@ -445,10 +448,13 @@ class Diagonal(PSD):
     def joint(self, rows: Rows) -> Tensor:
         return self._rows(rows).joint_gram(1 / self._positive)
 
-    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
-        variances = (1 / self._positive).reshape(-1, inputs.shape[-1])
-        spread = (inputs.to(self.dtype).square() @ variances.mT).sqrt()
-        return torch.eye(len(variances), dtype=self.dtype, device=self.device), spread
+    def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        if self.size != o * i:
+            return None
+        variances = 1 / self._positive
+        eye, first = torch.eye(o, dtype=self.dtype, device=self.device), o * (i - bias)
+        weight, rest = variances[:first].reshape(o, i - bias), variances[first:].reshape(o, -1)
+        return eye, None, torch.cat([weight, rest], 1) if bias else weight
 
     def blockwise_rows(self, values: Tensor, rows: Rows) -> Iterable[tuple[PSD, Tensor, Rows]]:
         if not isinstance(rows, Jacobian):
