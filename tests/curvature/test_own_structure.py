@@ -69,14 +69,20 @@ class Outputs(Factor):
             yield unit.expand_as(f)
 
 
-MODEL = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+def network() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+MODEL = network()
 DATA = (torch.randn(24, 3, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3)
 
 
 def test_it_is_found_by_name_saved_and_loaded(tmp_path: Path) -> None:
     la = lapwing.fit(MODEL, DATA, "classification", structure="isotropic", progress=False)
     diagonal = lapwing.fit(MODEL, DATA, "classification", structure="diag", progress=False)
-    torch.testing.assert_close(la.curvature.matrix.trace(), diagonal.curvature.matrix.trace())
+    assert float(la.curvature.matrix.trace()) == pytest.approx(float(diagonal.curvature.matrix.trace()), rel=1e-5)
     la.save(tmp_path / "own.lapwing")
     again = lapwing.load(tmp_path / "own.lapwing", MODEL)
     assert isinstance(again.curvature.structure, Isotropic)
