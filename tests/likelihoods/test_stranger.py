@@ -116,7 +116,7 @@ def test_held_out_data_learn_it(fitted) -> None:
 
 
 def test_the_evidence_learns_it(fitted) -> None:
-    model, la = fitted
+    model, _ = fitted
     x, y = counts(400, 1)
     best = maximum_likelihood(model(x).exp().detach(), y)
     given = lapwing.fit(model, (x, y), NegativeBinomial(2.0), structure="kron", progress=False)
@@ -140,7 +140,7 @@ def test_predictions_hold_the_extra_variance(fitted) -> None:
 
 def test_it_is_saved_loaded_moved_and_compared(fitted, tmp_path: Path) -> None:
     model, la = fitted
-    x, y = counts(50, 3)
+    x, _ = counts(50, 3)
     la.save(tmp_path / "counts.lapwing")
     again = lapwing.load(tmp_path / "counts.lapwing", model)
     assert type(again.likelihood) is NegativeBinomial
