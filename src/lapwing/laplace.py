@@ -42,6 +42,7 @@ from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
 from lapwing.predictive.predictive import Options, Predictive
+from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble
 from lapwing.saving import write
 from lapwing.summary import summary
@@ -316,6 +317,46 @@ class Laplace:
                 generator=generator,
             )  # fmt: skip
 
+    @outside_inference
+    def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
+        """Return predictions as a plain `nn.Module` that no longer needs this object, for posteriors over a last layer.
+
+        `forward(x)` returns a dict of tensors, one per name of `outputs`: attributes of `Prediction` such as "probs",
+        "mean", "variance", "epistemic", "aleatoric", "entropy", "novelty". Without names: "probs" and "epistemic", or
+        "mean" and "variance" for numbers. It is thread-safe, holds its own copy of the weights and can be compiled and
+        exported (`la.export`).
+
+            predictor = la.predictor("probs", "epistemic");  predictor(x)["probs"]
+        """
+        self._require_unchanged()
+        layer = self._predictive.last_layer
+        if layer is None:
+            raise UnsupportedOperation(
+                "a predictor is for a posterior over the linear layer that produces the outputs as they are: fit with "
+                "select='last_layer', or use la.predict(x)"
+            )
+        names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
+        return Predictor(
+            layer,
+            self.likelihood,
+            names,
+            novelty=self._predictive.novelty_layer if "novelty" in names else None,
+            logit_temperature=self.logit_temperature,
+            scalar=self.options.scalar,
+            samples=samples,
+        )
+
+    def export(
+        self, path: str | Path, example: Any, *, outputs: Sequence[str] = (), samples: int | None = None
+    ) -> None:
+        """Write `la.predictor(*outputs)` as a file: `.pt2` (`torch.export`) or `.onnx`, with a dynamic batch dimension.
+
+        The file needs neither Lapwing nor the network's class to run. `example` is an input of at least two items.
+
+            la.export("model.pt2", x[:2], outputs=("probs", "epistemic"))
+        """
+        export(self.predictor(*outputs, samples=samples), path, example)
+
     def predict_loader(self, data: Any, **options: Any) -> Iterator[Prediction]:
         """Yield one prediction per batch, in order. Targets in the batches, if any, are not read.
 
@@ -349,7 +390,8 @@ class Laplace:
 
     @cached_property
     def _predictive(self) -> Predictive:
-        return Predictive(self.network, self.belief, self.options, self.plan)
+        probe = None if self.watch is None else self.watch.probe
+        return Predictive(self.network, self.belief, self.options, self.plan, None if probe is None else probe.inputs)
 
     def _require_unchanged(self) -> None:
         if self.watch is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import lapwing
 from lapwing.errors import BadData, NotReiterable
 from lapwing.evaluation import metrics
 from lapwing.evaluation.evaluate import evaluate
@@ -248,3 +249,17 @@ def test_a_batch_of_one_is_no_special_case() -> None:
     report = evaluate({"MAP": nn.Linear(5, 3)}, classes(1), ood={"far": torch.randn(1, 5)}, likelihood="classification")
     assert isinstance(report, Report)
     assert all(math.isfinite(value) for value in report.row("MAP").values())
+
+
+def test_batches_are_read_with_the_split_of_the_fit() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    batch = {"x": torch.randn(30, 3), "first": torch.zeros(30).long(), "second": torch.ones(30).long()}
+    split = lambda b: (b["x"], b["second"])  # noqa: E731
+    la = lapwing.fit(net, [batch], "classification", structure="full", split=split)
+    report = lapwing.evaluate({"MAP": net, "Laplace": la}, [batch], ood={"far": 5 * batch["x"]})
+    told = lapwing.evaluate({"MAP": net, "Laplace": la}, [batch], split=split)
+    for name in ("MAP", "Laplace"):
+        assert report.row(name)["nll"] == pytest.approx(told.row(name)["nll"])
+    nll = -la.predict(batch["x"]).log_prob(batch["second"]).mean().item()
+    assert report.row("Laplace")["nll"] == pytest.approx(nll)

@@ -88,3 +88,15 @@ def test_refusals() -> None:
     each = la.replace(prior=torch.rand(la.params.size, dtype=torch.float64) + 0.1)
     with pytest.raises(IncompatiblePrior, match="constant per block"):
         each.temperature_curve((x, y))
+
+
+def test_soft_labels_give_the_curve_of_their_classes() -> None:
+    """Soft labels that are nearly certain score as the classes do; accuracy compares the likeliest class."""
+    net, x, y, _ = problem("classification")
+    soft = 0.997 * nn.functional.one_hot(y, 3).double() + 0.001
+    la = lapwing.fit(net, (x, soft), "classification", structure="kron")
+    curve = la.temperature_curve((x, soft), temperatures=TEMPERATURES)
+    hard = la.temperature_curve((x, y), temperatures=TEMPERATURES)
+    assert curve.accuracy is not None
+    assert torch.equal(curve.accuracy, hard.accuracy)
+    torch.testing.assert_close(curve.nll, hard.nll, rtol=2e-2, atol=0)

@@ -126,4 +126,7 @@ class _Items:
         entropy = prediction.entropy.double().reshape(len(y), -1).mean(-1)
         found = [-prediction.log_prob(y).double(), entropy]
         label = getattr(prediction, "label", None)
-        return found if label is None else [*found, (label == y).double().reshape(len(y), -1).mean(-1)]
+        if label is None:
+            return found
+        truth = y.argmax(-1) if y.ndim > label.ndim else y  # soft labels have one more dimension
+        return [*found, (label == truth).double().reshape(len(y), -1).mean(-1)]

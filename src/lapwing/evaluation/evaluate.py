@@ -45,7 +45,9 @@ def evaluate(
     has one. Classification is scored by accuracy, NLL, ECE with `bins` bins, Brier score and entropy; regression by
     NLL, RMSE, CRPS, coverage and standard deviation; `ood` adds AUROC and FPR95; all get seconds and peak memory.
     `novelty` computes that score of every item, which costs about as much as another prediction: by default only
-    where there is `ood` to compare with. `progress`: True shows a bar, False none, None only on a terminal.
+    where there is `ood` to compare with. `split` reads batches as in `fit`; without it a posterior reads them with the
+    split of its own fit, and a plain network with that of the first posterior beside it. `progress`: True shows a bar,
+    False none, None only on a terminal.
 
     Example:
         >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"notMNIST": images})
@@ -59,11 +61,15 @@ def evaluate(
     for source in (data, *(ood or {}).values()):
         if len(runs) > 1 and not isinstance(source, Tensor):
             Batches(source, nn.Identity(), torch.device("cpu")).require_reiterable("evaluating several models")
+    splits = [split_of(model) for model in models.values()]
+    usual = split or next((each for each in splits if each is not None), None)
     results = {}
-    for name, run in runs.items():
-        readers = {"test": Reader(data, run, split, f"{name}: test", progress)}
+    for (name, run), own in zip(runs.items(), splits):
+        chosen = split or own or usual
+        readers = {"test": Reader(data, run, chosen, f"{name}: test", progress)}
         for place, others in (ood or {}).items():
-            readers[f"ood {place}"] = Reader(others, run, split, f"{name}: {place}", progress)
+            way = split if hasattr(others, "__array__") else chosen  # bare inputs have no batches of the fit's form
+            readers[f"ood {place}"] = Reader(others, run, way, f"{name}: {place}", progress)
         results[name] = evaluate_one(run, readers, novelty=bool(ood) if novelty is None else novelty)
     return Report(results, bins)
 
@@ -90,6 +96,11 @@ def run_of(model: Any, likelihood: Likelihood | None) -> Run:
         raise BadData("a plain network has no likelihood: pass likelihood='classification', 'regression', …")
     module = model.model if isinstance(model, TemperatureScaled) else model
     return Run(lambda inputs: point_prediction(model, inputs, likelihood), device_of(module), module)
+
+
+def split_of(model: Any) -> Callable[[Any], tuple] | None:
+    """Return the `split` that a posterior was fitted with, if any."""
+    return getattr(getattr(model, "options", None), "split", None)
 
 
 def point_prediction(model: nn.Module | TemperatureScaled, inputs: Any, likelihood: Likelihood) -> Prediction:
