@@ -203,17 +203,12 @@ def test_natural_moments_are_exact_where_the_noise_is_known(rho: float, spread: 
 @pytest.mark.parametrize("rho", [-10.0, -3.0, 0.0, 5.0, 20.0])
 @pytest.mark.parametrize("spread", [10.0, 1e3])
 def test_natural_moments_stay_bounded_where_the_noise_is_not_known(rho: float, spread: float) -> None:
-    """They are those at the widest spread of ρ with E[σ⁴] ≤ e⁸ σ⁴; densities and quantiles keep the whole spread."""
+    """They are those at the widest spread of ρ with E[σ⁴] ≤ e⁸ σ⁴."""
     likelihood = HeteroscedasticGaussian()
     found = likelihood.marginal(natural_function(rho, spread))
     plugged = 1 / softplus(torch.tensor(rho).double())
     assert plugged <= found.aleatoric.item() <= 8 * plugged
     assert abs(found.mean.item()) <= 30 * plugged * (1 + 0.3 * abs(rho))
-    points = natural_function(rho, spread).sample(100_000)[:, 0]
-    y = likelihood.sample_target(points, torch.Generator().manual_seed(0))[:, 0]
-    for level in (-0.5, 0.0, 1.0) if spread == 10 and rho >= 0 else ():  # the law has the whole spread
-        at_most = (y <= level).double().mean().item()
-        assert found.cdf(torch.full((1, 1), level).double()).item() == pytest.approx(at_most, abs=0.01)
 
 
 def test_natural_moments_are_continuous_at_the_limit() -> None:
