@@ -80,5 +80,6 @@ def test_input_sums_are_those_of_the_factors(n_data):
     if n_data is None:
         whole = lapwing.fit(model, HERE + more, "classification", **options)
         torch.testing.assert_close(new.log_evidence(), whole.log_evidence())
-    old = replace(la, belief=replace(la.belief, curvature=replace(la.curvature, state=state | sums)))  # as files held them
+    belief = replace(la.belief, curvature=replace(la.curvature, state=state | sums))  # as files held them
+    old = replace(la, belief=belief)
     torch.testing.assert_close(old.update(more).log_evidence(), new.log_evidence())
