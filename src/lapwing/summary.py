@@ -41,20 +41,20 @@ def summary(la: Any) -> str:
 
 
 def _distance_line(la: Any) -> list[str]:
-    """How far the weights are from a mode, where that is known without work and matters."""
+    """Warn if the weights are far from a mode, provided that this is known without work."""
     if la.curvature.gradient is None or la.posterior.precision.iterative:
         return []
     gain = la.stationarity
     if gain < 1.0:
         return []
     return [
-        f"  the weights are no mode under this prior: that of the linearized model has {gain:.4g} nats more, which "
-        "log_evidence(at='linear-mode') counts"
+        f"  the weights are not at the mode for this prior (log joint {gain:.4g} nats below it): evidence comparisons "
+        "may mislead. Use log_evidence(at='linear-mode'), or train longer with this prior"
     ]
 
 
 def _evidence_line(la: Any) -> str:
-    """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
+    """Return the log evidence, with its standard error if it is an estimate; a summary does not start one."""
     precision, bound = la.posterior.precision, la.curvature.structure.bound
     if not precision.iterative:
         return f"{float(la.log_evidence()):.6g}{BOUNDS[bound]}{_variational_line(la)}"
