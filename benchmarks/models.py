@@ -90,7 +90,7 @@ class NextTokens(nn.Module):
 
 
 class FlatTokens(nn.Module):
-    """The same with one row a token, (B·T, vocabulary): the shape that peers accept."""
+    """The same with one row per token, (B·T, vocabulary): the shape that peers accept."""
 
     def __init__(self, model: NextTokens) -> None:
         super().__init__()

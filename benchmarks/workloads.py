@@ -214,7 +214,7 @@ WORKLOADS: dict[str, Callable[[int, int], Task]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """For memory estimates: parameters with a posterior, outputs and largest activation of a row, rows an item."""
+    """For memory estimates: parameters with a posterior, outputs and largest activation of a row, rows per item."""
 
     parameters: int
     outputs: int

@@ -1,4 +1,4 @@
-"""Where Kronecker factors are exact: deep linear networks (MATH.md, "KFAC over a loader"); how far off elsewhere."""
+"""Where Kronecker factors are exact: deep linear networks; how far off elsewhere."""
 
 import pytest
 import torch

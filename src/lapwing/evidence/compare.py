@@ -60,7 +60,7 @@ class Candidate:
 class Comparison:
     """The candidates by name, and warnings about what they do not show.
 
-        print(lapwing.compare({"kron": a, "diag": b}).table())
+    print(lapwing.compare({"kron": a, "diag": b}).table())
     """
 
     candidates: Mapping[str, Candidate]

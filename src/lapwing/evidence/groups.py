@@ -129,7 +129,6 @@ class Groups:
         return replace(belief, prior=Prior(self.diagonal(values), belief.prior.mean))
 
 
-
 def partition(kind: str, blocks: Sequence[Sequence[str]], params: Params) -> Groups:
     """Group the selected weights by kind; `blocks` are `curvature.names`.
 

@@ -233,8 +233,8 @@ class BlockDiagonal(PSD):
                 terms.append(self.blocks[k].logdet_ratio(part))
         return torch.stack(terms).sum()
 
-    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.blocks[0].output_root(inputs) if len(self.blocks) == 1 else None
+    def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        return self.blocks[0].output_factors(o, i) if len(self.blocks) == 1 else None
 
     def _parts(self, rows: Rows) -> Iterable[Rows]:
         """Each block's own rows, factored where they come so."""

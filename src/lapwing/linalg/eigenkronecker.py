@@ -235,12 +235,11 @@ class EigenKronecker(PSD):
     def variance(self, rows: Rows) -> Tensor:
         return self._rotated(rows).weighted_norm((1 / self._positive).reshape(-1))
 
-    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.shape[0] != 1 or self._delta is not None:
+    def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        if self.shape != (1, o, i) or self._delta is not None:
             return None
         left, right = self._dual
-        along = (inputs.to(self.dtype) @ right[0]).square().double()
-        return left[0], (along @ (1 / self._positive)[0].mT).sqrt().to(self.dtype)
+        return left[0], right[0], (1 / self._positive)[0].to(self.dtype)
 
     def joint(self, rows: Rows) -> Tensor:
         return self._rotated(rows).joint_gram((1 / self._positive).reshape(-1))

@@ -184,8 +184,8 @@ class Kronecker(PSD):
     def joint(self, rows: Rows) -> Tensor:
         return self._written.joint(rows)
 
-    def output_root(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self._written.output_root(inputs)
+    def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        return self._written.output_factors(o, i)
 
     def dense(self) -> Tensor:
         blocks = torch.einsum("qop,qij->qoipj", self.left, self.right).flatten(3, 4).flatten(1, 2)

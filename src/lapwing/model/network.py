@@ -63,15 +63,10 @@ class Network:
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return f (n, *event, c) without gradients."""
-        return self.forward_raw(inputs)[0]
-
-    def forward_raw(self, inputs: Inputs) -> tuple[Tensor, bool]:
-        """Return f (n, *event, c), and whether the module itself returned (n,)."""
         self.settle(inputs)
-        raw = output_tensor(self.returned(inputs))
-        f = self.outputs(raw).detach()
+        f = self.outputs(output_tensor(self.returned(inputs))).detach()
         self._roles.require_apart(inputs, f, self._plain)
-        return f, raw.ndim == 1
+        return f
 
     def returned(self, inputs: Inputs) -> object:
         """Return what the module itself returns, without gradients."""
@@ -112,7 +107,7 @@ class Network:
         """Return f with some parameters replaced by these values. Call it inside `borrow()`."""
         return self.outputs(output_tensor(call(self.lent, inputs, values)))
 
-    def recorded(self, inputs: Inputs, values: Values | None = None) -> Tensor:
+    def forward_with_graph(self, inputs: Inputs, values: Values | None = None) -> Tensor:
         """Return f with its graph, by a pass without the tape; heavy operations leave their results in `values`.
 
         Call it inside `borrow()`.
@@ -144,7 +139,7 @@ class Network:
             few = detached(take(inputs, slice(0, CHECK_SAMPLES), n))
             with self.borrow():
                 with Types() as types:
-                    f = self.recorded(few)
+                    f = self.forward_with_graph(few)
                 rtol = tolerance([*types.seen, *(p.dtype for p in self.params.values)])
                 leaves = list(self.leaves().values())
                 self._trusted[name] = agrees(lambda v: push(few, v), f, leaves, self.params, rtol)
@@ -181,7 +176,7 @@ class Network:
     def _jvp_by_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """Return f and J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
         with differentiable_kernels():
-            return self._second_pass(self.recorded(inputs), tangents)
+            return self._second_pass(self.forward_with_graph(inputs), tangents)
 
     def _second_pass(self, f: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
         u = torch.zeros_like(f, requires_grad=True)
@@ -208,7 +203,7 @@ class Network:
         if plan.dynamic:
             with FixedNorms():
                 raw = output_tensor(call(module, inputs, leaves if create_graph else None))
-            finished = Pass(raw, (), {})
+            finished = Pass(raw, ())
         else:
             finished = run(module, inputs, leaves, replaced=create_graph)
             n, ids = batch_size(inputs), {id(p): name for name, p in leaves.items()}

@@ -48,6 +48,11 @@ class Params:
         require_no_hooks({name: live[name] for name in names})
         return cls(names, tuple(live[name].detach().clone() for name in names), index)
 
+    def to(self, device: torch.device | str) -> Params:
+        """Copy the values to another device."""
+        index = None if self.index is None else self.index.to(device)
+        return Params(self.names, tuple(value.to(device) for value in self.values), index)
+
     @cached_property
     def shapes(self) -> tuple[torch.Size, ...]:
         return tuple(v.shape for v in self.values)
@@ -258,9 +263,11 @@ class Order:
         starts = dict(zip(params.names, params.offsets, strict=True))
         plain, turned = self.seen.is_contiguous(), q == 1 and self.seen.mT.is_contiguous()
         if self.written or not (plain or turned) or q * o == 1:
-            index = self.seen if self.written else positions(params, name).as_strided(self.shape, self.seen.stride())
+            index = (
+                self.seen if self.written else flat_positions(params, name).as_strided(self.shape, self.seen.stride())
+            )
             if bias is not None:
-                index = torch.cat([index, positions(params, bias).reshape(q, o, 1)], dim=2)
+                index = torch.cat([index, flat_positions(params, bias).reshape(q, o, 1)], dim=2)
             return Places.of(index.reshape(-1))
         if bias is None and plain:
             return Places.range(starts[name], starts[name] + q * o * i)
@@ -274,10 +281,10 @@ def orders(params: Params, name: str, views: Sequence[View]) -> list[Order]:
     memory = blank.untyped_storage().data_ptr()
     if all(s.untyped_storage().data_ptr() == memory and s.numel() == blank.numel() for s in seen):
         return [Order(each, False) for each in seen]
-    return [Order(view(positions(params, name)), True) for view in views]
+    return [Order(view(flat_positions(params, name)), True) for view in views]
 
 
-def positions(params: Params, name: str) -> Tensor:
+def flat_positions(params: Params, name: str) -> Tensor:
     """Return the positions of a parameter's entries in the whole flat vector, in the parameter's shape."""
     k = params.names.index(name)
     start, shape = params.offsets[k], params.shapes[k]
@@ -286,4 +293,4 @@ def positions(params: Params, name: str) -> Tensor:
 
 def places_of(params: Params, names: Sequence[str]) -> Places:
     """Return the places of parameters one after the other."""
-    return Places.of(torch.cat([positions(params, name).reshape(-1) for name in names]))
+    return Places.of(torch.cat([flat_positions(params, name).reshape(-1) for name in names]))

@@ -63,7 +63,7 @@ class Products:
     def vjp(self, inputs: Inputs, pull: Callable[[Tensor], Tensor]) -> Tensor:
         """Return Jᵀ u, (s, P), for u (s, n, *event, c) = pull(f), from one recorded forward pass for all s."""
         with self.network.borrow():
-            f = self.network.recorded(inputs)
+            f = self.network.forward_with_graph(inputs)
             with torch.no_grad():
                 u = pull(f.detach())
             return self._pull_back(f, u)
@@ -145,7 +145,7 @@ class Products:
         moved = [params.tangent(row) for row in v]
         with self.network.borrow():
             base = {name: p.detach() for name, p in self.network.leaves().items()}
-            f = self.network.recorded(batch.inputs, values)
+            f = self.network.forward_with_graph(batch.inputs, values)
             self._slow["attention"] = values.attends
             run = lambda p: self.network.functional(p, batch.inputs)  # noqa: E731
             found = push_forward(self.network.module, run, base, moved, values)
@@ -158,7 +158,7 @@ class Products:
         """Return Jᵀ Λ J v: J v as the derivative of u ↦ (Jᵀu)ᵀv, then Jᵀ through the same recorded pass."""
         params = self.network.params
         with self.network.borrow(), elementary_attention():
-            f = self.network.recorded(batch.inputs)
+            f = self.network.forward_with_graph(batch.inputs)
             leaves = list(self.network.leaves().values())
             u = torch.zeros_like(f, requires_grad=True)
             back = pull(f, leaves, u, create_graph=True) if f.requires_grad else ()
@@ -195,7 +195,7 @@ class Products:
         for batch in self._read(label):
             with self.network.borrow(), differentiable_kernels():
                 leaves = list(self.network.leaves().values())
-                f = self.network.recorded(batch.inputs)
+                f = self.network.forward_with_graph(batch.inputs)
                 slope = torch.autograd.grad(loss(batch, f), leaves, create_graph=True, allow_unused=True)
                 for k, row in enumerate(v):
                     total[k] += self._second(slope, leaves, row)

@@ -125,7 +125,7 @@ class SelfCheck:
         plan = self._settle(plan, whole, f, directions)
         plan = self._try_batched(plan, whole, f, directions)
         plan = self._try_joined(plan, whole, f, directions)
-        at, graph = self._linearization(plan, whole, f), self._kept() // self.n
+        at, graph = self._linearization(plan, whole, f), self._graph_bytes() // self.n
         plan = replace(plan, width=at.width, kept=at.kept, graph=graph)
         return replace(plan, distinct=self.distinct, reaching=_reaching(whole, f))
 
@@ -160,7 +160,7 @@ class SelfCheck:
                 "(handle.remove())."
             )
 
-    def _kept(self) -> int:
+    def _graph_bytes(self) -> int:
         """Return the bytes that a forward pass of the few samples keeps for its backward pass, without parameters and
         buffers; 0 if the network does not allow hooks on them."""
         module = self.module

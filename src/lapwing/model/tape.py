@@ -64,7 +64,6 @@ class Pass:
 
     outputs: Tensor
     records: tuple[Record, ...]
-    derived: dict[int, Tensor]
 
 
 def run(module: nn.Module, inputs: Inputs, selected: dict[str, Tensor], replaced: bool = False) -> Pass:
@@ -72,7 +71,7 @@ def run(module: nn.Module, inputs: Inputs, selected: dict[str, Tensor], replaced
     tape = Tape(selected.values(), tensors_in(inputs))
     with tape:
         outputs = output_tensor(call(module, inputs, selected if replaced else None))
-    return Pass(outputs, tuple(tape.records), tape.derived)
+    return Pass(outputs, tuple(tape.records))
 
 
 class Tape(TorchFunctionMode):

@@ -96,8 +96,11 @@ class FunctionDistribution(ABC):
         return False
 
     @property
-    def shared_root(self) -> tuple[Tensor, Tensor] | None:
-        """R (C, C) and s (B, C) where the covariance of every item is R diag(s²) Rᵀ; None elsewhere."""
+    def shared_root(self) -> tuple[Tensor, ...] | None:
+        """R (C, C) and s (B, *event, C) where the covariance of every item is R diag(s²) Rᵀ; None elsewhere.
+
+        R⁻¹ may come third, where it is at hand.
+        """
         return None
 
     @property
@@ -134,7 +137,7 @@ class GaussianFunction(FunctionDistribution):
     _sampler: Sampler | None
     _joint: bool
     _contrasts: Callable[[], Tensor] | bool
-    _root: Callable[[], tuple[Tensor, Tensor] | None] | None
+    _root: Callable[[], tuple[Tensor, ...] | None] | None
     _closed: bool
 
     def __init__(
@@ -146,7 +149,7 @@ class GaussianFunction(FunctionDistribution):
         sampler: Sampler | None = None,
         joint: bool = False,
         contrasts: Callable[[], Tensor] | bool = False,
-        root: Callable[[], tuple[Tensor, Tensor] | None] | None = None,
+        root: Callable[[], tuple[Tensor, ...] | None] | None = None,
         closed: bool = False,
     ) -> None:
         if covariance is None and variance is None and sampler is None:
@@ -178,7 +181,7 @@ class GaussianFunction(FunctionDistribution):
             sampler=None if sampler is None else lambda n, generator: factor * sampler(n, generator),
             joint=self._joint,
             contrasts=(lambda: factor**2 * contrasts()) if callable(contrasts) else contrasts,
-            root=lambda: None if self._found_root is None else (factor * self._found_root[0], self._found_root[1]),
+            root=lambda: None if self._found_root is None else scaled_root(self._found_root, factor),
             closed=self._closed,
         )
 
@@ -251,7 +254,7 @@ class GaussianFunction(FunctionDistribution):
         return mean + (noise[..., None, :] @ self._item_root)[..., 0, :]
 
     @cached_property
-    def _found_root(self) -> tuple[Tensor, Tensor] | None:
+    def _found_root(self) -> tuple[Tensor, ...] | None:
         return self._root() if self._root is not None else None
 
     @property
@@ -267,7 +270,7 @@ class GaussianFunction(FunctionDistribution):
         return True
 
     @property
-    def shared_root(self) -> tuple[Tensor, Tensor] | None:
+    def shared_root(self) -> tuple[Tensor, ...] | None:
         return self._found_root
 
     @property
@@ -283,7 +286,7 @@ class GaussianFunction(FunctionDistribution):
 
     @cached_property
     @outside_autocast
-    def _visible_root(self) -> tuple[Tensor, Tensor] | None:
+    def _visible_root(self) -> tuple[Tensor, ...] | None:
         """R and s, without what all outputs of an item share if the targets do not see it."""
         found = self._found_root
         if found is None or not self._contrasts:
@@ -292,13 +295,13 @@ class GaussianFunction(FunctionDistribution):
 
     def _by_visible_root(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         assert self._visible_root is not None
-        (root, spread), mean = self._visible_root, self.mean
+        root, spread, mean = *self._visible_root[:2], self.mean
         size = max(1, BLOCK // max(1, 4 * mean.numel()))
-        base = base_points(n, mean.shape[-1], mean)[:, None] if generator is None else None
+        base = base_points(n, mean.shape[-1], mean) if generator is None else None
         for start in range(0, n, size):
             k = min(size, n - start)
             if base is not None:
-                noise = base[start : start + k]
+                noise = base[start : start + k].reshape(k, *(1,) * (mean.ndim - 1), -1)
             else:
                 noise = torch.randn(k, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
             yield mean + (noise * spread.to(mean)) @ root.to(mean).mT
@@ -324,6 +327,12 @@ class GaussianFunction(FunctionDistribution):
             else:
                 noise = torch.randn(k, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
                 yield mean + (noise[..., None, :] @ root)[..., 0, :]
+
+
+def scaled_root(root: tuple[Tensor, ...], factor: float) -> tuple[Tensor, ...]:
+    """Return the shared root of `factor` times the outputs."""
+    left, spread, *inverse = root
+    return (factor * left, spread, *(each / factor for each in inverse))
 
 
 class _SymmetricRoot(torch.autograd.Function):

@@ -116,7 +116,7 @@ class Linearized:
         if c > CLOSED_FORM and not contrast:
             root = shared_root(self.network, self.plan, self.precision, inputs)
             if root is not None:
-                return _from_root(*root).to(mean.dtype)
+                return _from_root(*root[:2]).to(mean.dtype)
         events = mean[0].numel() // c
         basis = contrasts(c, mean) if contrast else None
         blocks = []
@@ -255,7 +255,15 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
         return None
     if precision.is_diagonal:
         precision = Diagonal(block.places.take(precision.diagonal()))
-    return precision.output_root(a[:, 0, 0])
+    factors = precision.output_factors(at.f.shape[-1], a.shape[-1])
+    return None if factors is None else (factors[0], output_spread(*factors[1:], a[:, 0, 0].to(precision.dtype)))
+
+
+def output_spread(right: Tensor | None, variances: Tensor, a: Tensor) -> Tensor:
+    """Return s (..., o) = √(E (Rᵀa)²) for the inputs a (..., i) of a last layer (`PSD.output_factors`)."""
+    along = a if right is None else a @ right
+    square = along.square() @ variances.mT
+    return square.clamp(min=torch.finfo(square.dtype).tiny ** 0.5).sqrt()
 
 
 def _last(at: Linearization, k: int) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ FEW = 64  # classes up to which points are that cheap; of more classes fewer are
 
 REPLICATES = 4  # independent sequences of points, whose spread tells the error
 FIRST, LEVELS = 64, 9  # points of the first sequences, and how many times there are new ones, of twice as many
+TRACED = 2048  # points per item, at most, where their number cannot depend on the item
 MOST = 2**23  # logits of an item, over all its points
 BLOCK = 2**19  # logits under way at a time: what fits a cache
 ITEMS = 2**23  # elements of covariances under way at a time
@@ -398,7 +399,7 @@ class _Powers(torch.autograd.Function):
 def _product(z: Tensor, matrices: Tensor) -> Tensor:
     """Return A_n z_s for points (S, K) and matrices (n, K, K), (S, n, K)."""
     n, k, _ = matrices.shape
-    return (z @ matrices.reshape(n * k, k).mT).reshape(len(z), n, k)
+    return (z @ matrices.reshape(n * k, k).mT).reshape(z.shape[0], n, k)
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,11 +408,13 @@ class SharedSpread(Spread):
 
     root: Tensor
     spread: Tensor
+    inverse: Tensor | None = None  # of the root, where it is at hand
 
     @cached_property
     def _dual(self) -> Tensor:
         """R^−T."""
-        return torch.linalg.inv(self.root.double()).mT.to(self.root)
+        found = torch.linalg.inv(self.root.double()) if self.inverse is None else self.inverse
+        return found.mT.to(self.root)
 
     @cached_property
     def _precision(self) -> tuple[Tensor, Tensor]:
@@ -434,7 +437,7 @@ class SharedSpread(Spread):
         return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
 
     def take(self, items: Tensor) -> SharedSpread:
-        part = SharedSpread(self.root, self.spread[items])
+        part = SharedSpread(self.root, self.spread[items], self.inverse)
         part.__dict__["_dual"] = self._dual
         return part
 
@@ -447,7 +450,8 @@ def spread_of(function: FunctionDistribution) -> Spread | None:
     """Return the roots of the covariances of all items, (items, C, C); None where there are only draws."""
     shared = function.shared_root
     if shared is not None:
-        return SharedSpread(*(part.to(function.mean) for part in shared))
+        root, spread, *inverse = (part.to(function.mean) for part in shared)
+        return SharedSpread(root, spread.reshape(-1, spread.shape[-1]), *inverse)
     covariance = function.contrast_covariance
     return None if covariance is None else DenseSpread(covariance.reshape(-1, *covariance.shape[-2:]))
 
@@ -467,9 +471,12 @@ def expected_softmax(mean: Tensor, spread: Spread, samples: int | None, seed: in
     Without `samples`, each item gets as many points as bring its estimated error below `ENOUGH`, as far as `MOST`
     allows. The number does not depend on the other items.
     """
-    parts = []
-    for items in torch.arange(len(mean), device=mean.device).split(spread.chunk):
-        parts.append(_Chunk(mean[items], spread.take(items), SEED if seed is None else seed).run(samples))
+    whole = _Chunk(mean, spread, SEED if seed is None else seed)
+    if torch.compiler.is_compiling():  # no choice may depend on numbers, and items are as many as come
+        return whole.traced(samples)
+    if len(mean) <= spread.chunk:
+        return whole.run(samples)
+    parts = [whole._take(items).run(samples) for items in torch.arange(len(mean)).to(mean.device).split(spread.chunk)]
     return Softmax(*(torch.cat([getattr(part, name) for part in parts]) for name in ("log_probs", "entropy", "error")))
 
 
@@ -480,37 +487,78 @@ class _Chunk:
     seed: int
 
     def run(self, samples: int | None) -> Softmax:
-        n, k = self.mean.shape
-        probs, entropy, error = torch.zeros_like(self.mean), self.mean.new_zeros(n), self.mean.new_zeros(n)
-        done, open_ = 0, torch.arange(n, device=self.mean.device)
-        for level, (size, sequences) in enumerate(_levels(samples, k)):
-            p, h, e = self._level(open_, level, size, sequences)
+        """Take new levels of points for the items whose error is too large still."""
+        levels = enumerate(_levels(samples, self.mean.shape[-1]))
+        _, (size, sequences) = next(levels)
+        probs, entropy, error = self._level(0, size, sequences)
+        done = size * sequences
+        open_ = self._open(error, done).nonzero()[:, 0]
+        for level, (size, sequences) in levels:
+            if not len(open_):
+                break
+            p, h, e = self._take(open_)._level(level, size, sequences)
             now = size * sequences
             new = now / (done + now)  # earlier points count as well
             probs[open_] = torch.lerp(probs[open_], p, new)
             entropy[open_] = torch.lerp(entropy[open_], h, new)
             error[open_] = e * math.sqrt(new)
             done += now
-            open_ = open_[error[open_].detach() > (AMPLE if done * max(k, FEW) < CHEAP * FEW else ENOUGH)]
-            if not len(open_):
-                break
+            open_ = open_[self._open(error[open_], done)]
         return Softmax(self._logs(probs), entropy, error)
 
-    def _level(self, items: Tensor, level: int, size: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    def traced(self, samples: int | None) -> Softmax:
+        """Do the same without branches, for export.
+
+        All items take the points of every level up to `TRACED` of them, and each keeps the average of those that `run`
+        would take.
+        """
+        probs, entropy = torch.zeros_like(self.mean), torch.zeros_like(self.mean[:, 0])
+        error, done = torch.full_like(entropy, torch.inf), 0
+        wide = (self.spread.conditional.amax(-1) > NARROW)[:, None]
+        for level, (size, sequences) in enumerate(_traced_levels(samples, self.mean.shape[-1])):
+            now = size * sequences
+            points = self._sequences(level, size, sequences)
+            integrated, h = _average(self.mean, self.spread, points, True, whole=True)
+            plain, _ = _average(self.mean, self.spread, points, False, whole=True)
+            found = torch.where(wide, integrated, plain)
+            found = found / found.sum(-1, keepdim=True)
+            new = now / (done + now)
+            still = self._open(error, done)
+            probs = torch.where(still[:, None], torch.lerp(probs, found.mean(0), new), probs)
+            entropy = torch.where(still, torch.lerp(entropy, h, new), entropy)
+            error = torch.where(still, _error_of(found) * math.sqrt(new), error)
+            done += now
+        return Softmax(probs.clamp(min=torch.finfo(probs.dtype).tiny).log(), entropy, error)
+
+    def _take(self, items: Tensor) -> _Chunk:
+        whole = len(items) == len(self.mean)
+        return self if whole else replace(self, mean=self.mean[items], spread=self.spread.take(items))
+
+    def _open(self, error: Tensor, done: int) -> Tensor:
+        """Tell which items need more points after so many."""
+        few = done * max(self.mean.shape[-1], FEW) < CHEAP * FEW
+        return error.detach() > (AMPLE if few else ENOUGH)
+
+    def _sequences(self, level: int, size: int, sequences: int) -> Tensor:
+        """Return the points (sequences, size, K) of a level."""
+        mean = self.mean
+        seeds = range(self.seed + 97 * level, self.seed + 97 * level + sequences)
+        return torch.stack([_points(size, mean.shape[-1], seed, mean.dtype) for seed in seeds]).to(mean.device)
+
+    def _level(self, level: int, size: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return probabilities, expected entropy and error from so many sequences of points."""
-        mean, spread = self.mean[items], self.spread.take(items)
+        mean, spread, points = self.mean, self.spread, self._sequences(level, size, sequences)
         wide = spread.conditional.amax(-1) > NARROW
-        probs, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(len(mean))
-        for which, integrated in ((wide, True), (~wide, False)):
-            some = which.nonzero()[:, 0]
-            if not len(some):
-                continue
-            seeds = range(self.seed + 97 * level, self.seed + 97 * level + sequences)
-            points = torch.stack([_points(size, mean.shape[-1], seed, mean.dtype) for seed in seeds]).to(mean.device)
-            found, entropy[some] = _average(mean[some], spread.take(some), points, integrated)
-            probs[:, some] = found / found.sum(-1, keepdim=True)
-        deviation = probs.detach().std(0) if sequences > 1 else torch.full_like(mean, torch.inf)
-        return probs.mean(0), entropy, deviation.sum(-1) * math.sqrt(2 / math.pi / sequences) / 2
+        count = int(wide.sum())
+        if count in (0, len(mean)):
+            probs, entropy = _average(mean, spread, points, integrated=count > 0)
+        else:
+            probs, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(len(mean))
+            for which, integrated in ((wide, True), (~wide, False)):
+                some = which.nonzero()[:, 0]
+                probs[:, some], entropy[some] = _average(mean[some], spread.take(some), points, integrated)
+        probs = probs / probs.sum(-1, keepdim=True)
+        return probs.mean(0), entropy, _error_of(probs)
 
     def _logs(self, probs: Tensor) -> Tensor:
         """Return log p, from sums of logarithms where p is so small that sums of exponentials underflow."""
@@ -523,6 +571,32 @@ class _Chunk:
             far = torch.stack(each).logsumexp(0) - math.log(len(points))
             logs[small] = torch.where(probs[small] < math.sqrt(torch.finfo(probs.dtype).tiny), far, logs[small])
         return logs
+
+
+def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
+    """Make the points that a traced form will hold: tracing itself can make none."""
+    for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
+        for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
+            _kept(size, classes, seed, dtype)
+
+
+def _error_of(probs: Tensor) -> Tensor:
+    """Estimate the total variation of the average of several sequences (r, n, K) from the exact value, (n,)."""
+    sequences = probs.shape[0]
+    deviation = probs.detach().std(0) if sequences > 1 else torch.full_like(probs[0], torch.inf)
+    return deviation.sum(-1) * math.sqrt(2 / math.pi / sequences) / 2
+
+
+def _traced_levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
+    """Return the levels of which all items take the points where no choice may depend on them."""
+    levels: list[tuple[int, int]] = []
+    total = 0
+    for size, sequences in _levels(samples, classes):
+        total += size * sequences
+        if levels and total > TRACED:
+            break
+        levels.append((size, sequences))
+    return levels
 
 
 def _levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
@@ -538,14 +612,17 @@ def _rows(mean: Tensor) -> int:
     return max(1, BLOCK // max(1, mean.numel()))
 
 
-def _average(mean: Tensor, spread: Spread, points: Tensor, integrated: bool) -> tuple[Tensor, Tensor]:
+def _average(
+    mean: Tensor, spread: Spread, points: Tensor, integrated: bool, whole: bool = False
+) -> tuple[Tensor, Tensor]:
     """Average the softmax over each sequence of points (r, S, K), giving (r, n, K), and its entropy over all, (n,).
 
-    `integrated`: each probability is integrated over its own logit instead of taken at the point.
+    `integrated`: each probability is integrated over its own logit instead of taken at the point. `whole`: all points
+    are taken at once.
     """
     sequences, size, _ = points.shape
-    total, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(len(mean))
-    for part in points.split(SHIFTS * max(1, _rows(mean) // (sequences * SHIFTS)), 1):
+    total, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(mean.shape[0])
+    for part in points.split(size if whole else SHIFTS * max(1, _rows(mean) // (sequences * SHIFTS)), 1):
         z = part.flatten(0, 1)
         f = mean + spread.steps(z)
         highest, first = f.max(-1, keepdim=True)
@@ -574,7 +651,7 @@ def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
     shifts = torch.arange(SHIFTS, dtype=torch.float64)[:, None] / SHIFTS
     nodes = torch.arange(NODES, dtype=torch.float64) - NODES / 2 + shifts  # (SHIFTS, NODES)
     weights = (-nodes.square() / 2).softmax(-1).to(x)
-    total, scale = x.new_zeros(len(x), *variance.shape), variance.sqrt()
+    total, scale = x.new_zeros(x.shape[0], *variance.shape), variance.sqrt()
     for node, weight in zip(nodes.to(x).T, weights.T, strict=True):
         away = (-node[:, None, None] * scale).exp()  # (SHIFTS, n, K)
         each = (against * away).add_(1).reciprocal_().sum(1)
@@ -582,11 +659,11 @@ def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
     return total
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _kept(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
     return base_points(n, dim, torch.empty(0, dtype=dtype), seed)
 
 
 def _points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
-    small = n * dim <= 2**18
+    small = n * dim <= 2**18 or torch.compiler.is_compiling()
     return _kept(n, dim, seed, dtype) if small else base_points(n, dim, torch.empty(0, dtype=dtype), seed)

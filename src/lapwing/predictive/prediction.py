@@ -198,8 +198,9 @@ class ClassPrediction(Prediction):
     @outside_autocast
     def _law(self) -> ClassLaw:
         law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
-        if self.samples is None and law.error is not None and bool((law.error > COARSE).any()):
-            warnings.warn(_coarse(law.error), stacklevel=2)
+        error = None if self.samples is not None or torch.compiler.is_compiling() else law.error
+        if error is not None and bool((error > COARSE).any()):
+            warnings.warn(_coarse(error), stacklevel=2)
         return law
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lapwing.model.batches import Batch
 from lapwing.model.convention import Convention
 from lapwing.model.inputs import Inputs, as_tensors
 from lapwing.posterior import Belief
+from lapwing.predictive.lastlayer import LastLayer, last_layer_of
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
 from lapwing.predictive.prediction import Prediction, predict_targets
@@ -46,13 +48,27 @@ class Options:
 class Predictive:
     """A network with a belief about its weights, and how its inputs are read.
 
-    `plan` is how the fit read the network; None after loading, then made from the first inputs.
+    `plan` is how the fit read the network; None after loading, then made from the first inputs. `example` are inputs
+    that the network takes, for a look at its last layer.
     """
 
     network: Network
     belief: Belief
     options: Options
     plan: Plan | None = None
+    example: Inputs | None = None
+
+    @cached_property
+    def last_layer(self) -> LastLayer | None:
+        """The short path to predictions, where the posterior is one over the linear layer that produces the outputs."""
+        return last_layer_of(self.network, self.belief.posterior.precision, self.options.memory, self.example)
+
+    @cached_property
+    def novelty_layer(self) -> LastLayer | None:
+        """The same under the precision that the score of novel inputs uses."""
+        layer = self.last_layer
+        precision = None if layer is None else novelty_precision(self.belief.curvature.matrix)
+        return None if layer is None or precision is None else layer.under(precision, self.options.memory)
 
     def batches(self, data: Any) -> Batches:
         """Read data as the fit read its own."""
@@ -121,9 +137,16 @@ class Predictive:
                     'link="jvp" is for likelihoods with Monte Carlo predictions ("mc"), without joint=True and '
                     "differentiable=True"
                 )
-            function = self.linearized(inputs).function(
-                inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
-            )
+            layer = None if joint or differentiable or by_draws else self.last_layer
+            if layer is not None:
+                self.network.require_apart(inputs)
+                with torch.no_grad():
+                    f, a = layer(inputs)
+                function = layer.function(f, a, belief.likelihood.shift_invariant)
+            else:
+                function = self.linearized(inputs).function(
+                    inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
+                )
             if by_draws:
                 link, samples = "mc", samples or JVP_DRAWS
         else:

@@ -18,7 +18,7 @@ Maker = Callable[[int], Inputs]
 class Architecture:
     """`kind` says what the output means: scalar (B,), vector (B, C), tokens (B, T, C) or image (B, C, H, W).
 
-    `once`: every weight meets one vector a sample, so that Kronecker factors are exact for N = 1.
+    `once`: every weight meets one vector per sample, so that Kronecker factors are exact for N = 1.
     `refusal`: a clear refusal is as good an answer as the right numbers.
     `tolerance`: relative; larger where the model itself computes in float32 (Hugging Face's RMS norms).
     """

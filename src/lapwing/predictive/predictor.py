@@ -1,0 +1,120 @@
+"""Predictions as a plain module: what a server runs, and what `torch.export` and ONNX take."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.likelihoods import Likelihood
+from lapwing.model.module import warnings_here
+from lapwing.predictive.lastlayer import LastLayer
+from lapwing.predictive.links import prepare
+from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.writing import replacing
+
+SUFFIXES = (".pt2", ".onnx")
+
+
+class Predictor(nn.Module):
+    """The predictive distribution at x as a dict of tensors, one per name of `outputs`; in evaluation mode only.
+
+    It holds its own copy of the weights, knows nothing of the posterior object that made it and writes to nothing, so
+    that any number of threads may call it, and `torch.compile` and `torch.export` take it.
+
+        predictor = la.predictor("probs", "epistemic")
+        predictor(x)["probs"]
+    """
+
+    def __init__(
+        self,
+        layer: LastLayer,
+        likelihood: Likelihood,
+        outputs: Sequence[str],
+        *,
+        novelty: LastLayer | None = None,
+        logit_temperature: float = 1.0,
+        scalar: bool = False,
+        samples: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = copy.deepcopy(layer)  # later training of the user's module does not change it
+        self.novelty = novelty
+        self._likelihood, self._outputs = likelihood, tuple(outputs)
+        self._scale, self._scalar, self._samples = 1 / logit_temperature, scalar, samples
+        self.requires_grad_(False).eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The outputs asked for, at the arguments that the network itself takes."""
+        if self.training:
+            raise UnsupportedOperation("a predictor has no training mode: call predictor.eval()")
+        prediction = self.prediction(*args, **kwargs)
+        return {name: getattr(prediction, name) for name in self._outputs}
+
+    def prediction(self, *args: Any, **kwargs: Any) -> Prediction:
+        """The same as a `Prediction`."""
+        f, a = self.layer.run(*args, **kwargs)
+        function = self.layer.function(f, a, self._likelihood.shift_invariant)
+        score = self.novelty
+        return predict_targets(
+            function if self._scale == 1.0 else function.scaled(self._scale),
+            self._likelihood,
+            samples=self._samples,
+            novelty=None if score is None else lambda: score.information(f, a, self._likelihood),
+            scalar=self._scalar,
+        )
+
+
+def export(predictor: Predictor, path: str | Path, example: Any) -> None:
+    """Write a predictor as one file, by its suffix `.pt2` (`torch.export`) or `.onnx`, with a dynamic batch dimension.
+
+    The file runs without Lapwing and without the network's class. `example` is an input of at least two items.
+    """
+    path = Path(os.fspath(path))
+    if path.suffix not in SUFFIXES:
+        raise UnsupportedOperation(f"export writes {' or '.join(SUFFIXES)}, and {path.name!r} ends in neither")
+    args, kwargs = _arguments(example)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not tensors or any(len(t) < 2 for t in tensors if t.ndim):
+        raise BadData("the example is a batch of at least two items, so that the batch dimension can be told apart")
+    batch = torch.export.Dim("batch")
+    dynamic: dict[str, Any] = {name: {0: batch} for name in kwargs}
+    dynamic |= {"args": tuple({0: batch} for _ in args)} if args else {}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
+    try:
+        with torch.no_grad(), warnings_here("ignore", Warning):  # of PyTorch about its own parts
+            f = predictor.layer.run(*args, **kwargs)[0]
+            prepare(f.shape[-1], predictor._samples, f.dtype)
+            program = torch.export.export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
+            if path.suffix == ".pt2":
+                with replacing(path) as part:
+                    torch.export.save(program, part)
+            else:
+                _write_onnx(program, path, predictor._outputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
+def _write_onnx(program: torch.export.ExportedProgram, path: Path, names: Sequence[str]) -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError("ONNX files need onnx and onnxscript: pip install 'lapwing-torch[onnx]'") from error
+    written = torch.onnx.export(program, dynamo=True, verbose=False, output_names=list(names))
+    assert written is not None
+    with replacing(path) as part:
+        written.save(part, external_data=False)

@@ -1,0 +1,221 @@
+"""The short path of a last layer: the same numbers as the general one, from one forward pass."""
+
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing
+from lapwing.predictive import predict_targets
+
+STRUCTURES = ("diag", "kron", "ekfac", "full", "blockdiag", "lowrank")
+TASKS = {
+    "classification": (3, lambda n, k: torch.randint(k, (n,))),
+    "two classes": (2, lambda n, k: torch.randint(k, (n,))),
+    "regression": (2, lambda n, k: torch.randn(n, k)),
+    "binary": (1, lambda n, k: torch.randint(2, (n,)).float()),
+    "labels": (3, lambda n, k: torch.randint(2, (n, k)).float()),
+    "counts": (1, lambda n, k: torch.poisson(torch.ones(n, k))),
+}
+LIKELIHOODS = {"two classes": "classification", "labels": "binary"}
+
+
+class Net(nn.Module):
+    """Convolutions and a linear last layer, with or without a bias, and what follows it."""
+
+    def __init__(self, outputs: int, bias: bool = True, tail: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 7), nn.Tanh())
+        self.last = nn.Linear(7, outputs, bias=bias)
+        self.tail = tail
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.last(self.body(x))
+        return f if self.tail is None else self.tail(f)
+
+
+def fitted(
+    task: str = "classification", structure: str = "kron", net: nn.Module | None = None, **options: object
+) -> tuple[lapwing.Laplace, Tensor]:
+    torch.manual_seed(0)
+    outputs, targets = TASKS[task]
+    net = Net(outputs) if net is None else net
+    x = torch.randn(40, 1, 6, 6)
+    data = (x, targets(40, outputs))
+    structure = lapwing.LowRank(10) if structure == "lowrank" else structure
+    la = lapwing.fit(
+        net, data, LIKELIHOODS.get(task, task), structure=structure, select="last_layer", progress=False, **options
+    )
+    return la, x[:6]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("task", TASKS)
+def test_covariances_are_those_of_the_general_path(task: str, structure: str) -> None:
+    la, x = fitted(task, structure, prior=2.0)
+    assert la._predictive.last_layer is not None
+    short, general = la.predict(x).function, la._predictive.linearized(x).function(x)
+    torch.testing.assert_close(short.mean, general.mean)
+    torch.testing.assert_close(short.covariance, general.covariance, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(short.variance, general.variance, rtol=1e-4, atol=1e-6)
+    other = predict_targets(general, la.likelihood, scalar=la.options.scalar)
+    torch.testing.assert_close(la.predict(x).mean, other.mean, rtol=0, atol=1e-3)  # points in other directions
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_predictor_gives_the_numbers_of_predict(task: str, structure: str) -> None:
+    la, x = fitted(task, structure, prior=2.0)
+    la = la.replace(logit_temperature=1.5) if la.likelihood.has_logits else la
+    names = ("mean", "epistemic", "aleatoric", "total", "entropy", "novelty")
+    predictor, p = la.predictor(*names), la.predict(x)
+    found = predictor(x)
+    assert set(found) == set(names)
+    for name in names:
+        torch.testing.assert_close(found[name], getattr(p, name), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_predictor_has_sensible_outputs_by_default() -> None:
+    assert set(fitted()[0].predictor()(torch.randn(2, 1, 6, 6))) == {"probs", "epistemic"}
+    assert set(fitted("regression")[0].predictor()(torch.randn(2, 1, 6, 6))) == {"mean", "variance"}
+
+
+def test_a_layer_without_a_bias_and_inputs_of_zero() -> None:
+    la, x = fitted(net=Net(3, bias=False))
+    assert la._predictive.last_layer is not None
+    assert la.params.names == ("last.weight",)
+    torch.testing.assert_close(
+        la.predict(x).function.covariance, la._predictive.linearized(x).function(x).covariance, rtol=1e-4, atol=1e-6
+    )
+    assert bool(torch.isfinite(la.predict(torch.zeros_like(x)).probs).all())
+
+
+class Scale(nn.Module):
+    def forward(self, f: Tensor) -> Tensor:
+        return 0.5 * f
+
+
+class Slice(nn.Module):
+    def forward(self, f: Tensor) -> Tensor:
+        return f[:, :2]
+
+
+@pytest.mark.parametrize("tail", [Scale(), Slice()])
+def test_a_network_with_something_after_its_last_layer_takes_the_general_path(tail: nn.Module) -> None:
+    la, x = fitted("two classes" if isinstance(tail, Slice) else "classification", net=Net(3, tail=tail))
+    assert la._predictive.last_layer is None
+    assert bool(torch.isfinite(la.predict(x).probs).all())
+    with pytest.raises(lapwing.UnsupportedOperation, match="last_layer"):
+        la.predictor()
+
+
+def test_all_weights_have_no_predictor() -> None:
+    torch.manual_seed(0)
+    la = lapwing.fit(Net(3), (torch.randn(20, 1, 6, 6), torch.randint(3, (20,))), "classification", progress=False)
+    with pytest.raises(lapwing.UnsupportedOperation, match="last_layer"):
+        la.predictor()
+
+
+def test_tokens() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    x, y = torch.randint(11, (30, 3)), torch.randint(4, (30, 3))
+    la = lapwing.fit(net, (x, y), "classification", structure="kron", select="last_layer", progress=False)
+    assert la._predictive.last_layer is not None
+    short, general = la.predict(x[:4]), la._predictive.linearized(x[:4]).function(x[:4])
+    torch.testing.assert_close(short.function.covariance, general.covariance, rtol=1e-4, atol=1e-6)
+    assert short.probs.shape == (4, 3, 4)
+    torch.testing.assert_close(la.predictor("probs")(x[:4])["probs"], short.probs)
+
+
+def test_a_predictor_keeps_its_weights_and_a_changed_module_is_refused() -> None:
+    net = Net(3)
+    la, x = fitted(net=net)
+    predictor = la.predictor("probs")
+    before = predictor(x)["probs"].clone()
+    with torch.no_grad():
+        net.last.weight.mul_(2)
+    torch.testing.assert_close(predictor(x)["probs"], before, rtol=0, atol=0)
+    with pytest.raises(lapwing.LapwingError):
+        la.predict(x)
+
+
+def test_threads_get_the_numbers_of_one_by_one() -> None:
+    la, _ = fitted()
+    x = torch.randn(64, 1, 6, 6)
+    predictor = la.predictor("probs", "epistemic")
+    expected = [predictor(x[i : i + 1]) for i in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: (predictor(x[i : i + 1]), la.predict(x[i : i + 1]).probs), range(64)))
+    for one, (own, probs) in zip(expected, found, strict=True):
+        torch.testing.assert_close(own["probs"], one["probs"], rtol=0, atol=0)
+        torch.testing.assert_close(own["epistemic"], one["epistemic"], rtol=0, atol=0)
+        torch.testing.assert_close(probs, one["probs"], rtol=1e-5, atol=1e-6)
+
+
+STRANGER = """
+import sys
+import torch
+program, saved, names = sys.argv[1:]
+sys.modules["lapwing"] = None  # an import would fail
+stored = torch.load(saved, weights_only=True)
+found = torch.export.load(program).module()(stored["x"])
+for name in names.split(","):
+    torch.testing.assert_close(found[name], stored[name], rtol=1e-5, atol=1e-5)
+print("equal")
+"""
+
+
+def slow(*cases: tuple[str, str]) -> list:
+    """Parameters of which all but the first are for `make test-slow`: PyTorch takes seconds for every export."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
+
+
+@pytest.mark.parametrize(
+    ("task", "structure"),
+    slow(("classification", "kron"), ("classification", "full"), ("regression", "kron"), ("binary", "full")),
+)
+def test_an_exported_file_runs_where_nothing_of_ours_is(task: str, structure: str, tmp_path: Path) -> None:
+    la, _ = fitted(task, structure, prior=2.0)
+    names = ("mean", "epistemic", "novelty")
+    la.export(tmp_path / "model.pt2", torch.randn(2, 1, 6, 6), outputs=names)
+    x = torch.randn(9, 1, 6, 6)
+    p = la.predict(x)
+    torch.save({"x": x} | {name: getattr(p, name) for name in names}, tmp_path / "expected.pt")
+    command = [sys.executable, "-c", textwrap.dedent(STRANGER)]
+    arguments = [tmp_path / "model.pt2", tmp_path / "expected.pt", ",".join(names)]
+    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "structure"),
+    slow(("classification", "kron"), ("classification", "diag"), ("regression", "full"), ("binary", "kron")),
+)
+def test_an_onnx_file_runs_in_onnx_runtime(task: str, structure: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    la, _ = fitted(task, structure, prior=2.0)
+    names = ("mean", "epistemic")
+    la.export(tmp_path / "model.onnx", torch.randn(2, 1, 6, 6), outputs=names)
+    x = torch.randn(9, 1, 6, 6)
+    p = la.predict(x)
+    session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert [output.name for output in session.get_outputs()] == list(names)
+    for name, value in zip(names, found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(value), getattr(p, name), rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_suffixes_and_examples_are_refused(tmp_path: Path) -> None:
+    la, x = fitted()
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"\.pt2"):
+        la.export(tmp_path / "model.bin", x)
+    with pytest.raises(lapwing.BadData, match="two items"):
+        la.export(tmp_path / "model.pt2", x[:1])
+    assert not list(tmp_path.iterdir())
