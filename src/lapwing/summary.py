@@ -1,4 +1,4 @@
-"""What a posterior says of itself."""
+"""The text of `la.summary()`: what was fitted, how, and what to know about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BOUNDS = {  # how a structure's evidence compares with that of the full GGN
 
 
 def summary(la: Any) -> str:
-    """What was fitted, how, and what to know about it, of a Laplace object."""
+    """Describe a Laplace object: what was fitted, how, and what to know about it."""
     curvature, params = la.curvature, la.params
     lines = [
         f"Laplace posterior over {params.size:,} weights of {type(la.module).__name__}",
@@ -41,20 +41,20 @@ def summary(la: Any) -> str:
 
 
 def _distance_line(la: Any) -> list[str]:
-    """How far the weights are from a mode, where that is known without work and matters."""
+    """Say how far the weights are from the mode, where that is known without work and matters."""
     if la.curvature.gradient is None or la.posterior.precision.iterative:
         return []
     gain = la.stationarity
     if gain < 1.0:
         return []
     return [
-        f"  the weights are no mode under this prior: that of the linearized model has {gain:.4g} nats more, which "
-        "log_evidence(at='linear-mode') counts"
+        f"  the weights are not at the mode for this prior (log joint {gain:.4g} nats below that of the linearized "
+        "model): comparisons of evidence may mislead; use log_evidence(at='linear-mode')"
     ]
 
 
 def _evidence_line(la: Any) -> str:
-    """The log evidence, with its standard error where it is an estimate, which a summary does not start."""
+    """The log evidence, with its standard error where it is an estimate; a summary starts no estimate."""
     precision, bound = la.posterior.precision, la.curvature.structure.bound
     if not precision.iterative:
         return f"{float(la.log_evidence()):.6g}{BOUNDS[bound]}{_variational_line(la)}"

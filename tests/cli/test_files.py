@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lapwing import BadData, Categorical, Gaussian, NotReiterable
 from lapwing.cli.data import Reading, Rows
 from lapwing.cli.models import read_model, read_object
-from lapwing.cli.predictions import write_predictions
+from lapwing.cli.predict import write_predictions
 from lapwing.errors import LapwingError
 
 NET = """

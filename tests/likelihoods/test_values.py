@@ -175,3 +175,50 @@ def test_heteroscedastic_natural_where_the_posterior_reaches_infinite_noise() ->
     found = HeteroscedasticGaussian().marginal(GaussianFunction(mean[None], covariance[None]))
     assert found.log_prob(y[None]).item() == pytest.approx((log_weights + each).logsumexp(0).item(), abs=0.02)
     assert all(torch.isfinite(part).all() for part in (found.mean, found.aleatoric, found.epistemic))
+
+
+def natural_moments(rho: float, spread: float) -> tuple[torch.Tensor, ...]:
+    """Mean, aleatoric and epistemic variance of y for f₁ ~ N(1 + 0.3(ρ − ρ̄), 0.2²), by a fine quadrature over ρ."""
+    x = torch.linspace(-14, 14, 200_001).double()
+    weights = torch.distributions.Normal(0.0, 1.0).log_prob(x).exp() * (28 / 200_000)
+    noise = 1 / softplus(rho + spread * x)
+    center = noise * (1.0 + 0.3 * spread * x)
+    mean = (weights * center).sum()
+    return mean, (weights * noise).sum(), (weights * (noise.square() * 0.04 + (center - mean).square())).sum()
+
+
+def natural_function(rho: float, spread: float) -> GaussianFunction:
+    covariance = torch.tensor([[0.09 * spread**2 + 0.04, 0.3 * spread**2], [0.3 * spread**2, spread**2]]).double()
+    return GaussianFunction(torch.tensor([[1.0, rho]]).double(), covariance[None])
+
+
+@pytest.mark.parametrize(("rho", "spread"), [(-3.0, 0.3), (-3.0, 1.99), (0.0, 2.0), (5.0, 2.0), (20.0, 2.5)])
+def test_natural_moments_are_exact_where_the_noise_is_known(rho: float, spread: float) -> None:
+    found = HeteroscedasticGaussian().marginal(natural_function(rho, spread))
+    expected = natural_moments(rho, spread)
+    for value, wanted in zip((found.mean, found.aleatoric, found.epistemic), expected, strict=True):
+        assert value.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("rho", [-10.0, -3.0, 0.0, 5.0, 20.0])
+@pytest.mark.parametrize("spread", [10.0, 1e3])
+def test_natural_moments_stay_bounded_where_the_noise_is_not_known(rho: float, spread: float) -> None:
+    """They are those at the widest spread of ρ with E[σ⁴] ≤ e⁸ σ⁴."""
+    likelihood = HeteroscedasticGaussian()
+    found = likelihood.marginal(natural_function(rho, spread))
+    plugged = 1 / softplus(torch.tensor(rho).double())
+    assert plugged <= found.aleatoric.item() <= 8 * plugged
+    assert abs(found.mean.item()) <= 30 * plugged * (1 + 0.3 * abs(rho))
+
+
+def test_natural_moments_are_continuous_at_the_limit() -> None:
+    likelihood = HeteroscedasticGaussian()
+    below, above = (likelihood.marginal(natural_function(-8.0, 2.0 + e)) for e in (-1e-2, 1e-2))
+    assert above.aleatoric.item() == pytest.approx(below.aleatoric.item(), rel=0.05)
+    assert above.epistemic.item() == pytest.approx(below.epistemic.item(), rel=0.2)
+
+
+@pytest.mark.parametrize("noise", ["2", "loud", object(), [1.0, "x"]])
+def test_a_noise_that_is_no_number_is_refused(noise) -> None:
+    with pytest.raises(BadData, match="standard deviation"):
+        Gaussian(noise)

@@ -1,1 +1,1 @@
-"""The commands of `lapwing`, one per file; `lapwing.cli.main` lists them."""
+"""The command line: one file per command; `lapwing.cli.main` lists them."""

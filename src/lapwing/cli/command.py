@@ -45,7 +45,7 @@ class Command:
     run: Callable[[argparse.Namespace], None]
 
     def add(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-        """Join the commands of a parser."""
+        """Add this command to a parser."""
         sub = commands.add_parser(
             self.name,
             help=self.summary,
@@ -58,71 +58,93 @@ class Command:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --weights and --device."""
+    """Add MODEL, --weights and --device."""
     parser.add_argument("model", metavar="MODEL", help="the network: path/to/file.py:name or package.module:name")
-    parser.add_argument("--weights", type=Path, metavar="FILE", help="its weights: .safetensors, or a .pt state dict")
-    parser.add_argument("--device", help="where to compute, such as cuda (default: where the model is)")
+    parser.add_argument(
+        "--weights", type=Path, metavar="FILE", help="file with the weights: .safetensors, or a state dict in .pt"
+    )
+    parser.add_argument("--device", help="device to compute on, such as cuda (default: that of the model)")
 
 
 def add_posterior(parser: argparse.ArgumentParser) -> None:
-    """POSTERIOR, and the data that a matrix-free one needs."""
+    """Add POSTERIOR, and --train, which a matrix-free posterior needs."""
     parser.add_argument("posterior", type=Path, metavar="POSTERIOR", help="the file that `lapwing fit` wrote")
-    parser.add_argument("--train", metavar="DATA", help="the data of the fit, for structure matrixfree alone")
+    parser.add_argument("--train", metavar="DATA", help="training data, needed only for structure matrixfree")
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """How data files are read."""
-    parser.add_argument("--batch-size", type=positive, default=256, metavar="N", help="rows a batch (%(default)s)")
+    """Add the options that say how data files are read."""
+    parser.add_argument(
+        "--batch-size", type=positive, default=256, metavar="N", help="rows per batch (default: %(default)s)"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--target", type=names, metavar="NAMES", help="target columns of a .csv (default: the last)")
     which.add_argument(
-        "--no-target", dest="target", action="store_const", const=(), help="every column of a .csv is a feature"
+        "--no-target", dest="target", action="store_const", const=(), help="treat every column of a .csv as a feature"
     )
 
 
 def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
-    """What the posterior is of: the likelihood, the weights that take part, and the memory they may use."""
-    parser.add_argument("--likelihood", choices=named(Likelihood), required=required, help="what the outputs mean")
+    """Add the likelihood, the weights that take part, the size of the data set and the memory."""
     parser.add_argument(
-        "--select", type=names, default=("all",), metavar="NAMES", help="all, last_layer or globs (all)"
+        "--likelihood", choices=named(Likelihood), required=required, help="what the outputs of the network mean"
     )
-    parser.add_argument("--n-data", type=above_zero, metavar="N", help="size of the data set that the data stand for")
     parser.add_argument(
-        "--memory", type=memory, metavar="SIZE", help="what may be used, such as 4GB (half of what is free)"
+        "--select",
+        type=names,
+        default=("all",),
+        metavar="NAMES",
+        help="weights: all (default), last_layer, or names and globs",
+    )
+    parser.add_argument(
+        "--n-data", type=above_zero, metavar="N", help="size of the data set, if the data are only a part of it"
+    )
+    parser.add_argument(
+        "--memory", type=memory, metavar="SIZE", help="memory to use, such as 4GB (default: half of what is free)"
     )
 
 
 def add_factor(parser: argparse.ArgumentParser) -> None:
-    """Structure and factor of the curvature."""
+    """Add structure and factor of the curvature."""
     structures, factors = named(Structure), named(Factor)
-    parser.add_argument("--structure", choices=structures, default="auto", help="what is kept (%(default)s)")
-    parser.add_argument("--factor", choices=["auto", *factors], default="ggn", help="how it is computed (%(default)s)")
     parser.add_argument(
-        "--tolerance", type=float, metavar="SHARE", help="of the GGN that may be left out; 1e-3 is several times faster"
+        "--structure", choices=sorted(structures), default="auto", help="form of the curvature (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--factor",
+        choices=sorted(["auto", *factors]),
+        default="ggn",
+        help="how the curvature is computed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, metavar="SHARE", help="share of the GGN to leave out; 1e-3 is several times faster"
     )
 
 
 def add_tuning(parser: argparse.ArgumentParser) -> None:
-    """What tuning chooses."""
+    """Add the options of tuning."""
     parser.add_argument(
-        "--learn", type=learned, metavar="NAMES", help=f"what to choose: of {', '.join(LEARNED)}, with commas"
+        "--learn",
+        type=learned,
+        metavar="NAMES",
+        help=f"what to choose, with commas: {', '.join(LEARNED)} (default: what applies)",
     )
     parser.add_argument(
         "--tune-prior",
         choices=("scalar", "layerwise", "parameterwise"),
         default="scalar",
-        help="one precision for all weights, for each layer or for each weight (%(default)s)",
+        help="one prior precision for all weights, per layer or per weight (default: %(default)s)",
     )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """--out for a posterior, and --force."""
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write: model.lapwing")
+    """Add --out for a posterior, and --force."""
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, such as model.lapwing")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def model_of(options: argparse.Namespace) -> nn.Module:
-    """The network with its weights, on its device."""
+    """Return the network with its weights, on its device."""
     model = read_model(options.model, options.weights, options.device)
     if not any(True for _ in model.parameters()):
         raise BadData("the model has no parameters: there is nothing to put a posterior on")
@@ -134,7 +156,7 @@ def reading_of(options: argparse.Namespace, labeled: bool = True) -> Reading:
 
 
 def posterior_of(options: argparse.Namespace, model: nn.Module) -> Laplace:
-    """The posterior of a file; errors name the options that may be missing."""
+    """Read the posterior of a file; errors name options that may be missing."""
     train = None
     if options.train is not None:
         family = likelihood_from_spec(read(options.posterior)[1]["likelihood"])
@@ -169,7 +191,7 @@ def factor_of(options: argparse.Namespace) -> str | Factor:
 
 
 def tuned(la: Laplace, data: Any, options: argparse.Namespace) -> Laplace:
-    """The posterior with its settings chosen on held-out data, or without data by the evidence."""
+    """Tune a posterior on held-out data, or by the evidence where there are none."""
     return la.tune(data, learn=options.learn, prior=options.tune_prior)
 
 
@@ -183,7 +205,7 @@ def require_free(path: Path, force: bool) -> None:
 
 
 def require_other(options: argparse.Namespace, but: str = "") -> None:
-    """Refuse to write over what is read: files of MODEL, DATA and all others; `but` names one that may be replaced."""
+    """Refuse to overwrite a file that is read (MODEL, DATA, …); `but` names an option whose file may be replaced."""
     path = options.out
     if path.is_dir():
         raise BadData(f"--out {path} is a folder; name a file")
@@ -195,7 +217,7 @@ def require_other(options: argparse.Namespace, but: str = "") -> None:
 
 
 def positive(text: str) -> int:
-    """A whole number above zero."""
+    """Read a whole number above zero."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above zero")
@@ -203,12 +225,12 @@ def positive(text: str) -> int:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names with commas."""
+    """Read names separated by commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def learned(text: str) -> tuple[str, ...]:
-    """Names of what tuning chooses."""
+    """Read names of what tuning chooses."""
     found = names(text)
     if not found or not set(found) <= set(LEARNED):
         raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(LEARNED)}")
@@ -216,7 +238,7 @@ def learned(text: str) -> tuple[str, ...]:
 
 
 def memory(text: str) -> int:
-    """Bytes: 4GB, 500MB or a plain number."""
+    """Read a number of bytes: 4GB, 500MB or a plain number."""
     number, factor = text.upper().removesuffix("B"), 1
     for unit, size in UNITS.items():
         if text.upper().endswith(unit):
@@ -225,7 +247,7 @@ def memory(text: str) -> int:
 
 
 def above_zero(text: str) -> float:
-    """A finite number above zero."""
+    """Read a finite number above zero."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not above zero and finite")
@@ -233,7 +255,7 @@ def above_zero(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """A whole number that fits 64 bits."""
+    """Read a whole number that fits 64 bits."""
     value = int(text)
     if not 0 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2**63")

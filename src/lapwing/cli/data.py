@@ -29,7 +29,7 @@ FORMATS = ".safetensors, .npz or .csv, or file.py:name"
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Whole tensors, read in batches of `size` rows; where there are no targets, a batch is the inputs alone."""
+    """Whole tensors, read in batches of `size` rows; without targets, a batch is only the inputs."""
 
     inputs: Any
     targets: Tensor | None
@@ -51,9 +51,9 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """How files are read: the size of batches, and which columns of a table are targets (None: the last).
+    """How files are read: the size of batches, and which columns of a table are targets (None means the last).
 
-    `labeled=False` is for predictions: targets that are named and not there are no error, and `()` names none.
+    `labeled=False` is for predictions: missing targets are no error. `targets=()` means that there are none.
     """
 
     size: int = 256
@@ -61,7 +61,7 @@ class Reading:
     labeled: bool = True
 
     def read(self, text: str, module: nn.Module, likelihood: Likelihood | None = None) -> Any:
-        """The data that `text` names, in the model's dtype and with targets as the likelihood takes them, tried once.
+        """Read the data that `text` names, with inputs in the model's dtype and targets as the likelihood takes them.
 
         Example:
             >>> Reading(size=100).read("train.csv", model, Categorical())
@@ -105,7 +105,7 @@ class Reading:
 
 
 def require_readable(data: Any, module: nn.Module, text: str) -> None:
-    """Run the model on the first batch, so that what does not fit is said before any work is done."""
+    """Run the model on the first batch, so that data that do not fit are refused before any work."""
     first = guarded(lambda: next(iter(data), None), f"reading {text}")
     if first is None:
         raise BadData(f"{text} holds no batches")
@@ -126,7 +126,7 @@ def require_readable(data: Any, module: nn.Module, text: str) -> None:
 
 
 def require_order(data: Any, text: str) -> None:
-    """Refuse a loader that shuffles: nobody could tell which prediction belongs to which item."""
+    """Refuse a loader that shuffles: predictions could not be matched with inputs."""
     if isinstance(data, DataLoader) and not _in_order(data):
         raise BadData(
             f"{text} shuffles or has its own sampler, and predictions are written in the order they come: name one "
@@ -152,7 +152,7 @@ def _rows(inputs: Any, targets: Tensor | None, size: int, text: str) -> Rows:
 
 
 def suited(rows: Rows, module: nn.Module, likelihood: Likelihood | None) -> Rows:
-    """Floating-point numbers in the dtype of the network; classes as integers."""
+    """Convert floating-point numbers to the dtype of the network, and classes to integers."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     inputs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, rows.inputs)
     y = rows.targets
@@ -189,7 +189,7 @@ def _pair(found: dict[str, Tensor], path: Path) -> tuple[Tensor, Tensor | None]:
 
 
 def _from_csv(path: Path, reading: Reading) -> tuple[Tensor, Tensor | None]:
-    """Columns of numbers under a header: the targets, and all others, in their order, as features."""
+    """Read columns of numbers under a header: targets, and all others as features, in their order."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file)

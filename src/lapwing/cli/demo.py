@@ -109,7 +109,7 @@ SCENARIOS: dict[str, Callable[[torch.Generator], Scenario]] = {"digits": digits,
 
 
 def run(data: str, out: Path, *, seed: int = 0) -> Report:
-    """Train, fit, tune, compare; print a table and write `out`/report.html. Returns the report."""
+    """Train, fit, tune and compare; print a table, write `out`/report.html and return the report."""
     out.mkdir(parents=True, exist_ok=True)
     scenario = SCENARIOS[data](torch.Generator().manual_seed(seed))
     with one_thread():
@@ -145,7 +145,7 @@ def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
 
 
 def posterior(model: nn.Module, scenario: Scenario) -> Laplace:
-    """The posterior with its untuned prior."""
+    """Fit the posterior with its untuned prior."""
     part = scenario.train[: scenario.fitted]
     n = len(scenario.train)
     if len(part) < n:
@@ -155,8 +155,8 @@ def posterior(model: nn.Module, scenario: Scenario) -> Laplace:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch to one thread: networks this small gain little by a second one, and on a machine that is busy with
-    other work they lose a factor of ten by waiting for it."""
+    """Keep torch to one thread: networks this small gain little from a second one, and on a busy machine waiting for it
+    makes them ten times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -166,12 +166,12 @@ def one_thread() -> Iterator[None]:
 
 
 def chosen(laplace: Laplace) -> str:
-    """What tuning chose, in words."""
+    """Say what tuning chose."""
     return str(laplace.tuning.setting) if laplace.tuning is not None else "nothing, it was not tuned"
 
 
 def train_network(scenario: Scenario, seed: int) -> nn.Module:
-    """The MAP network: Adam with weight decay, a cosine schedule and nothing else."""
+    """Train the MAP network with Adam, weight decay and a cosine schedule."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = scenario.network()
@@ -197,10 +197,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--data",
         choices=sorted(SCENARIOS),
         default="digits",
-        help="digits: scikit-learn's 8×8 digits, 8 and 9 kept out (default); mnist, fashion: from LAPWING_DATA",
+        help="digits: the 8×8 digits of scikit-learn without 8 and 9 (default); mnist, fashion: from LAPWING_DATA",
     )
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the report (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the training and every draw (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-output"), help="folder for the report (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the split, the training and all draws (default: %(default)s)"
+    )
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`lapwing doctor`: what the tape sees of a network, which structures fit and what they cost. Nothing is fitted."""
+"""`lapwing doctor`: look at a network without fitting: its operations, which structures fit, what they cost."""
 
 import argparse
 import time
@@ -42,10 +42,12 @@ TOKENS = 16
 def _options(parser: argparse.ArgumentParser) -> None:
     command.add_model(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--data", metavar="DATA", help=f"data to look with: {command.DATA}")
-    which.add_argument("--input", type=shape, metavar="SHAPE", help="of one input, such as 1,28,28 (default: a guess)")
+    which.add_argument("--data", metavar="DATA", help=f"some data for the network: {command.DATA}")
+    which.add_argument(
+        "--input", type=shape, metavar="SHAPE", help="shape of one input, such as 1,28,28 (default: a guess)"
+    )
     command.add_fit(parser, required=False)
-    parser.add_argument("--verbose", action="store_true", help="every operation on a line of its own")
+    parser.add_argument("--verbose", action="store_true", help="print every operation on its own line")
     command.add_reading(parser)
 
 
@@ -69,7 +71,7 @@ def _print(title: str, lines: list[str]) -> None:
 
 
 def _model_lines(model: nn.Module) -> list[str]:
-    """Size, and what often surprises: training mode, norms that never saw data, frozen weights."""
+    """Describe the network: size, frozen weights, training mode, and norms that have seen no data."""
     params = list(model.parameters())
     total, frozen = sum(p.numel() for p in params), sum(p.numel() for p in params if not p.requires_grad)
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
@@ -83,12 +85,14 @@ def _model_lines(model: nn.Module) -> list[str]:
         lines.append("warning: a batch norm has seen no data yet. Are these the trained weights? (--weights FILE)")
     active = [m for m in model.modules() if m.training and isinstance(m, _BatchNorm | _DropoutNd)]
     if active:
-        lines.append("it is in training mode; Lapwing uses it in eval mode: dropout off, batch norm by what it stored")
+        lines.append(
+            "it is in training mode; Lapwing uses it in eval mode: no dropout, stored statistics in batch norm"
+        )
     return lines
 
 
 def _examined(options: argparse.Namespace, model: nn.Module) -> tuple[Any, str, str]:
-    """Data to look with, the name of their likelihood, and where they come from."""
+    """Return data for the network, the name of their likelihood, and where they come from."""
     if options.data is not None:
         data = command.reading_of(options).read(options.data, model)
         batch = next(iter(Batches(data, model, _device(model))))
@@ -107,7 +111,7 @@ def _examined(options: argparse.Namespace, model: nn.Module) -> tuple[Any, str, 
 
 
 def _guessed(f: Tensor, y: Any = None) -> str:
-    """Classification for several outputs and one target, where targets are known."""
+    """Guess classification where there are several outputs and (if known) one target."""
     several = f.ndim > 1 and f.shape[-1] > 1
     return "classification" if several and (not isinstance(y, Tensor) or y.ndim < f.ndim) else "regression"
 
@@ -122,7 +126,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _posed(options: argparse.Namespace, model: nn.Module, data: Any, family: Likelihood) -> Problem:
-    """The problem that a fit would solve, read and checked as a fit would."""
+    """Pose the problem that a fit would solve, with all its checks."""
     batches = Batches(data, model, _device(model))
     select = command.selection_of(options)
     names = last_layer(model, next(iter(batches)).inputs) if select == "last_layer" else select_names(model, select)
@@ -131,14 +135,14 @@ def _posed(options: argparse.Namespace, model: nn.Module, data: Any, family: Lik
 
 
 def _output_lines(problem: Problem, likelihood: str) -> list[str]:
-    lines = [f"{problem.outputs:,} a sample, taken as {likelihood}"]
+    lines = [f"{problem.outputs:,} per sample, taken as {likelihood}"]
     if not problem.factor.exact:
         lines.append(f"too many for the exact GGN (up to {GGN().limit:,}): fit with --factor auto")
     return lines
 
 
 def _tape_lines(problem: Problem, verbose: bool) -> list[str]:
-    """Operations that weights were seen in, how their Jacobians are read, and what that makes of the weights."""
+    """List the operations with weights, how their Jacobians are computed, and the blocks that result."""
     plan = problem.plan
     seen: dict[tuple[str, str], list[str]] = {}
     for k, step in enumerate(plan.steps):
@@ -167,7 +171,7 @@ def _some(names: list[str]) -> str:
 
 
 def _structure_lines(problem: Problem) -> list[str]:
-    """What each structure would keep, by the estimate that fit itself refuses by."""
+    """List the memory of each structure, by the same estimate by which `fit` refuses."""
     picked = type(Auto().chosen(problem)[0])
     lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
     for name, kind in named(Structure).items():
@@ -195,14 +199,14 @@ def _obstacle(problem: Problem, structure: Structure, needed: int | None) -> str
 
 
 def _bytes(count: int) -> str:
-    """As refusals write it, but for what no machine has."""
+    """Write bytes as the messages of `fit` do."""
     if count >= 1e12:
         return f"{count / 1e9:,.0f} GB"
     return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
 
 
 def _time_lines(problem: Problem) -> list[str]:
-    """A gradient of all data, from one batch; and how many gradients things take."""
+    """Time a gradient of one batch, and say how many gradients a fit takes."""
     batch = next(iter(problem.batches))
     products = Products(problem.network, problem.batches, False)
     seconds = min(_gradient_seconds(products, batch.inputs) for _ in range(2))
@@ -211,7 +215,7 @@ def _time_lines(problem: Problem) -> list[str]:
     width = problem.factor.width(problem.outputs)
     return [
         f"a gradient of {problem.batch} samples takes {_seconds(seconds)}{whole}; an estimate from one batch",
-        f"backward passes for each reading of the data: up to {width:,}, one an output direction of the "
+        f"backward passes for each reading of the data: up to {width:,}, one per output direction of the "
         f"{type(problem.factor).__name__}; fewer where the network is confident or small",
         MatrixFree().cost(problem),
     ]
@@ -235,13 +239,13 @@ def _next(options: argparse.Namespace, problem: Problem) -> str:
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Positive whole numbers with commas."""
+    """Read positive whole numbers separated by commas."""
     return tuple(command.positive(part) for part in text.split(","))
 
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """One batch that comes as often as so many samples need: data by their number alone."""
+    """One batch, repeated: data of which only the number matters."""
 
     batch: Any
     times: int
@@ -255,7 +259,7 @@ class Repeated:
 
 
 def made_up(model: nn.Module, shape: tuple[int, ...] | None) -> Tensor:
-    """Random inputs of this shape, or of the first guess that the network takes."""
+    """Make random inputs of this shape, or of the first guess that the network accepts."""
     if shape is not None:
         x = _normal(model, shape)
         require_readable([x], model, "--input")
@@ -273,7 +277,7 @@ def made_up(model: nn.Module, shape: tuple[int, ...] | None) -> Tensor:
 
 
 def _guesses(model: nn.Module) -> Iterator[Tensor]:
-    """Inputs that the first layer with weights would take."""
+    """Yield inputs that the first layer with weights would accept."""
     layers = (m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Embedding))
     first = next(layers, None)
     if isinstance(first, nn.Linear):
@@ -295,9 +299,9 @@ def _normal(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
 
 COMMAND = Command(
     "doctor",
-    "look at a network: what is seen of it, which structures fit, what they cost",
-    "Look at a network without fitting anything: the operations that the tape sees and how they are read, which "
-    "structures fit into memory, what they cost, and what structure auto would pick.",
+    "look at a network: its operations, which structures fit into memory, what they cost",
+    "Look at a network without fitting anything: which operations with weights it has and how their Jacobians are "
+    "computed, which structures fit into memory, what they cost, and which one structure auto would choose.",
     "lapwing doctor net.py:model --weights net.pt --input 1,28,28",
     _options,
     _run,

@@ -1,4 +1,4 @@
-"""`lapwing fit`: a posterior over the weights of a trained network, in a file."""
+"""`lapwing fit`: give a trained network a posterior and write it to a file."""
 
 import argparse
 import time
@@ -20,20 +20,22 @@ def _options(parser: argparse.ArgumentParser) -> None:
     command.add_fit(parser, required=True)
     command.add_factor(parser)
     parser.add_argument(
-        "--prior", type=float, default=1.0, metavar="TAU", help="precision of the weights (%(default)s)"
+        "--prior", type=float, default=1.0, metavar="TAU", help="prior precision of the weights (default: %(default)s)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="how often data count (%(default)s)"
+        "--temperature", type=float, default=1.0, metavar="T", help="power of the likelihood (default: %(default)s)"
     )
     parser.add_argument(
-        "--noise", type=float, metavar="SD", help="standard deviation of the targets in regression (estimated)"
+        "--noise", type=float, metavar="SD", help="standard deviation of the noise in regression (default: estimated)"
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--tune", metavar="DATA", help="choose prior and temperatures on these held-out data")
-    how.add_argument("--tune-evidence", action="store_true", help="choose by the evidence, without such data")
+    how.add_argument("--tune", metavar="DATA", help="held-out data, on which prior and temperatures are chosen")
+    how.add_argument(
+        "--tune-evidence", action="store_true", help="choose prior and noise by the evidence, without held-out data"
+    )
     command.add_tuning(parser)
-    parser.add_argument("--checkpoint", metavar="DIR", help="folder in which an interrupted fit goes on")
-    parser.add_argument("--seed", type=command.seed, default=0, help="of every draw of the fit (%(default)s)")
+    parser.add_argument("--checkpoint", metavar="DIR", help="folder from which an interrupted fit goes on")
+    parser.add_argument("--seed", type=command.seed, default=0, help="seed of all random draws (default: %(default)s)")
     command.add_reading(parser)
 
 
@@ -82,7 +84,7 @@ COMMAND = Command(
     "fit",
     "give a trained network a posterior and write it to a file",
     "Give a trained network a posterior over its weights, and write it to a file that predict, report and "
-    "lapwing.load read beside the network. Tune it on held-out data: the untuned prior is often far too wide.",
+    "lapwing.load read together with the network. Tune it on held-out data: the untuned prior is often far too wide.",
     "lapwing fit net.py:model train.npz --weights net.pt --likelihood classification --tune val.npz --out net.lapwing",
     _options,
     _run,

@@ -52,16 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """The entry point of the `lapwing` script."""
+    """Run the command line and exit: the entry point of the `lapwing` script."""
     sys.exit(main())
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands and their options."""
+    """Return the parser of all commands and their options."""
     top = argparse.ArgumentParser(
         prog="lapwing",
-        description="A posterior over the weights of any trained PyTorch network, by the Laplace approximation.",
-        epilog="A network of your own: doctor, fit, tune, predict, report, in this order.",
+        description="Give a trained PyTorch network a posterior over its weights, by the Laplace approximation.",
+        epilog="For a network of your own, run doctor, fit, tune, predict and report, in this order.",
     )
     top.add_argument("--version", action="version", version=f"lapwing {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def warnings_in_a_line() -> Iterator[None]:
-    """Warnings as the user of a command reads them: without the place in the code."""
+    """Print warnings on one line each, without the place in the code."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         print(f"lapwing: warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -27,7 +27,7 @@ SHOWN = 4
 
 
 def read_model(text: str, weights: Path | None = None, device: str | None = None) -> nn.Module:
-    """The module that `file.py:name` names, or that it returns when called, with the weights of a file.
+    """Return the module that `file.py:name` names, or that it returns when called, with the weights of a file.
 
     Example:
         >>> model = read_model("net.py:Net", Path("net.pt"))
@@ -42,7 +42,7 @@ def read_model(text: str, weights: Path | None = None, device: str | None = None
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file or of a state dict that torch.save wrote; nothing is unpickled beyond them."""
+    """Read the tensors of a .safetensors file, or of a state dict that torch.save wrote; nothing else is unpickled."""
     if not path.is_file():
         raise BadData(f"there is no file of weights {str(path)!r}")
     try:
@@ -91,7 +91,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
 
 
 def _without_prefix(tensors: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Without the prefix of a wrapper that all keys share and the model does not have."""
+    """Remove the prefix of a wrapper that all keys share and the model does not have."""
     for prefix in PREFIXES:
         if tensors and all(key.startswith(prefix) for key in tensors) and not any(k.startswith(prefix) for k in live):
             return {key.removeprefix(prefix): value for key, value in tensors.items()}
@@ -113,7 +113,7 @@ def _some(items: Iterable[str]) -> str:
 
 
 def read_object(text: str) -> Any:
-    """The object that `file.py:name` or `module:name` names. The current folder and the file's own are importable.
+    """Return the object that `file.py:name` or `module:name` names. It may import from its own and the current folder.
 
     Example:
         >>> read_object("net.py:model")
@@ -132,7 +132,7 @@ def read_object(text: str) -> Any:
 
 
 def made(value: Any, text: str) -> Any:
-    """What a callable without required arguments returns; any other value as it is."""
+    """Call what needs no arguments and return the result; return any other value as it is."""
     if not callable(value):
         return value
     required = [
@@ -146,7 +146,7 @@ def made(value: Any, text: str) -> Any:
 
 
 def guarded(call: Callable[[], Any], what: str, file: str = "") -> Any:
-    """The result of the user's code; what it raises becomes one line, with the line number in `file`."""
+    """Run the user's code; an error in it becomes one line, with the line number in `file`."""
     try:
         return call()
     except (Exception, SystemExit) as error:

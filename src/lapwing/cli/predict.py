@@ -1,30 +1,41 @@
-"""`lapwing predict`: predictions with their uncertainty, in a table."""
+"""`lapwing predict`: predictions with their uncertainty, written to a .csv, .npz or .safetensors file."""
 
 import argparse
+import csv
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 from lapwing.cli import command
 from lapwing.cli.command import Command
 from lapwing.cli.data import require_order
-from lapwing.cli.predictions import Fields, fields_of, write_predictions, writer_for
+from lapwing.errors import BadData
 from lapwing.laplace import Laplace
+from lapwing.predictive import Prediction
+from lapwing.writing import replacing
+
+Fields = Mapping[str, Tensor]
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     command.add_model(parser)
     command.add_posterior(parser)
-    parser.add_argument("data", metavar="DATA", help=f"inputs: {command.DATA}; targets are left unread")
+    parser.add_argument("data", metavar="DATA", help=f"inputs: {command.DATA}; targets are not read")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="where to write: .csv, .npz or .safetensors"
+        "--out", type=Path, required=True, metavar="FILE", help="file to write: .csv, .npz or .safetensors"
     )
-    parser.add_argument("--level", type=share, default=0.95, help="of the intervals in regression (%(default)s)")
     parser.add_argument(
-        "--novelty", action="store_true", help="add the score of how unlike the training data an item is; takes longer"
+        "--level", type=share, default=0.95, help="probability of the intervals in regression (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--novelty", action="store_true", help="add a score of how unlike the training data an input is; takes longer"
     )
     command.add_reading(parser)
 
@@ -48,19 +59,88 @@ def _fields(la: Laplace, data: Any, options: argparse.Namespace) -> Iterator[Fie
 
 
 def share(text: str) -> float:
-    """A number between 0 and 1."""
+    """Read a number between 0 and 1."""
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value
 
 
+def fields_of(prediction: Prediction, *, level: float = 0.95, novelty: bool = False) -> Fields:
+    """Return what is written of a prediction, by name, one row per item."""
+    fields = prediction.fields(level)
+    if novelty:
+        fields["novelty"] = prediction.novelty
+    return {name: value.detach().cpu() for name, value in fields.items()}
+
+
+def write_predictions(path: Path, batches: Iterable[Fields]) -> int:
+    """Write the fields of all batches, at once or not at all, and return the number of items."""
+    with replacing(path) as temporary:
+        return writer_for(path)(temporary, batches)
+
+
+def writer_for(path: Path) -> Callable[[Path, Iterable[Fields]], int]:
+    """The writer of a file's kind."""
+    if path.suffix not in WRITERS:
+        raise BadData(f"predictions are written as {', '.join(WRITERS)}, not as {path.name!r}")
+    return WRITERS[path.suffix]
+
+
+def columns_of(fields: Fields) -> dict[str, Tensor]:
+    """Columns (n,): a field of several values an item becomes `name_0`, `name_1`, …"""
+    columns = {}
+    for name, value in fields.items():
+        if value.ndim > 2:
+            raise BadData(
+                f"{name!r} has shape {tuple(value.shape)}, which is no table: write predictions to .npz or .safetensors"
+            )
+        if value.ndim == 1 or value.shape[1] == 1:
+            columns[name] = value.reshape(-1)
+        else:
+            columns |= {f"{name}_{k}": value[:, k] for k in range(value.shape[1])}
+    return columns
+
+
+def _write_csv(path: Path, batches: Iterable[Fields]) -> int:
+    count = 0
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        for fields in batches:
+            columns = columns_of(fields)
+            if not count:
+                writer.writerow(columns)
+            shown = [[format(v, ".8g") for v in column.tolist()] for column in columns.values()]
+            writer.writerows(zip(*shown, strict=True))
+            count += len(shown[0])
+    return count
+
+
+def _write_npz(path: Path, batches: Iterable[Fields]) -> int:
+    whole = _joined(batches)
+    np.savez(path, **{name: value.numpy() for name, value in whole.items()})  # type: ignore[arg-type]
+    return len(next(iter(whole.values())))
+
+
+def _write_safetensors(path: Path, batches: Iterable[Fields]) -> int:
+    whole = _joined(batches)
+    save_file(whole, path)
+    return len(next(iter(whole.values())))
+
+
+def _joined(batches: Iterable[Fields]) -> dict[str, Tensor]:
+    parts = list(batches)
+    return {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+
+
+WRITERS = {".csv": _write_csv, ".npz": _write_npz, ".safetensors": _write_safetensors}
+
 COMMAND = Command(
     "predict",
     "write predictions with their uncertainty to a file",
-    "Write predictions to a file, one row an item in the order of the data. Classes: label, confidence, entropy, "
-    "epistemic (mutual information), probs. Values: mean, stddev (noise included), the variances epistemic and "
-    "aleatoric, and the bounds lower and upper of a central interval.",
+    "Write predictions to a file, one row per input in the order of the data. For classes: label, confidence, "
+    "entropy, epistemic (mutual information) and probs. For values: mean, stddev (noise included), the variances "
+    "epistemic and aleatoric, and the bounds lower and upper of a central interval.",
     "lapwing predict net.py:model net.lapwing test.npz --weights net.pt --out predictions.csv",
     _options,
     _run,

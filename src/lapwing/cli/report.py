@@ -1,4 +1,4 @@
-"""`lapwing report`: the network beside its posterior on labeled data, as a table and an HTML page."""
+"""`lapwing report`: compare a network with its posterior on labeled data, in a table and an HTML page."""
 
 import argparse
 from pathlib import Path
@@ -19,9 +19,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=DATA",
-        help="data unlike the training data; repeatable",
+        help="data unlike the training data; may be given several times",
     )
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (%(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="HTML page to write (default: %(default)s)",
+    )
     command.add_reading(parser)
 
 
@@ -50,7 +56,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def named(text: str) -> tuple[str, str]:
-    """NAME=DATA."""
+    """Read NAME=DATA."""
     name, _, data = text.partition("=")
     if not name or not data:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DATA, such as noise=noise.npz")
@@ -61,7 +67,7 @@ COMMAND = Command(
     "report",
     "compare the network with its posterior, in a table and an HTML page",
     "Score the network alone (MAP) and with its posterior (Laplace) on labeled data, and on data unlike the training "
-    "data; print the table and write it with pictures to an HTML page.",
+    "data. Print the table, and write it with pictures to an HTML page.",
     "lapwing report net.py:model net.lapwing test.npz --weights net.pt --ood noise=noise.npz --out report.html",
     _options,
     _run,

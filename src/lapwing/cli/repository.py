@@ -12,7 +12,7 @@ from lapwing.errors import BadData
 
 
 def repository(start: Path | None = None) -> Path:
-    """The nearest folder that holds benchmarks/, from `start`, this file or the current folder upwards."""
+    """Find the nearest folder with benchmarks/, upwards from `start`, or from this file and the current folder."""
     for place in (Path(__file__), Path.cwd()) if start is None else (start,):
         for folder in (place.resolve(), *place.resolve().parents):
             if (folder / "benchmarks" / "__main__.py").exists():
@@ -24,21 +24,21 @@ def repository(start: Path | None = None) -> Path:
 
 
 def experiments() -> dict[str, Path]:
-    """The scripts of experiments/ by name."""
+    """Return the scripts of experiments/ by name."""
     return {path.stem: path for path in sorted((repository() / "experiments").glob("[!_]*.py"))}
 
 
 def headline(path: Path) -> str:
-    """The first line of a script's docstring."""
+    """Return the first line of a script's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0]
 
 
 def _reproduce_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="print the names, each with its question")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="an experiment, as --list prints it")
+    parser.add_argument("--list", action="store_true", help="print the name of each experiment and its question")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of an experiment, as --list prints it")
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on; `NAME --help` says what there is"
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; `NAME --help` lists them"
     )
 
 
@@ -62,12 +62,16 @@ def _reproduce(options: argparse.Namespace) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="small data, few cells: ten minutes on two cores")
-    parser.add_argument("--out", type=Path, default=Path("bench-output"), help="folder for the results (%(default)s)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="1 (default): CPU time, more: wall time")
-    parser.add_argument("--workload", help="only these networks, with commas: lenet,resnet20")
-    parser.add_argument("--operation", help="only operations that begin so: fit-kron")
-    parser.add_argument("--ours-only", action="store_true", help="without the peers")
+    parser.add_argument("--quick", action="store_true", help="small data, few measurements: ten minutes on two cores")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench-output"), help="folder for the results (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1], help="1 (default) measures CPU time, more measure wall time"
+    )
+    parser.add_argument("--workload", help="only these networks, separated by commas, such as lenet,resnet20")
+    parser.add_argument("--operation", help="only operations whose name begins like this, such as fit-kron")
+    parser.add_argument("--ours-only", action="store_true", help="leave out the peers")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
 
 
@@ -85,8 +89,8 @@ def _bench(options: argparse.Namespace) -> None:
 REPRODUCE = Command(
     "reproduce",
     "run one of the repository's experiments",
-    "Run experiments/NAME.py of the repository that this package, or the current folder, belongs to; what follows NAME "
-    "is passed on. Most need the folder named by LAPWING_DATA.",
+    "Run experiments/NAME.py of the repository that this package, or the current folder, belongs to. Arguments after "
+    "NAME go to the experiment. Most experiments need the folder named by LAPWING_DATA.",
     "lapwing reproduce uci_regression --help",
     _reproduce_options,
     _reproduce,

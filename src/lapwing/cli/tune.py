@@ -1,4 +1,4 @@
-"""`lapwing tune`: choose prior, temperatures and noise of a fitted posterior; the training data are not read."""
+"""`lapwing tune`: choose prior, temperatures and noise of a fitted posterior, without the training data."""
 
 import argparse
 import time
@@ -11,7 +11,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     command.add_model(parser)
     command.add_posterior(parser)
     parser.add_argument(
-        "data", metavar="DATA", nargs="?", help=f"held-out data: {command.DATA}; left out: by the evidence"
+        "data", metavar="DATA", nargs="?", help=f"held-out data: {command.DATA}; without it, the evidence decides"
     )
     command.add_output(parser)
     command.add_tuning(parser)
@@ -19,7 +19,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    command.require_other(options, but="posterior")  # the same curvature: --force may put it in its place
+    command.require_other(options, but="posterior")  # --force may replace it, since the curvature is the same
     command.require_free(options.out, options.force)
     model = command.model_of(options)
     la = command.posterior_of(options, model)
@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace) -> None:
 COMMAND = Command(
     "tune",
     "choose prior, temperatures and noise of a fitted posterior",
-    "Choose the prior and the temperatures of a fitted posterior on held-out data, without another fit.",
+    "Choose prior, temperatures and noise of a fitted posterior on held-out data, without fitting again.",
     "lapwing tune net.py:model net.lapwing val.npz --weights net.pt --out tuned.lapwing",
     _options,
     _run,

@@ -4,9 +4,12 @@ from lapwing.curvature.auto import Auto
 from lapwing.curvature.curvature import (
     Accumulator,
     Curvature,
+    Estimate,
     Structure,
+    accumulate,
     estimate_curvature,
     extend_curvature,
+    layout_of,
     resolve_structure,
 )
 from lapwing.curvature.ekfac import EKFAC
@@ -28,6 +31,7 @@ __all__ = [
     "Curvature",
     "Diag",
     "EmpiricalFisher",
+    "Estimate",
     "Factor",
     "Full",
     "Functional",
@@ -40,9 +44,11 @@ __all__ = [
     "Problem",
     "Structure",
     "Totals",
+    "accumulate",
     "available_memory",
     "estimate_curvature",
     "extend_curvature",
+    "layout_of",
     "pose",
     "resolve_factor",
     "resolve_structure",

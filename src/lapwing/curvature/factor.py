@@ -1,4 +1,7 @@
-"""Which S with S Sᵀ = φ·Λ: the exact GGN, a Monte Carlo Fisher, the empirical Fisher. Each is a set of directions."""
+"""Factors: which S with S Sᵀ = φ·Λ the curvature Σ Jᵀ S Sᵀ J uses (exact GGN, Monte Carlo or empirical Fisher).
+
+The columns of S are directions in output space; a structure back-propagates them.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from lapwing.errors import BadData, TooLarge, UnsupportedOperation, require_whol
 from lapwing.likelihoods import Likelihood
 from lapwing.storage import named, register
 
-DIRECTIONS = 2048  # output directions a sample that the exact GGN goes through before it asks for a sampled factor
-MISSED = 1e-3  # share of a weight's curvature that may be left out by default
-NOTICED = 1e-6  # curvature that no prior precision in use tells from none
+DIRECTIONS = 2048  # output directions per sample beyond which the exact GGN is refused
+MISSED = 1e-3  # share of the curvature of a weight that may be left out by default
+NOTICED = 1e-6  # curvature so small that no usual prior precision tells it from zero
 
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """Vectors s[n, k] in output space, the largest of each sample first, and how many of them each sample needs."""
+    """Vectors s[n, k] in output space, the largest first for each sample, and how many each sample needs."""
 
     columns: Tensor  # (k, n, *event, c), or (n, positions, c, r) with `order`
     needed: Tensor  # (n,)
@@ -29,15 +32,15 @@ class Directions:
     order: Tensor | None = None  # (n, positions · r): columns by decreasing norm
     scale: Tensor | None = None  # (n,): the first direction is the (weighted) score times this
     total: float = 1.0  # Σ ‖s‖² of all columns
-    dropped: float = 0.0  # Σ ‖s‖² of those that no sample needs
+    dropped: float = 0.0  # Σ ‖s‖² of columns that no sample needs
 
     @property
     def count(self) -> int:
-        """Directions of the sample that needs most."""
+        """The largest number of directions that a sample needs."""
         return int(self.needed.max()) if self.needed.numel() else 0
 
     def between(self, start: int, stop: int) -> Tensor:
-        """Directions start … stop − 1 of every sample, (stop − start, n, *event, c); zero beyond what it needs."""
+        """Return directions start … stop − 1 of every sample, (stop − start, n, *event, c); zeros beyond its need."""
         if self.order is None:
             return self.columns[start:stop]
         n, positions, c, r = self.columns.shape
@@ -63,7 +66,7 @@ class Directions:
         return found * (rank[:, None] < self.needed)[..., None]
 
     def take(self, rows: Tensor) -> Directions:
-        """Those of some samples."""
+        """Take the directions of some samples."""
         if self.order is None:
             return replace(self, columns=self.columns[:, rows], needed=self.needed[rows])
         scale = None if self.scale is None else self.scale[rows]
@@ -71,16 +74,21 @@ class Directions:
 
 
 class Factor(ABC):
-    """Directions s[n, r] in output space whose outer products sum to φ·Λ of each sample, or estimate it."""
+    """Directions s[n, r] in output space whose outer products sum to φ·Λ of each sample, or estimate it.
+
+    A factor of your own says how many directions there are (`width`) and yields them (`directions`).
+
+        la = lapwing.fit(model, loader, "classification", factor=lapwing.MCFisher(samples=4))
+    """
 
     dispersion_power = 1  # the curvature scales as 1/φ to this power
     definite = True  # whether the curvature has no eigenvalues below zero
     exact = False  # whether the directions of a sample sum to φ·Λ exactly, so that products with Λ replace them
-    sampled = False  # whether every pass draws new directions
-    mergeable = True  # whether sums over parts of the data add up: shards, and fits that were interrupted
+    sampled = False  # whether directions are random draws
+    mergeable = True  # whether sums over parts of the data add up, for processes and interrupted fits
     limit: int | None = None  # directions per sample beyond which a fit is refused; None: no limit
     tolerance: float | None = None  # share of Σ tr Λ that may be left out; None: what is below rounding
-    structures: tuple[str, ...] = ()  # the only ones that have an estimator for it, the usual one first; () is all
+    structures: tuple[str, ...] = ()  # structures that can use it, the usual one first; () means all
 
     def directions(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
@@ -98,10 +106,11 @@ class Factor(ABC):
         scored: bool = False,
         reach: Tensor | None = None,
     ) -> Directions:
-        """The same directions, those of each sample times the root of its weight, with those left out that may be;
-        `scored` asks for the score to be the first of them, where the likelihood can turn them so. `reach` (n, k): the
-        square of which a unit of curvature in output space is multiplied by on its way to k weights or others like
-        them."""
+        """Return the directions of a batch, times the root of each sample's weight, without negligible ones.
+
+        `scored` asks for the score as the first direction, where the likelihood can rotate S that way. `reach` (n, k)
+        holds inputs of each sample, whose squares multiply its curvature on the way to weights of a first layer.
+        """
         columns = torch.stack(list(self.directions(likelihood, f, y, generator)))
         if weights is not None:
             columns = columns * weights.to(columns).sqrt().reshape(-1, *(1,) * (columns.ndim - 2))
@@ -136,17 +145,19 @@ def resolve_factor(factor: str | Factor) -> Factor | None:
 @register(name="ggn")
 @dataclass(frozen=True, eq=False)
 class GGN(Factor):
-    """The generalized Gauss–Newton matrix: one direction for each column of S and each event position.
+    """The generalized Gauss–Newton matrix: one direction per column of S and per event position.
 
-    `limit` is the number of directions a sample beyond which `TooLarge` is raised (tokens × classes, pixels ×
+    `limit` is the number of directions per sample beyond which `TooLarge` is raised (tokens × classes, pixels ×
     classes, thousands of classes): a sampled factor is then the practical choice.
 
-    `tolerance` is the share of the curvature in output space, Σ tr Λ of a batch, that may be left out: the smallest
-    directions are, and samples of which nothing is left cost a forward pass only. None leaves out what is below the
-    rounding of the network's dtype, unless a large input that few other samples have takes it to a weight that would
-    miss it; 0 leaves out nothing (but for the basis of `EKFAC`, see there). Confident
-    classifiers gain most: `GGN(tolerance=1e-3)` needs less than one of nine directions a sample on a trained CIFAR-10
-    network. The summary says what was dropped. Matrix-free products leave out whole samples only.
+    `tolerance` is the share of the curvature in output space, Σ tr Λ of a batch, that may be left out. The smallest
+    directions are left out first, and a sample without directions costs only a forward pass. None leaves out what is
+    below the rounding of the network's dtype, unless a weight would miss it because few samples have a large input
+    there; 0 leaves out nothing (except in the basis of `EKFAC`). Confident classifiers gain most:
+    `GGN(tolerance=1e-3)` needs less than one of nine directions per sample on a trained CIFAR-10 network. The summary
+    says what was dropped. Matrix-free products leave out whole samples only.
+
+        la = lapwing.fit(model, loader, "classification", factor=lapwing.GGN(tolerance=1e-3))
     """
 
     limit: int = DIRECTIONS
@@ -183,11 +194,11 @@ class GGN(Factor):
         tolerance = torch.finfo(f.dtype).eps if self.tolerance is None else self.tolerance
         ascending = sizes.flatten().sort().values
         most = int((ascending.cumsum(0) <= tolerance * total).sum())
-        kept = sizes >= (ascending[most] if most < len(ascending) else torch.inf)  # of equal ones all or none
+        kept = sizes >= (ascending[most] if most < len(ascending) else torch.inf)  # equal ones stay together
         if reach is not None and self.tolerance is None:
             rare = _matter_to_some_weight(sizes, kept, reach)
             kept |= rare[:, None] & (sizes > 0)
-        if scale is not None:  # whatever its size, the first goes along with the others
+        if scale is not None:  # the score is kept whenever another direction is
             kept[:, 0] = kept.any(1)
             scale = torch.where(kept[:, 0], scale, 0.0)
         dropped = float(sizes[~kept].sum())
@@ -200,7 +211,7 @@ class GGN(Factor):
         root = likelihood.factor(f, y)  # (n, *event, c, r)
         n, c, r = root.shape[0], root.shape[-2], root.shape[-1]
         root = root.reshape(n, -1, c, r)
-        used = [[True] * r] if root.shape[1] == 1 else root.ne(0).any(2).any(0).tolist()  # ignored positions have none
+        used = [[True] * r] if root.shape[1] == 1 else root.ne(0).any(2).any(0).tolist()  # ignored ones have none
         for e in range(root.shape[1]):
             for column in range(r):
                 s = root[:, e, :, column]
@@ -216,8 +227,8 @@ class GGN(Factor):
 
 
 def _matter_to_some_weight(sizes: Tensor, kept: Tensor, reach: Tensor) -> Tensor:
-    """Samples whose dropped directions (sizes (n, k), not kept) hold more than `MISSED` of the curvature of a weight
-    that this batch gives, and more than `NOTICED` of a prior precision of one; (n,)."""
+    """Return a mask (n,) of samples whose dropped directions (`sizes` (n, k), not `kept`) matter to some weight: they
+    hold more than `MISSED` of its curvature in this batch, and more than `NOTICED`."""
     lost = (sizes * ~kept).sum(1)
     rare = lost * reach.abs().amax(1).double().square() > NOTICED
     if bool(rare.any()):
@@ -230,7 +241,11 @@ def _matter_to_some_weight(sizes: Tensor, kept: Tensor, reach: Tensor) -> Tensor
 @register(name="mc")
 @dataclass(frozen=True, eq=False)
 class MCFisher(Factor):
-    """The Fisher information by `samples` targets a datum drawn from the network's own predictive; unbiased."""
+    """An unbiased estimate of the Fisher information from `samples` targets per datum, drawn from the network's own
+    predictions.
+
+        la = lapwing.fit(model, loader, "classification", factor=lapwing.MCFisher(samples=4))
+    """
 
     samples: int = 1
     sampled = True
@@ -251,7 +266,7 @@ class MCFisher(Factor):
 @register(name="empirical")
 @dataclass(frozen=True, eq=False)
 class EmpiricalFisher(Factor):
-    """Outer products of each sample's own gradient. It vanishes where the network interpolates; for comparison."""
+    """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare."""
 
     dispersion_power = 2
 

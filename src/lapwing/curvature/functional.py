@@ -1,4 +1,4 @@
-"""Function space: the Gaussian process with kernel J Π⁻¹ Jᵀ, exact, on a subset of data, or in its Nyström form."""
+"""Function space: the Gaussian process with kernel J Π⁻¹ Jᵀ, exact, on part of the data, or in its Nyström form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lapwing.storage import register
 
 
 class RowsAccumulator(Accumulator):
-    """All rows Φ (m, P) with G = ΦᵀΦ, but those that are zero."""
+    """All rows Φ (m, P) with G = ΦᵀΦ, without rows that are zero."""
 
     def __init__(self, problem: Problem) -> None:
         params = problem.network.params
@@ -52,9 +52,12 @@ class Functional(Structure):
     """The exact Gaussian process of the linearized network, equal to the full weight-space posterior to rounding.
 
     Keeps the m = data × output directions rows Φ of SᵀJ, and inverts the m × m kernel I + c·Φ Π⁻¹ Φᵀ instead of a
-    P × P matrix (Khan et al. 2019; Immer et al. 2021): for more weights than outputs of data. Joint covariances, the
-    evidence and every prior per weight are exact. `points` takes that many data at random and scales their curvature by
-    n / points, so that the posterior is as narrow as the data make it; the log-likelihood is that of all data.
+    P × P matrix (Khan et al. 2019; Immer et al. 2021): for networks with more weights than the data have outputs. Joint
+    covariances, the evidence and any prior per weight are exact. `points` takes that many data at random and scales
+    their curvature by n / points, so that the posterior is as narrow as all data make it; the log-likelihood is that of
+    all data.
+
+        la = lapwing.fit(model, loader, "regression", structure=lapwing.Functional(points=500))
     """
 
     points: int | None = None
@@ -66,7 +69,7 @@ class Functional(Structure):
             require_whole("points", self.points)
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        """Of one row and its float64 copy: how many rows there are, the data tell."""
+        """Memory of one row and its float64 copy; `needed` counts the rows of a problem."""
         return sum(block.size for block in plan.blocks) * (itemsize + 8)
 
     def needed(self, problem: Problem) -> int | None:
@@ -116,16 +119,19 @@ class Functional(Structure):
 @register(name="nystrom")
 @dataclass(frozen=True, eq=False)
 class Nystrom(Structure):
-    """The curvature seen by a subspace of `rank` directions in weight space, exact inside it (ELLA, Deng et al. 2022).
+    """The curvature inside a subspace of `rank` directions in weight space, exact there (ELLA, Deng et al. 2022).
 
     The span of the leading eigenvectors v_k = J̃ᵀu_k/√d_k of the kernel on random Jacobian rows; then one pass of
     `rank` JVPs adds up Σ φᵀΛφ with φ(x) = J(x)v. ELLA sets the variance outside the span to zero, which is
     over-confident away from its random rows; here the prior's variance stays there, so that variances are never below
-    ELLA's. The evidence is an upper bound of the full GGN's: the eigenvalues of a compression are never above.
+    ELLA's. The evidence is an upper bound of that of the full GGN, because the eigenvalues of a compressed matrix are
+    never larger.
+
+        la = lapwing.fit(model, loader, "classification", structure=lapwing.Nystrom(rank=64))
     """
 
     rank: int = 32
-    points: int | None = None  # data that the rows come from; None: as many as give 2·rank rows
+    points: int | None = None  # data that give the rows; None: as many as give 2·rank rows
     seed: int = 0
     bound = "upper"
 
@@ -199,7 +205,7 @@ def _count(batches: Batches) -> int:
 
 
 def subset(batches: Batches, points: int, seed: int) -> Batches:
-    """`points` data, without replacement, as batches of their own."""
+    """Draw `points` data without replacement, as batches of their own."""
     total = _count(batches)
     chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:points].sort().values
     return Batches(list(_cut(batches, chosen)), batches.module, batches.device, _as_it_is)

@@ -1,6 +1,6 @@
-"""Kronecker factors: Σ_n E[g gᵀ] ⊗ E[a aᵀ] for every weight matrix (KFAC), with weight sharing expanded or reduced.
+"""Kronecker factors Σ_n E[g gᵀ] ⊗ E[a aᵀ] of every weight matrix (KFAC), with weight sharing expanded or reduced.
 
-A `KroneckerFactor` brings sums of its own in place of those.
+A `KroneckerFactor` replaces these sums by its own.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lapwing.storage import register
 
 Sharing = Literal["auto", "expand", "reduce"]
 
-DENSE_ROWS = 512  # small parameters (norms, raw tensors) keep a dense block up to this size, a diagonal beyond
-COUNTS = ("rows", "inner", "outer")  # summed weights of inputs; inputs and gradients that were multiplied, for ranks
-SHOWN = 64  # samples whose single positions a reduced basis is shown
-SHARE = 1e-2  # of the trace of a reduced factor, that these positions add to it
+DENSE_ROWS = 512  # small parameters (norms, raw tensors) have a dense block up to this size, else a diagonal
+COUNTS = ("rows", "inner", "outer")  # sum of input weights; number of inputs and of gradients, which bound the ranks
+SHOWN = 64  # samples whose single positions contribute to a reduced basis
+SHARE = 1e-2  # of the trace of a reduced factor that these positions add
 ROUNDING = 1e-7  # relative rounding of a factor in float32
-LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary) keeps its diagonal
+LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary) has a diagonal block
 
 
 def kept_as(block: Block) -> Literal["kron", "dense", "diag"]:
-    """How a Kronecker structure keeps a block."""
+    """Return the form in which a Kronecker structure keeps a block."""
     if block.kind == "matrix":
         assert block.shape is not None
         return "kron" if max(block.shape[1:]) <= LARGEST_FACTOR else "diag"
@@ -53,13 +53,13 @@ KINDS = {"kron": (True, False), "dense": (False, False), "diag": (False, True)}
 
 
 def kept_alike(problem: Problem, matrix: PSD) -> bool:
-    """Whether the blocks of a matrix are as a Kronecker structure would keep the problem's."""
+    """Whether the blocks of a matrix have the forms in which a Kronecker structure keeps those of the problem."""
     pairs = zip(problem.plan.blocks, matrix.diagonal_blocks(), strict=True)
     return all((own.factored, own.is_diagonal) == KINDS[kept_as(block)] for block, own in pairs)
 
 
 def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "reduce"]:
-    """Reduce where positions are pooled into one output a sample, expand where each position has its own loss."""
+    """Choose "reduce" where positions are pooled into one output per sample, "expand" where each has its own loss."""
     if sharing == "auto":
         return "expand" if problem.event else "reduce"
     return sharing
@@ -80,7 +80,7 @@ def _of_gradients(k: int, swapped: bool) -> str:
 class KroneckerSums(Accumulator):
     """Sums that end in Kronecker factors, and the pass over the data that fills them."""
 
-    note: str  # what to say of them
+    note: str  # for the summary
 
     @abstractmethod
     def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
@@ -90,30 +90,30 @@ class KroneckerSums(Accumulator):
     def finish(self) -> BlockDiagonal: ...
 
     def basis(self, problem: Problem) -> BlockDiagonal:
-        """Factors whose eigenvectors make a basis of the curvature; the sums are given up. The problem remembers
-        `SHOWN` samples."""
+        """Return factors whose eigenvectors are a basis for the curvature. The sums may be gone afterwards; the
+        problem remembers `SHOWN` samples."""
         return self.finish()
 
     def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """These tensors as they were before they ended in a matrix, of it and of the `state` that is left."""
+        """Recover the raw sums from a finished matrix and its saved state."""
         return state
 
 
 class KroneckerFactor(Factor):
-    """A factor without directions, which has its own sums for Kronecker structures."""
+    """A factor without directions, which makes the sums of Kronecker structures by itself."""
 
     structures = ("kron",)
 
     @abstractmethod
     def sums(self, problem: Problem) -> KroneckerSums:
-        """Empty sums for a problem; refuses networks that they cannot be made for."""
+        """Return empty sums for a problem, or refuse a network for which there are none."""
 
     def width(self, outputs: int) -> int:
         return 0
 
 
 def sums_of(problem: Problem, sharing: Sharing, factor: Factor | None = None) -> KroneckerSums:
-    """Empty Kronecker sums for the problem's factor, or for another."""
+    """Return empty Kronecker sums for the factor of a problem, or for another one."""
     factor = problem.factor if factor is None else factor
     if isinstance(factor, KroneckerFactor):
         return factor.sums(problem)
@@ -121,7 +121,7 @@ def sums_of(problem: Problem, sharing: Sharing, factor: Factor | None = None) ->
 
 
 class KronAccumulator(KroneckerSums):
-    """Sums for each block: input and gradient covariances of each orientation, or a dense or diagonal block."""
+    """Sums per block: covariances of inputs and gradients for each orientation, or a dense or diagonal block."""
 
     def __init__(self, problem: Problem, sharing: Literal["expand", "reduce"], factor: Factor) -> None:
         params = problem.network.params
@@ -158,7 +158,7 @@ class KronAccumulator(KroneckerSums):
 
     @property
     def digest(self) -> Digest:
-        """What is made of gradients as they arrive."""
+        """How gradients are summed as they arrive, so that they need not stay in memory."""
         blocks = frozenset(k for k, block in enumerate(self.blocks) if kept_as(block) == "kron")
         return Digest("sums" if self.sharing == "reduce" else "grams", blocks)
 
@@ -183,7 +183,7 @@ class KronAccumulator(KroneckerSums):
                     self.tensors[f"{_key(k, swapped)}.outer"] += jacobian.n * jacobian.r * positions
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
-        """The input side: once a sample, it does not depend on the directions."""
+        """Add the input side, once per sample: it does not depend on the directions."""
         assert isinstance(jacobian.rows, BlockRows)
         assert fresh is not None
         weights = None if bool((fresh == 1).all()) else fresh
@@ -197,16 +197,16 @@ class KronAccumulator(KroneckerSums):
                 self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
 
     def finish(self) -> BlockDiagonal:
-        """Factors; those of inputs are means, for which their sums are given up."""
+        """Return the factors. Those of inputs are means, which replace their sums."""
         names = tuple(", ".join(block.names) for block in self.blocks)
         return BlockDiagonal(self.layout, sharing_factors(self._block(k, b) for k, b in enumerate(self.blocks)), names)
 
     def basis(self, problem: Problem) -> BlockDiagonal:
-        """The factors, reduced ones with a small share of those of single positions, from a few samples.
+        """Return the factors; reduced ones get a small share of the factors of single positions, from a few samples.
 
-        Means of inputs and sums of gradients over positions have next to nothing in directions in which single
-        positions have much: nine neighboring pixels have nearly equal means, and the gradients of the keys of an
-        attention sum to zero. Rounding alone would choose the eigenvectors there, and with them the moments.
+        Means of inputs and sums of gradients over positions are nearly zero in directions in which single positions
+        are large: nine neighboring pixels have nearly equal means, and the gradients of the keys of an attention sum
+        to zero. Without the share, rounding would choose the eigenvectors there, and with them the moments.
         """
         if self.sharing == "reduce":
             few = problem.head
@@ -230,8 +230,8 @@ class KronAccumulator(KroneckerSums):
         return [(k, swapped) for k, block, swapped in every if rows.positions(block, swapped, False) > 1]
 
     def _add_share(self, other: KronAccumulator, k: int, swapped: bool) -> None:
-        """Add another's factors, each scaled to `SHARE` of the trace of the own one, but to no less than the rounding
-        of a sum of as many positions."""
+        """Add the factors of another accumulator, each scaled to `SHARE` of the trace of the own one, and at least to
+        the rounding of a sum over as many positions."""
         own, its = (sums._count(k, swapped) for sums in (self, other))
         for name, most in ((_of_inputs(k, swapped), own / its), (_of_gradients(k, swapped), own)):
             added = other.tensors[name] * most
@@ -265,7 +265,7 @@ class KronAccumulator(KroneckerSums):
         return (left / count, right) if swapped else (left, right / count)
 
     def _count(self, k: int, swapped: bool) -> float:
-        return float(self.tensors[f"{_key(k, swapped)}.rows"]) or 1.0  # no sample that counts: both factors are zero
+        return float(self.tensors[f"{_key(k, swapped)}.rows"]) or 1.0  # where no sample counts, both factors are zero
 
     def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
         found = dict(state)
@@ -275,18 +275,18 @@ class KronAccumulator(KroneckerSums):
             own = cast(Kronecker, own)
             (swapped,) = orientations(block)
             mean, name = own.left if swapped else own.right, _of_inputs(k, swapped)
-            if name not in found:  # a file of before kept the sums
+            if name not in found:  # older files hold the sums
                 found[name] = mean * state[f"{_key(k, swapped)}.rows"].to(mean)
         return found
 
 
 def orientations(block: Block) -> tuple[bool, ...]:
-    """Orientations of a block's terms, in the order in which rows have them."""
+    """Return whether a block is used as it is, transposed, or both, in the order in which rows have its terms."""
     return tuple(dict.fromkeys(swapped for _, swapped in block.uses))
 
 
 def _nearest_product(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One product with the partial traces of Σ_k L_k ⊗ R_k: for a matrix used in both orientations (tied head)."""
+    """Return one product with the partial traces of Σ_k L_k ⊗ R_k, for a matrix used both ways (tied head)."""
     traces = [(_trace(left), _trace(right)) for left, right in pairs]
     left = sum(p[0] * t[1] for p, t in zip(pairs, traces, strict=True))
     right = sum(p[1] * t[0] for p, t in zip(pairs, traces, strict=True))
@@ -304,10 +304,14 @@ def _trace(matrix: Tensor) -> Tensor:
 @register(name="kron")
 @dataclass(frozen=True, eq=False)
 class Kron(Structure):
-    """KFAC. `sharing`: "expand" treats positions as samples (right for per-token losses), "reduce" sums gradients and
-    averages inputs over positions (closer for pooled outputs); "auto" takes reduce unless outputs have positions.
+    """One Kronecker product per weight matrix (KFAC; Martens and Grosse 2015).
 
-    Norm scales, raw parameters and other explicit rows keep dense blocks (diagonal ones when large).
+    `sharing` is for weights used at several positions: "expand" treats positions as samples (right for per-token
+    losses), "reduce" sums gradients and averages inputs over positions (closer for pooled outputs; Eschenhagen et al.
+    2023); "auto" takes "reduce" unless outputs have positions. Norm scales, raw parameters and other explicit rows have
+    dense blocks (diagonal ones where large).
+
+        la = lapwing.fit(model, loader, "classification", structure=lapwing.Kron(sharing="expand"))
     """
 
     sharing: Sharing = "auto"
@@ -345,7 +349,7 @@ class Kron(Structure):
         if before.keys() - accumulator.tensors.keys() or any(name.rsplit(".")[-1] not in COUNTS for name in new):
             raise UnsupportedOperation(OTHER_OPERATIONS)
         totals = accumulator.fill(problem)
-        for name in new:  # of a file that did not count them
+        for name in new:  # older files do not count them
             accumulator.tensors[name] = torch.full_like(accumulator.tensors[name], torch.inf)
         for name, value in before.items():
             accumulator.tensors[name] += value.to(accumulator.tensors[name])

@@ -26,7 +26,7 @@ OVERSAMPLE = 10  # random directions beyond the rank
 
 
 class LowRankAccumulator(Accumulator):
-    """Rows R (k, P) with RᵀR ⪯ Σ J Jᵀ, the best of rank k at each step; `dropped` is the trace that was cut off."""
+    """Rows R (k, P) with RᵀR ⪯ Σ J Jᵀ, the best of rank k at each step; `dropped` is the trace that is lost."""
 
     def __init__(self, problem: Problem, rank: int) -> None:
         params = problem.network.params
@@ -71,7 +71,7 @@ class LowRankAccumulator(Accumulator):
 
 
 def _gram(rows: Tensor, width: int = 4096) -> Tensor:
-    """R Rᵀ in float64: products of narrow pieces in the rows' own dtype, whose rounding the rows have already."""
+    """Return R Rᵀ in float64, summed from products of narrow pieces in the dtype of the rows."""
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for piece in rows.split(width, dim=1):
         total += piece @ piece.T
@@ -84,8 +84,10 @@ class LowRank(Structure):
     """Uᵀ diag(d) U with `rank` rows: exact once the rank reaches that of the curvature, a lower bound before.
 
     `method`: "rows" keeps the leading subspace of the rows seen so far, in one pass; "lanczos" (block Lanczos, fully
-    re-orthogonalized) and "nystrom" (randomized range finding) use products alone, a block of which reads all data, for
-    outputs so many that rows are too many.
+    re-orthogonalized) and "nystrom" (randomized range finding) use products only, for networks with so many outputs
+    that rows are too many; every block of products reads all data.
+
+        la = lapwing.fit(model, loader, "classification", structure=lapwing.LowRank(rank=50))
     """
 
     rank: int = 100
@@ -113,7 +115,7 @@ class LowRank(Structure):
         return self._sweep(problem, LowRankAccumulator(problem, self.rank))
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
-        """Start from the rows that were kept: what the first fit dropped stays dropped."""
+        """Start from the rows of the first fit: what it dropped stays dropped."""
         if self.method != "rows":
             return self._by_products(problem, matrix)
         matrix = cast(LowRankMatrix, matrix)

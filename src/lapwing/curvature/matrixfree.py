@@ -1,4 +1,4 @@
-"""The exact curvature by its products alone: nothing of it is kept but a sketch that makes iterations short."""
+"""The exact curvature as products with vectors: only a sketch is kept, which makes iterations short."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lapwing.model import Network, Plan
 from lapwing.model.products import Products
 from lapwing.storage import register
 
-NEGLIGIBLE = 1e-4  # of the curvature in output space, then of the trace of rows: what may stay out of the sketch
+NEGLIGIBLE = 1e-4  # share of the curvature in output space, then of the trace of rows, that the sketch leaves out
 
 
 def _large(squares: Tensor) -> Tensor:
@@ -43,15 +43,17 @@ def _large(squares: Tensor) -> Tensor:
 class MatrixFree(Structure):
     """The whole curvature, exactly, without a matrix: solves, samples and log-determinants by products over the data.
 
-    A sketch of `rank` directions preconditions: of rows from one pass where a sample has few outputs, else (or with
-    `sketch="nystrom"`) randomized Nyström from `rank` products. `tolerance` is that of every solve (None: 1e-8
-    in float64, 1e-4 in float32), `probes` and `steps` those of the log-determinant, whose standard error is
-    `la.posterior.precision.ratio_estimate().error`. `sampling="sketch"` draws from sketch and prior alone.
-    `predictive`: closed-form covariances by "solve"; by `samples` weight draws; or by the "sketch".
-    `method="batches"` solves by the rows of a batch at a time (`solve_by_batches`, at most `iterations` passes): for
-    data that are slow to read, many columns and loose tolerances.
+    - `rank` is the size of the sketch that preconditions solves. `sketch="rows"` makes it from rows in one pass where a
+      sample has few outputs; otherwise, and with `sketch="nystrom"`, it is randomized Nyström from `rank` products.
+    - `tolerance` is that of every solve (None: 1e-8 in float64, 1e-4 in float32), with at most `iterations` steps for
+      `columns` vectors at a time.
+    - `probes` and `steps` are those of the log-determinant, whose standard error the summary shows.
+    - `sampling="sketch"` draws weights from the sketch and the prior only.
+    - `predictive` computes covariances by "solve", by "samples" (`samples` weight draws) or by the "sketch".
+    - `method="batches"` solves with the rows of one batch at a time (`solve_by_batches`, at most `iterations` passes),
+      for data that are slow to read, many columns and loose tolerances.
 
-    Memory: about rank + 6·columns vectors of weights. Data are kept by reference and re-read.
+    Memory: about rank + 6·columns vectors of weights. The data are kept by reference and read again.
 
         la = lapwing.fit(model, loader, "classification", structure=MatrixFree(rank=200))
     """
@@ -117,7 +119,7 @@ class MatrixFree(Structure):
         return Estimate(matrix, totals, notes=self._notes(matrix, totals, trace))
 
     def cost(self, problem: Problem) -> str:
-        """What lies ahead, in bytes, products and seconds; runs one gradient of the first batch to know the last."""
+        """Say what a fit costs in bytes, products and seconds; one gradient of the first batch is timed."""
         itemsize = torch.finfo(problem.network.params.dtype).bits // 8
         megabytes = self.bytes(problem.plan, itemsize) / 1e6
         products = Products(problem.network, problem.batches, False)
@@ -134,7 +136,7 @@ class MatrixFree(Structure):
         )
 
     def _how(self, problem: Problem) -> str:
-        """Rows where outputs are few. Of many, a few sampled ones overstate their directions and make CG slower."""
+        """Return "rows" where outputs are few. Of many outputs a few sampled rows would make a poor sketch."""
         many = problem.factor.exact and problem.outputs > ROWS
         return "nystrom" if self.sketch == "rows" and many else self.sketch
 

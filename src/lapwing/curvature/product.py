@@ -1,4 +1,4 @@
-"""The curvature as products with all data, and what one plain pass over them adds up."""
+"""Products of the curvature with vectors, re-reading the data, and solves that go through it batch by batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from lapwing.linalg.operator import Product, Solver
 from lapwing.model import Batch
 from lapwing.model.products import Keep, Products
 
-MANY = 4  # vectors from which a forward pass is spent to learn which samples are above rounding
-ROWS = 64  # output directions a sample up to which all rows are gone through; beyond, they are sampled
+MANY = 4  # from so many vectors on, a forward pass first finds the samples above rounding
+ROWS = 64  # output directions per sample up to which all rows are used; beyond, they are sampled
 
 
 @dataclass(frozen=True, eq=False)
 class CurvatureProduct(Product):
     """G = Σ_n J_nᵀ φΛ_n J_n of a problem, re-reading its data for every block of vectors.
 
-    Samples whose curvature in output space is below the tolerance of the GGN (by default the rounding of the network's
-    dtype, for blocks of vectors) cost a forward pass.
-
-    `exact` holds diag G where a file did; else a pass over rows computes it, or an estimate where they are many.
+    A sample whose curvature in output space is below the tolerance of the factor (by default the rounding of the
+    network's dtype, for blocks of vectors) costs only a forward pass. `exact` holds diag G where it was read from a
+    file; otherwise a pass over rows computes it, or estimates it where rows are many.
     """
 
     problem: Problem
@@ -65,14 +64,14 @@ class CurvatureProduct(Product):
         return image if batch.weights is None else image * columns_of(batch.weights, f)
 
     def _keep(self, vectors: int) -> Keep | None:
-        """What leaves out samples below the tolerance; those below rounding only where a forward pass is little."""
+        """Return the choice of samples above the tolerance; None where it would cost more than it saves."""
         factor = self.problem.factor
         if not factor.exact or factor.tolerance == 0 or self.problem.outputs > ROWS:
             return None
         return None if factor.tolerance is None and vectors < MANY else self._counting
 
     def _counting(self, batch: Batch, f: Tensor) -> Tensor:
-        """Samples with all but the tolerance of the curvature in output space; confident ones are below rounding."""
+        """Return the samples that hold all but the tolerance of the curvature in output space."""
         factor = self.problem.factor
         root = self.problem.likelihood.factor(f.double(), self.problem.prepare(batch, f))
         sizes = root.square().flatten(1).sum(1)
@@ -83,7 +82,7 @@ class CurvatureProduct(Product):
         return order[sizes[order].cumsum(0) > tolerance * sizes.sum()].sort().values
 
     def _generator(self, batch: Batch) -> torch.Generator:
-        """Sampled factors draw the same directions at every pass."""
+        """Return a generator with which sampled factors draw the same directions at every pass."""
         return torch.Generator(self.device).manual_seed(self.seed + batch.number)
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -126,7 +125,7 @@ class CurvatureProduct(Product):
 
 
 def whole_factor(factor: Factor | None) -> Factor | None:
-    """The exact GGN without a limit: products with Λ go through no output directions."""
+    """Lift the limit of the exact GGN: products with Λ need no output directions."""
     if factor is None:
         return GGN(limit=sys.maxsize)
     return replace(factor, limit=sys.maxsize) if type(factor) is GGN else factor
@@ -137,7 +136,7 @@ def columns_of(weights: Tensor, f: Tensor) -> Tensor:
 
 
 def totals_of(problem: Problem) -> Totals:
-    """Statistics and gradient by one plain pass, without rows."""
+    """Sum statistics and gradient in one pass without rows."""
     likelihood = problem.likelihood
     parts: list[tuple[Tensor, float]] = []
 
@@ -165,11 +164,11 @@ def solve_by_batches(
 ) -> Solution:
     """(I + Σ_b Φ_bᵀΦ_b)⁻¹ v for v (s, P), where Φ_b = √c·SᵀJ·D^{-½} are the rows of one batch.
 
-    The dual unknowns a_b = Φ_b x of a batch are solved for exactly while those of the others stay, batch after batch:
-    block Gauss–Seidel on the kernel I + ΦΦᵀ, which converges for any prior and without a step size, in few passes where
-    batches say different things and in many where a weak prior lets all of them pull on one direction. Memory: the rows
-    of one batch, and one number for every output direction of the data and column. Every pass goes through the rows
-    once; the residual is computed by a pass of its own when the last one moved x by less than `tolerance`.
+    The dual unknowns a_b = Φ_b x of one batch are solved for exactly while the others stay fixed, batch after batch:
+    block Gauss–Seidel on the kernel I + ΦΦᵀ. It converges for any prior and without a step size, in few passes where
+    batches differ and in many where a weak prior lets all of them pull in one direction. Memory: the rows of one batch,
+    and one number per output direction of the data and column. Every pass goes through the rows once; the residual
+    takes a pass of its own when the last one moved x by less than `tolerance`.
 
         found = solve_by_batches(problem, c, tau, v);  found.residuals
     """
@@ -190,7 +189,7 @@ def solve_by_batches(
 
 
 class _Dual:
-    """The unknowns a_b of every piece of data, in the order in which it is read."""
+    """The unknowns a_b of every part of the data, in the order in which parts are read."""
 
     def __init__(self, scale: Tensor, root: Tensor) -> None:
         self.scale, self.root = scale, root
@@ -201,7 +200,7 @@ class _Dual:
         return rows * (self.scale * self.root).to(rows)
 
     def improve(self, problem: Problem, x: Tensor) -> Tensor:
-        """One pass: every piece's unknowns given all others'."""
+        """Solve once for the unknowns of every part, given all others."""
         number, state = 0, [x]
 
         def update(jacobian: Jacobian, fresh: Tensor | None) -> None:
@@ -222,7 +221,7 @@ class _Dual:
         return state[0]
 
     def product(self, problem: Problem, x: Tensor) -> Tensor:
-        """Σ Φᵀ Φ x."""
+        """Return Σ Φᵀ Φ x."""
         total = torch.zeros_like(x)
 
         def update(jacobian: Jacobian, fresh: Tensor | None) -> None:

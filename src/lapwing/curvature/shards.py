@@ -30,7 +30,7 @@ def sharded() -> bool:
 
 
 def place() -> str:
-    """This process among all of them, such as "0-of-2"; empty where there is one."""
+    """Name this process among all, such as "0-of-2"; empty where there is only one."""
     return f"{distributed.get_rank()}-of-{distributed.get_world_size()}" if sharded() else ""
 
 
@@ -45,7 +45,7 @@ def require_one_process(what: str) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A part of the work that all processes do: where one fails, all do. Serves as a decorator too."""
+    """Make all processes fail where one of them fails in this block. It also serves as a decorator."""
     if not sharded():
         yield
         return
@@ -60,7 +60,7 @@ def together() -> Iterator[None]:
 
 
 def exchange(content: Any) -> list[Any]:
-    """What every process brings, by rank; raises on all of them where one has failed."""
+    """Return what every process brings, by rank; raise on all of them where one has failed."""
     found: list[Any] = [None] * distributed.get_world_size()
     try:
         distributed.all_gather_object(found, (None, content))
@@ -73,16 +73,16 @@ def exchange(content: Any) -> list[Any]:
 
 
 def _tell(error: Exception) -> None:
-    """Answer the exchange that the other processes come to next with an error."""
+    """Answer the next exchange of the other processes with an error."""
     found: list[Any] = [None] * distributed.get_world_size()
     try:
         distributed.all_gather_object(found, ((type(error).__name__, str(error)), None))
     except RuntimeError:
-        pass  # the others are gone; the error itself is what there is to say
+        pass  # the other processes are gone; the error itself is raised
 
 
 def _received(rank: int, kind: str, message: str) -> Exception:
-    """The error of another process: of the same class where the class is one of ours."""
+    """Return the error of another process, of the same class where the class is one of ours."""
     if kind == PlanChanged.__name__:
         return PlanChanged()
     known = getattr(errors, kind, None)
@@ -97,10 +97,10 @@ def _shared(error: Any) -> Exception:
 
 
 def require_same(what: Mapping[str, str]) -> None:
-    """Refuse, on every process, texts that differ between processes; `what` maps their names to them."""
+    """Refuse, on every process, values that differ between processes; `what` maps their names to texts."""
     if not sharded():
         return
-    texts = {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in what.items()}  # objects that have no repr
+    texts = {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in what.items()}  # default reprs
     found = exchange(texts)
     differ = [name for name in texts if len({each.get(name) for each in found}) > 1]
     if differ:
@@ -113,7 +113,7 @@ def require_same(what: Mapping[str, str]) -> None:
 
 
 def shared_convention(convention: Convention) -> Convention:
-    """How the batches of all processes were read: what the first process has found that could tell."""
+    """Return one convention of reading batches for all processes: each part from the first process that knows it."""
     if not sharded():
         return convention
     found, unknown = exchange(convention), Convention()
@@ -124,7 +124,7 @@ def shared_convention(convention: Convention) -> Convention:
 
 
 def filled(batches: Batches) -> Batches:
-    """The batches of this process; where its shard is empty, one of another process whose samples weigh nothing."""
+    """Return the batches of this process. An empty shard borrows a batch of another process, with zero weights."""
     if not sharded():
         return batches
     iterator = iter(batches)
@@ -147,7 +147,7 @@ def filled(batches: Batches) -> Batches:
 
 
 def _parts(batch: Batch) -> tuple[Any, Any]:
-    """Inputs and targets, as they travel."""
+    """Return inputs and targets as they are sent to other processes."""
     inputs, targets = map_tensors(lambda t: t.detach().cpu(), (batch.inputs, batch.targets))
     return inputs, targets
 
@@ -168,7 +168,7 @@ def add_up(tensors: Mapping[str, Tensor], plan: Plan | None = None) -> None:
 
 
 def add_up_numbers(numbers: Mapping[str, float], device: torch.device) -> dict[str, float]:
-    """Sums of plain numbers over the processes."""
+    """Sum plain numbers over the processes."""
     names = sorted(numbers)
     total = torch.tensor([float(numbers[name]) for name in names], dtype=torch.float64, device=device)
     distributed.all_reduce(total)

@@ -15,6 +15,11 @@ from lapwing.posterior import Belief, Prior, Tempered
 
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 
+AS_FITTED = (
+    "the curvature stays as it was fitted, at another {0} than the {1:.4g} chosen here: for the curvature at this one, "
+    "fit again with likelihood=la.likelihood"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Setting:
@@ -143,6 +148,8 @@ class Tuning:
             tempered = Tempered(chosen.temperature, tempered.prior)
         if chosen.dispersion is not None:
             likelihood = likelihood.with_dispersion(chosen.dispersion)
+            if not likelihood.scales_curvature:
+                more["messages"] = (*more.get("messages", ()), AS_FITTED.format(unit[0], chosen.dispersion ** unit[1]))
         prior = groups.prior(precision, belief.prior.mean)
         return cls(method, tuple(settings), scores, best, prior, tempered, likelihood, **more)
 

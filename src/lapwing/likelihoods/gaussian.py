@@ -51,7 +51,14 @@ class Gaussian(Likelihood):
 
     def __post_init__(self) -> None:
         if not isinstance(self.noise, float | Tensor | None):
-            object.__setattr__(self, "noise", torch.as_tensor(self.noise, dtype=torch.float64))
+            try:
+                noise = torch.as_tensor(self.noise, dtype=torch.float64)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise BadData(
+                    f"noise={self.noise!r} is no number: it is a standard deviation, as in Gaussian(noise=0.3), or one "
+                    "per output."
+                ) from error
+            object.__setattr__(self, "noise", noise)
         noise = self._noise
         if noise.ndim > 1 or noise.numel() == 0 or not bool((noise > 0).all() & noise.isfinite().all()):
             raise BadData(
@@ -60,18 +67,18 @@ class Gaussian(Likelihood):
 
     @property
     def _noise(self) -> Tensor:
-        """σ as a tensor, () or (K,); 1 where it is unknown."""
+        """The noise σ as a tensor, () or (K,); 1 where it is unknown."""
         if isinstance(self.noise, Tensor):
             return self.noise.double()
         return torch.tensor(1.0 if self.noise is None else self.noise, dtype=torch.float64)
 
     def sigma(self, f: Tensor) -> Tensor:
-        """σ, () or (K,), in the dtype and on the device of f."""
+        """Return σ, () or (K,), in the dtype and on the device of f."""
         noise = self._noise
         if noise.ndim == 1 and noise.shape[0] not in (1, f.shape[-1]):
             raise BadData(
                 f"noise has {noise.shape[0]} entries, but the network has {f.shape[-1]} outputs: "
-                "give one number, or one an output."
+                "give one number, or one per output."
             )
         return noise.to(promote(f))
 
@@ -102,7 +109,7 @@ class Gaussian(Likelihood):
         return torch.diag_embed(self._ratios().to(promote(f)).expand(f.shape))
 
     def _ratios(self) -> Tensor:
-        """√φ / σ_k, () or (K,): 1 on geometric average."""
+        """Return √φ / σ_k, () or (K,), whose geometric mean is 1."""
         log_sigma = self._noise.detach().double().log()
         return (log_sigma.mean() - log_sigma).exp()
 
@@ -111,7 +118,7 @@ class Gaussian(Likelihood):
         return f + self.sigma(f).detach() * torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
 
     def marginal(self, f: Outputs) -> Marginal:
-        """y ~ N(m, V + diag σ²)."""
+        """Return y ~ N(m, V + diag σ²)."""
         noise = self.sigma(f.mean).square().expand(f.mean.shape)
         return NormalMarginal(promote(f.mean), noise, promote(f.variance), lambda: f.item_covariance)
 
@@ -137,7 +144,7 @@ class Gaussian(Likelihood):
         return not self.known and outputs > 1
 
     def with_dispersion(self, dispersion: float | Tensor) -> Gaussian:
-        """The same ratios between outputs with another φ; gradients flow from it."""
+        """Return the same ratios between outputs with another φ; gradients flow from it."""
         phi = torch.as_tensor(dispersion, dtype=torch.float64)
         factor = (phi / self.dispersion.detach().to(phi.device)).sqrt()
         return Gaussian(self._noise.detach().to(phi.device) * factor, self.learns_dispersion)
@@ -150,7 +157,7 @@ class Gaussian(Likelihood):
         return max(ratio, 1e-24) * self.dispersion.item()
 
     def estimate(self, statistics: Tensor) -> Gaussian:
-        """σ_k² = Σ r_k²/n of every output where the noise is unknown; of an estimate the common factor only.
+        """Estimate σ_k² = Σ r_k²/n per output where the noise is unknown, and only a common factor of an estimate.
 
         The noise that a user gave stays as it is. An output without residuals gets the smallest noise of the others.
         """
@@ -171,7 +178,7 @@ class Gaussian(Likelihood):
         return Gaussian(torch.where(squares > 0, squares, least).sqrt().cpu(), estimated=True)
 
     def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """(1 + C,): the number of items, then Σ (y − f)² for each output."""
+        """Return (1 + C,): the number of items, then Σ (y − f)² per output."""
         square = (y - f).double().square()
         return weighted_sum(torch.cat([torch.ones_like(square[..., :1]), square], -1), weights)
 
@@ -188,7 +195,7 @@ class Gaussian(Likelihood):
         return -(square / variance + count * (2 * math.pi * variance).log()).sum() / 2
 
     def same_curvature(self, other: Likelihood) -> bool:
-        """The same ratios between the noise of the outputs."""
+        """Whether the ratios between the noise of the outputs are the same."""
         if not isinstance(other, Gaussian):
             return False
         mine, theirs = self._ratios(), other._ratios()

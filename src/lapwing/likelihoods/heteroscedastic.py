@@ -22,6 +22,7 @@ from lapwing.likelihoods.likelihood import (
 from lapwing.likelihoods.marginal import SPACING, Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
 from lapwing.storage import register
 
+TAIL = 8.0  # log of the largest ratio E[σ⁴]/σ⁴ that moments of y may come from
 FAR = 0.5  # nats per target by which another reading of the outputs must be better to be mentioned
 READINGS = {
     "natural": ("(η₁, ρ)", 'pass lapwing.HeteroscedasticGaussian(parametrization="natural")'),
@@ -38,7 +39,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     "natural": f = (η₁, ρ) with η₂ = −½ softplus(ρ), so σ² = −1/(2η₂) = 1/softplus(ρ) and μ = −η₁/(2η₂) = η₁σ². Every
     f is valid, so a linear model in (η₁, ρ) is too. With s₁ = (σ, −μσ·sigmoid ρ) and s₂ = (0, sigmoid ρ·σ²/√2) in
-    these coordinates, Λ = s₁s₁ᵀ + s₂s₂ᵀ (MATH, the roots in (η₁, η₂) times ∂η₂/∂ρ = −½ sigmoid ρ).
+    these coordinates, Λ = s₁s₁ᵀ + s₂s₂ᵀ (the roots in (η₁, η₂) times ∂η₂/∂ρ = −½ sigmoid ρ).
 
     "mean": f = (μ, log σ²), Λ = diag(1/σ², ½).
 
@@ -54,12 +55,12 @@ class HeteroscedasticGaussian(Likelihood):
             raise BadData(f'parametrization="{self.parametrization}": use "natural" (η₁, ρ) or "mean" (μ, log σ²).')
 
     def split(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """The K first and the K second parameters, each (B, *event, K)."""
+        """Return the K first and the K second parameters, each (B, *event, K)."""
         first, second = promote(f).chunk(2, -1)
         return first, second
 
     def moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """μ and σ², (B, *event, K)."""
+        """Return μ and σ², (B, *event, K)."""
         first, second = self.split(f)
         if self.parametrization == "mean":
             return first, second.exp()
@@ -74,7 +75,7 @@ class HeteroscedasticGaussian(Likelihood):
         if raw.ndim < 2 or raw.shape[-1] % 2:
             raise BadData(
                 f"outputs of shape {tuple(raw.shape)}: HeteroscedasticGaussian needs an even last dimension 2K, "
-                "two parameters a target (K of the first kind, then K of the second)."
+                "two parameters per target (K of the first kind, then K of the second)."
             )
         return promote(raw)
 
@@ -85,7 +86,7 @@ class HeteroscedasticGaussian(Likelihood):
         return y
 
     def doubts(self, f: Tensor, y: Tensor) -> list[str]:
-        """Whether the outputs explain the targets far better when they are read in another of the usual ways."""
+        """Say where the outputs explain the targets far better when they are read in another of the usual ways."""
         first, second = self.split(f.detach())
         log_probs = {"this": self.log_prob(f.detach(), y).mean().item()}
         for other in {"natural", "mean"} - {self.parametrization}:
@@ -117,7 +118,7 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([error, -slope * (error * (error + 2 * mean) - variance)], -1)
 
     def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (B, *event, 2K, 2K): first the K columns s₁, then the K columns s₂."""
+        """Return S (B, *event, 2K, 2K): first the K columns s₁, then the K columns s₂."""
         first, second = self.split(f)
         if self.parametrization == "mean":
             return torch.diag_embed(torch.cat([(-second / 2).exp(), torch.full_like(second, math.sqrt(0.5))], -1))
@@ -134,11 +135,14 @@ class HeteroscedasticGaussian(Likelihood):
         return mean + variance.sqrt() * noise
 
     def marginal(self, f: Outputs) -> Marginal:
-        """A mixture over nodes of the second parameter, given which everything is Gaussian.
+        """Return a mixture over nodes of the second parameter, given which everything is Gaussian.
 
         Given ρ, f₁ = m + b(ρ − ρ̄) + e with b = Cov(f₁, ρ)/Var(ρ) and Var e = r, and μ = a(ρ) f₁ with a = σ² (natural)
         or 1 (mean). So y | ρ ~ N(a(m + b(ρ − ρ̄)), a²r + σ²), E[σ²] is the aleatoric part and Var μ = E[a²r] +
         Var[a(m + b(ρ − ρ̄))] the epistemic one: the whole 2 × 2 covariance counts, not Var(f₁) alone.
+
+        Densities and quantiles are those of this mixture. So are mean and variances, unless the spread of ρ is so wide
+        that they would come from noise levels far out in its tail (see `_narrowed`).
         """
         dtype, k = promote(f.mean).dtype, f.mean.shape[-1] // 2
         covariance = f.item_covariance.double()
@@ -150,8 +154,13 @@ class HeteroscedasticGaussian(Likelihood):
         x, weights = (part.reshape(-1, *(1,) * slope.ndim) for part in (x, log_weights.exp()))
         scale = safe_sqrt(diagonal[..., k:])
         center, noise, known, drift = self._given(f.mean.double(), slope, rest, scale * x)
-        mean = (weights * center).sum(0)
-        epistemic = (weights * (known + (center - mean).square())).sum(0)
+        narrow = self._narrowed(f.mean.double(), scale, x, log_weights)
+        limited = center, noise, known, drift
+        if narrow is not scale:
+            limited = self._given(f.mean.double(), slope, rest, narrow * x)
+        mean = (weights * limited[0]).sum(0)
+        epistemic = (weights * (limited[2] + (limited[0] - mean).square())).sum(0)
+        aleatoric = (weights * limited[1]).sum(0)
         variance = known + noise
         coarse = drift.abs() * scale * SPACING > variance.sqrt()
         if bool(coarse.any()):
@@ -161,11 +170,37 @@ class HeteroscedasticGaussian(Likelihood):
             spread = shrunk[1] + shrunk[2] + (shrunk[3] * scale * SPACING).square()
             variance = torch.where(coarse, spread, variance)
         law = Normal(center, variance.sqrt(), validate_args=False)
-        aleatoric = (weights * noise).sum(0)
         return MixtureMarginal(law, log_weights, mean.to(dtype), aleatoric.to(dtype), epistemic.to(dtype))
 
+    def _narrowed(self, f: Tensor, scale: Tensor, x: Tensor, log_weights: Tensor) -> Tensor:
+        """Limit the standard deviation of ρ for moments: log E[σ⁴] is at most `TAIL` above that at the mean of ρ.
+
+        In natural parameters μ = η₁σ² and σ² = 1/softplus(ρ), which grows like exp(−ρ) below zero. Moments over a wide
+        Gaussian ρ then come from noise levels that no data have shown: at a standard deviation of 10 the mean of y is
+        e⁵⁰ times its median. Up to the limit (a standard deviation of 2 where ρ is negative, more where it is large)
+        the moments are exact; beyond, they are those at the limit. `scale` itself is returned where nothing changes.
+        """
+        if self.parametrization == "mean":
+            return scale
+        log_weights = log_weights.reshape(-1, *(1,) * scale.ndim)
+        rho = self.split(f)[1]
+
+        def excess(spread: Tensor) -> Tensor:
+            return (log_weights - 2 * precision(rho + spread * x).log()).logsumexp(0) + 2 * precision(rho).log()
+
+        wide = excess(scale) > TAIL
+        if not bool(wide.any()):
+            return scale
+        with torch.no_grad():
+            low, high = torch.zeros_like(scale), scale
+            for _ in range(50):  # the excess grows with the spread, since σ⁴ is convex in ρ
+                middle = (low + high) / 2
+                inside = excess(middle) <= TAIL
+                low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
+        return torch.where(wide, low, scale)
+
     def _given(self, f: Tensor, slope: Tensor, rest: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """At ρ = ρ̄ + step: E[μ|ρ], σ², Var(μ|ρ) and the derivative of E[μ|ρ] in ρ, each (Q, B, *event, K)."""
+        """Return E[μ|ρ], σ², Var(μ|ρ) and the derivative of E[μ|ρ] in ρ at ρ = ρ̄ + step, each (Q, B, *event, K)."""
         first, second = self.split(f)
         center, noise = self.moments(torch.cat([first + slope * step, second + step], -1))
         if self.parametrization == "mean":
@@ -174,5 +209,5 @@ class HeteroscedasticGaussian(Likelihood):
 
 
 def precision(rho: Tensor) -> Tensor:
-    """softplus(ρ) = 1/σ², kept so far from zero that σ⁴ is a number: nodes of a wide posterior reach far down."""
+    """Return softplus(ρ) = 1/σ², kept so far from zero that σ⁴ is finite: nodes of a wide posterior reach far down."""
     return softplus(rho).clamp(min=torch.finfo(rho.dtype).tiny ** 0.4)

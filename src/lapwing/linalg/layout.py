@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lapwing.storage import tensor_of
+from lapwing.storage import register, tensor_of
 
 MOST = 4  # runs in a row that are looked for: a weight matrix and its bias have two
 
@@ -144,6 +144,7 @@ def _read(index: Tensor) -> Places | None:
     return None if n % width else Places(n // width, runs)
 
 
+@register
 class Layout:
     """A partition of range(size): entry j of block k is entry index[k][j] of the flat vector.
 
@@ -223,7 +224,7 @@ class Layout:
             if place.explicit is not None:
                 tensors[f"{key}.{k}"] = place.explicit
             blocks.append({"tensor": f"{key}.{k}"} if place.explicit is not None else place.spec())
-        return {"size": self.size, "blocks": blocks}
+        return {"type": "Layout", "size": self.size, "blocks": blocks}
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:

@@ -193,6 +193,9 @@ class LowRank(PSD):
         half = self._half_basis()
         return torch.linalg.eigvalsh(half @ half.T).clamp(min=0)
 
+    def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
+        return None  # its own products need no basis of all weights
+
     def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
         """J Jᵀ/ρ − (J V) diag(e/(ρ(e + ρ))) (J V)ᵀ for A = V diag(e) Vᵀ, in float64."""
         if bool(self.shift.any()):

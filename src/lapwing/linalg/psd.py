@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite
 from lapwing.linalg.layout import Layout
-from lapwing.linalg.rows import Jacobian, Rows, chunks
-from lapwing.linalg.spectrum import sum_log1p
+from lapwing.linalg.rows import DenseRows, Jacobian, Rows, chunks
+from lapwing.linalg.spectrum import Spectrum, sum_log1p
 from lapwing.linalg.validity import Scalar, flaw_of_values, nonnegative, require_positive
 from lapwing.storage import move, nbytes, register, unpack
+
+WRITTEN_OUT = 2048  # weights up to which a matrix without an eigenbasis of its own is decomposed as a dense one
 
 
 class PSD(ABC):
@@ -86,9 +89,17 @@ class PSD(ABC):
     def eigenvalues(self) -> Tensor | None:
         """The eigenvalues, float64, without some or all that are zero; None where they are not known.
 
-        Those of a diagonal matrix are in the order of its entries. Negative ones (an exact Hessian) are not hidden.
+        Those of a diagonal matrix are in the order of its entries. Negative ones (an exact Hessian) are not hidden. By
+        default those of the dense matrix, up to `WRITTEN_OUT` weights.
         """
-        return None
+        return None if self._decomposed is None else self._decomposed.values
+
+    @cached_property
+    def _decomposed(self) -> Spectrum | None:
+        """The decomposition of the dense matrix, where it is small enough."""
+        if self.iterative or self.size > WRITTEN_OUT or self.diagonal().requires_grad:
+            return None
+        return Spectrum(self.dense(), self.dtype)
 
     def grouped_eigenvalues(self, group: Tensor) -> tuple[Tensor, Tensor] | None:
         """The eigenvalues and the group that each belongs to, for weights that are in groups (P,).
@@ -111,7 +122,9 @@ class PSD(ABC):
 
     def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
         """The eigenvalues and J in the basis of their eigenvectors; None where A has no eigenbasis at hand."""
-        return None
+        if self._decomposed is None:
+            return None
+        return self._decomposed.values, DenseRows(self._rows(rows).dense() @ self._decomposed.vectors)
 
     def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
         """J_a (A + ρ I)⁻¹ J_bᵀ of each sample, for shifts ρ (m,) and pairs of directions (a, b) (2, k): (m, n, k).
@@ -189,16 +202,16 @@ class PSD(ABC):
     def diagonal(self) -> Tensor:
         """diag A, (P,)."""
 
-    @abstractmethod
     def inverse_diagonal(self) -> Tensor:
         """diag A⁻¹, (P,): marginal variances when A is a precision."""
+        return self.solve(torch.eye(self.size, dtype=self.dtype, device=self.device)).diagonal()
 
-    @abstractmethod
     def smallest_eigenvalue(self) -> Tensor:
         """The smallest eigenvalue, a float64 scalar.
 
         A lower bound for `LowRank` and for a Kronecker product with a row-and-column prior.
         """
+        return torch.linalg.eigvalsh(self.dense().double()).min()
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, NotReiterable
-from lapwing.model.convention import IGNORED, Answer, Convention, are_tokens, ask, entry_for, floating_dtype, shift
-from lapwing.model.inputs import Inputs, as_tensors, batch_size, is_array, map_tensors, take, tensors_in
-from lapwing.model.module import arguments, borrowed, ordinary
+from lapwing.model.convention import IGNORED, Answer, Convention, are_tokens, ask, entry_for, shift
+from lapwing.model.inputs import Inputs, as_tensors, batch_size, is_array, require_dense, take, tensors_in
+from lapwing.model.module import evaluated, placed
 
 ASKED = 8  # samples with which a network is asked how it reads labels
 ROWS = 256  # a pair (X, y) of whole tensors is read in batches of this many samples
@@ -101,7 +101,7 @@ class Batches:
     def __post_init__(self) -> None:
         pair = isinstance(self.data, (tuple, list)) and len(self.data) == 2
         for tensor in tensors_in(self.data) if pair else ():
-            _dense(tensor)
+            require_dense(tensor)
         if is_array(self.data) or (pair and (isinstance(self.data, tuple) or all(map(is_array, self.data)))):
             object.__setattr__(self, "data", as_tensors(self.data))
         if isinstance(self.data, tuple) and pair and isinstance(self.data[0], (Tensor, Mapping)):
@@ -179,7 +179,7 @@ class Batches:
             if targets is None:
                 raise BadData(f"batch {number} has no targets")
             seen += 1
-            targets = _on(self.device, _dense(targets) if isinstance(targets, Tensor) else targets)
+            targets = _on(self.device, require_dense(targets) if isinstance(targets, Tensor) else targets)
             if labels is not None and are_tokens(targets):
                 inputs, targets = self._aligned(inputs, labels, targets, number)
             yield Batch(inputs, targets, _on(self.device, weights), number)
@@ -188,32 +188,10 @@ class Batches:
 
     def placed(self, inputs: Inputs) -> Inputs:
         """Move inputs to the device, and cast them to the network's floating dtype if it refuses theirs."""
-        inputs = map_tensors(lambda t: ordinary(_dense(t)).to(self.device), inputs)
-        came = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
-        if came <= {p.dtype for p in islice(self.module.parameters(), 1)}:  # the usual case, checked quickly
-            return inputs
-        dtype = floating_dtype(self.module)
-        if dtype is None or came <= {dtype}:
-            return inputs
-        if self.convention.cast is None and batch_size(inputs):
-            self._learn(cast=self._refused(take(inputs, slice(0, 1), batch_size(inputs))))
-        if not self.convention.cast:
-            return inputs
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
-
-    def _run(self, inputs: Inputs, **more: Any) -> Any:
-        """Return the network's output for copies of the inputs, in eval mode and without gradients."""
-        device = next((p.device for p in self.module.parameters()), self.device)
-        args, kwargs, more = map_tensors(lambda t: t.to(device, copy=True), (*arguments(inputs), more))
-        with borrowed(self.module) as own, torch.no_grad():
-            return own(*args, **kwargs, **more)
-
-    def _refused(self, inputs: Inputs) -> bool:
-        try:
-            self._run(inputs)
-        except Exception:
-            return True
-        return False
+        inputs, cast = placed(self.module, inputs, self.device, self.convention.cast)
+        if cast is not self.convention.cast:
+            self._learn(cast=cast)
+        return inputs
 
     def _split(self, raw: Any) -> tuple[Inputs, Any, Tensor | None, str | None]:
         """Return inputs, targets, weights, and the name of labels that the network may shift or need as inputs."""
@@ -272,7 +250,9 @@ class Batches:
             return Answer("")
         counted = (labels != IGNORED).any(1)
         rows = (counted if counted.any() else ~counted).nonzero().flatten()[:ASKED]
-        answer = ask(self._run, take(inputs, rows.to(self.device), len(labels)), entry, labels[rows].long())
+        answer = ask(
+            partial(evaluated, self.module), take(inputs, rows.to(self.device), len(labels)), entry, labels[rows].long()
+        )
         self._learn(entry=answer.entry)
         return answer if answer.loss is None or counted.any() else None
 
@@ -289,15 +269,6 @@ class Batches:
 
 def _on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    if tensor.is_nested:
-        raise BadData("a tensor of the data is nested: pass padded tensors, or batches of equal length")
-    if tensor.layout is not torch.strided:
-        kind = str(tensor.layout).removeprefix("torch.")
-        raise BadData(f"a tensor of the data, of shape {tuple(tensor.shape)}, is {kind}: pass tensor.to_dense()")
-    return tensor
 
 
 def _listed(targets: Any) -> Any:

@@ -128,12 +128,6 @@ def ask(run: Run, inputs: Any, entry: str, labels: Tensor) -> Answer:
     return Answer("" if independent else entry, loss, logits, labels)
 
 
-def floating_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the floating dtype of all parameters; None if there are several."""
-    found = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    return found.pop() if len(found) == 1 else None
-
-
 def _outputs(run: Run, inputs: Any) -> Tensor | None:
     """Return the outputs without labels; None if the network needs labels."""
     try:

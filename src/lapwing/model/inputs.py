@@ -114,6 +114,16 @@ def _tensor_of(value: Any) -> Tensor:
         ) from error
 
 
+def require_dense(tensor: Tensor) -> Tensor:
+    """Refuse a sparse or nested tensor."""
+    if tensor.is_nested:
+        raise BadData("a tensor of the data is nested: pass padded tensors, or batches of equal length")
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise BadData(f"a tensor of the data, of shape {tuple(tensor.shape)}, is {kind}: pass tensor.to_dense()")
+    return tensor
+
+
 def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
     """Return a key that two nested inputs share if they have the same structure and the same plain values.
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
+from itertools import islice
 from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from lapwing.errors import BadData, LapwingError, UnsupportedModel
 from lapwing.model.copies import PrivateCopy
-from lapwing.model.inputs import Inputs, map_tensors, tensors_in
+from lapwing.model.inputs import Inputs, batch_size, map_tensors, require_dense, take, tensors_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -233,6 +234,42 @@ def explained(inputs: Inputs) -> Iterator[None]:
         raise BadData(
             f"the network does not take inputs of shape {came} ({type(error).__name__}: {error}).{hint}"
         ) from error
+
+
+def evaluated(module: nn.Module, inputs: Inputs, **more: Any) -> Any:
+    """Return the module's output for copies of the inputs, on its device, in eval mode and without gradients."""
+    device = next((p.device for p in module.parameters()), None)
+    args, kwargs, more = map_tensors(lambda t: t.to(device or t.device, copy=True), (*arguments(inputs), more))
+    with borrowed(module) as own, torch.no_grad():
+        return own(*args, **kwargs, **more)
+
+
+def placed(
+    module: nn.Module, inputs: Inputs, device: torch.device, cast: bool | None = None
+) -> tuple[Inputs, bool | None]:
+    """Move inputs to a device, and cast them to the module's floating dtype if it refuses theirs.
+
+    `cast` says whether it refuses them, None if that is not known yet; it is returned as far as it is known now.
+    """
+    inputs = map_tensors(lambda t: ordinary(require_dense(t)).to(device), inputs)
+    came = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
+    if came <= {p.dtype for p in islice(module.parameters(), 1)}:  # the usual case, checked quickly
+        return inputs, cast
+    own = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if len(own) != 1 or came <= own:
+        return inputs, cast
+    if cast is None and batch_size(inputs):
+        cast = _refuses(module, take(inputs, slice(0, 1), batch_size(inputs)))
+    (dtype,) = own
+    return map_tensors(lambda t: t.to(dtype) if cast and t.is_floating_point() else t, inputs), cast
+
+
+def _refuses(module: nn.Module, inputs: Inputs) -> bool:
+    try:
+        evaluated(module, inputs)
+    except Exception:
+        return True
+    return False
 
 
 def output_tensor(output: object) -> Tensor:

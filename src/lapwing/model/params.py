@@ -84,7 +84,7 @@ class Params:
             wide = torch.promote_types(wide, value.dtype)
         return wide
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.values[0].device
 

@@ -18,6 +18,7 @@ from lapwing.model import Batches, Network, Plan, batch_size, tensors_in
 from lapwing.model.batches import Batch
 from lapwing.model.convention import Convention
 from lapwing.model.inputs import Inputs, as_tensors
+from lapwing.model.module import placed
 from lapwing.posterior import Belief
 from lapwing.predictive.lastlayer import LastLayer, last_layer_of
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
@@ -83,7 +84,7 @@ class Predictive:
             raise BadData(
                 f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
             )
-        x = self.batches(()).placed(x)
+        x, _ = placed(self.network.module, x, self.network.params.device, self.options.convention.cast)
         if batch_size(x) == 0:
             raise BadData("the batch to predict is empty")
         for tensor in tensors_in(x):

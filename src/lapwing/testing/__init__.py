@@ -1,5 +1,7 @@
 """Laws as test cases: subclass one for a class of your own, and pytest checks it like the ones in the library."""
 
+from lapwing.testing.matrices import MatrixLaws
 from lapwing.testing.rules import RuleLaws
+from lapwing.testing.structures import StructureLaws
 
-__all__ = ["RuleLaws"]
+__all__ = ["MatrixLaws", "RuleLaws", "StructureLaws"]
