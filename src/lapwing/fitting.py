@@ -1,4 +1,4 @@
-"""The front door: fit a posterior, or load one."""
+"""`lapwing.fit` and `lapwing.load`: give a network a posterior, or read one from a file."""
 
 from __future__ import annotations
 
@@ -74,18 +74,22 @@ def fit(
 ) -> Laplace:
     """Give a trained network a posterior over its weights.
 
-    `data` is any re-iterable of batches (a DataLoader, a list) or a pair (X, y); a batch is (x, y), ((x1, x2), y) or a
-    dict with labels, or what `split(batch) -> (inputs, targets[, weights])` makes of it. Arrays and data frames are
-    taken as tensors. Labels of tokens are read as the network's own loss reads them, if it returns one. `likelihood`
-    says what the outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic", "preference", or
-    an object.
-    `structure` is what is kept of the curvature, `factor` how it is computed, `select` which weights take part,
-    `prior` a precision (see `Prior`), `temperature` how often the data count. `n_data` is the size of the data set that
-    `data` stands for. The module is evaluated in eval mode and given back bit-identical. `checkpoint` is a folder in
-    which an interrupted fit (diag, blockdiag, kron, ekfac, full) goes on; other batches or another order start over.
-    Under `torchrun`, after `torch.distributed.init_process_group`, all processes call `fit` with the same model and
-    options, each with its own shard of the data (it may be empty), and get the same posterior of all of them (the same
-    five structures). Where one process fails, all do.
+    - `data`: a re-iterable of batches (a DataLoader, a list) or a pair (X, y). A batch is (x, y), ((x1, x2), y), a dict
+      with labels, or anything that `split(batch) -> (inputs, targets[, weights])` reads. Arrays and data frames are
+      converted to tensors. Labels of tokens are read as by the network's own loss, if it returns one.
+    - `likelihood`: what the outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic",
+      "preference", or an object.
+    - `structure`: the form of the curvature. `factor`: how it is computed. `select`: which weights take part.
+    - `prior`: a precision (see `Prior`). `temperature`: a power of the likelihood.
+    - `n_data`: the size of the data set, if `data` is only a part of it or repeats it.
+    - `memory`: bytes that the fit and predictions may use.
+    - `checkpoint`: a folder from which an interrupted fit goes on (diag, blockdiag, kron, ekfac, full). Other batches
+      or another order start over.
+    - `repair`: raise the prior precision where the posterior would not be positive definite (exact Hessian).
+
+    The module is evaluated in eval mode and is bit-identical afterwards. Under `torchrun`, after
+    `torch.distributed.init_process_group`, all processes call `fit` with the same model and options, each with its own
+    shard of the data (it may be empty); all get the same posterior, that of all data. Where one process fails, all do.
 
         la = lapwing.fit(model, train_loader, "classification")
         la.predict(x).probs
@@ -133,7 +137,7 @@ def fit(
 
 
 def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, str]:
-    """What all processes of a fit must share, as texts by name."""
+    """Return what all processes of a fit must share, as texts by name."""
     params = network.params
     mean, matrix = prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
     values = (t.detach().cpu().contiguous().numpy().tobytes() for t in (mean, matrix.diagonal()))
@@ -148,7 +152,7 @@ def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, s
 def _require_kinds(
     split: Callable[[Any], tuple] | None, generator: torch.Generator | None, checkpoint: str | Path | None
 ) -> None:
-    """Refuse options of another kind before they are used, or silently not used."""
+    """Refuse options of the wrong kind before any work."""
     if split is not None and not callable(split):
         raise BadData(f"split is a function of a batch, got {split!r}")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -158,7 +162,7 @@ def _require_kinds(
 
 
 def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure) -> Resume:
-    """Where the fit goes on, for the same network, weights, likelihood, factor and structure."""
+    """Return the files from which the fit goes on, for the same network, likelihood, factor and structure."""
     network, family, factor = problem.network, problem.likelihood, problem.factor
     if not (chosen.mergeable and factor.mergeable):
         raise UnsupportedOperation(f"checkpoint= serves structures {mergeable()} with a GGN or a Fisher; leave it out")
@@ -180,8 +184,8 @@ def load(
 ) -> Laplace:
     """Read a posterior that `la.save(path)` wrote, for the same model with the same weights.
 
-    `likelihood` is needed for a likelihood of your own. `data` (and `split`) is for structure="matrixfree", which keeps
-    no matrix but products with the data of the fit: pass the same.
+    `likelihood` is needed for a likelihood of your own that is not registered. `data` (and `split`) are the data of the
+    fit, which structure="matrixfree" reads again for every product.
 
         la = lapwing.load("model.lapwing", model)
     """
@@ -225,7 +229,7 @@ def load(
 
 
 def _caller() -> int:
-    """How far up the stack the line of the user is that called `fit`, past wrappers and context managers."""
+    """Return how far up the stack the user's call of `fit` is, past wrappers and context managers."""
     ours = (str(Path(__file__).parent), contextlib.__file__, str(Path(torch.__file__).parent))
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
@@ -284,7 +288,7 @@ def _narrowed(
     tempered: Tempered,
     options: dict[str, Any],
 ) -> Network:
-    """The network with a posterior over k single weights."""
+    """Restrict a network to k single weights."""
     params = network.params
     scores: Tensor = params.flat
     if select.by == "variance":

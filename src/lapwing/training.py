@@ -1,4 +1,4 @@
-"""`lapwing.train`: weights, prior and noise together, and the posterior at the end."""
+"""`lapwing.train`: train weights, prior and noise together, and fit the posterior at the end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood
 from lapwing.model import unwrap
 
-FIT = 2  # the fit at the end reads so many times the data of a step of the evidence
+FIT = 2  # the fit at the end reads this many times the data of one step of the evidence
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A trained network with its posterior: `.laplace`, `.history` of the evidence, `.stopped` early or not.
+    """A trained network with its posterior (`.laplace`), the `.history` of the evidence, and whether it `.stopped`
+    early. The module holds the best weights.
 
-    The module holds the weights that were kept. `print(trained.table())`.
+        print(trained.table())
     """
 
     laplace: Laplace
@@ -40,11 +41,11 @@ class Trained:
 
     @property
     def module(self) -> nn.Module:
-        """The network, at the weights that were kept."""
+        """The network at the best weights."""
         return self.laplace.module
 
     def table(self, rows: int = 20) -> str:
-        """The history of the evidence as text, thinned to so many rows."""
+        """Return the history of the evidence as text, with at most so many rows."""
         heads = ("step", "epoch", "loss", "log evidence", "γ", "precision", "val NLL")
         lines = [" ".join(f"{h:>{w}}" for h, w in zip(heads, (8, 6, 10, 14, 9, 21, 8), strict=True))]
         thin = max(1, -(-len(self.history) // rows))
@@ -88,15 +89,19 @@ def train(
 ) -> Trained:
     """Train a network on its log joint while the evidence chooses prior and noise, and fit the posterior at the end.
 
-    After `burnin` steps (a tenth of the training) the evidence is estimated every `every` steps (once an epoch) on up
-    to `samples` data, with the structure and factor of `fit` or structure="batch", the bound of one batch; `prior`
-    ("scalar", "layerwise", "unit", "input", "parameterwise") and the noise of a Gaussian move towards its maximum. A
-    number or a `Prior` stays fixed. `optimizer` is an optimizer of the model's parameters or a function that makes one
-    (Adam, 1e-3), without weight decay; `scheduler` likewise, moved once an epoch or with schedule_by="step" every step.
-    `keep` the weights with the best "evidence", "validation" NLL (of `val`) or the "last"; stop after `patience` steps
-    of the evidence without a better one. `checkpoint` is a folder in which an interrupted training resumes, exactly.
-    A pair (X, y) is shuffled in batches of `batch_size`. The posterior at the end reads up to 2·`samples` data and
-    stands for all; samples=None reads all data at every step and at the end.
+    After `burnin` steps (default: a tenth of the training) the evidence is estimated every `every` steps (default: once
+    per epoch) on up to `samples` data, with the structure and factor of `fit` or structure="batch", the bound of one
+    batch. The `prior` ("scalar", "layerwise", "unit", "input" or "parameterwise") and the noise of a Gaussian move
+    towards its maximum; a number or a `Prior` stays fixed.
+
+    - `optimizer`: an optimizer of the model's parameters, or a function that makes one (default: Adam with 1e-3),
+      without weight decay. `scheduler`: likewise; it steps once per epoch, or every step with schedule_by="step".
+    - `keep`: the weights to return: with the best "evidence", the best "validation" NLL (on `val`), or the "last".
+    - `patience`: stop after so many estimates of the evidence without a better one.
+    - `checkpoint`: a folder from which an interrupted training goes on exactly.
+    - `batch_size`: a pair (X, y) is shuffled in batches of this size.
+    - `samples`: the posterior at the end reads up to 2·`samples` data, which stand for all; None reads all data at
+      every estimate and at the end.
 
         trained = lapwing.train(model, (X, y), "classification", epochs=20)
         trained.laplace.predict(x).probs
@@ -133,7 +138,7 @@ def train(
 
 
 def _final(structure: str | Structure) -> str | Structure:
-    """The bound of one batch has no matrix: its posterior at the end is diagonal."""
+    """Return the structure of the posterior at the end: diagonal for "batch", whose bound has no matrix."""
     return "diag" if structure == BATCH else structure
 
 

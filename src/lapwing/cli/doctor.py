@@ -23,9 +23,10 @@ from lapwing.curvature import (
     Structure,
     available_memory,
     pose,
+    resolve_structure,
 )
 from lapwing.curvature.kron import kept_as
-from lapwing.errors import BadData, LapwingError, TooLarge
+from lapwing.errors import BadData, LapwingError, TooLarge, UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, last_layer, select_names
 from lapwing.model.module import borrowed, call, output_tensor
@@ -177,7 +178,10 @@ def _structure_lines(problem: Problem) -> list[str]:
     for name, kind in named(Structure).items():
         if kind is Auto:
             continue
-        structure = kind()
+        try:
+            structure = resolve_structure(name)
+        except UnsupportedOperation:  # it needs arguments, and so has no price of its own
+            continue
         needed = structure.needed(problem)
         reads = "reads the data for every product" if structure.reads_data else f"reads the data {structure.passes()} ×"
         size = "?" if needed is None else _bytes(needed)

@@ -156,7 +156,10 @@ def resolve_structure(structure: str | Structure) -> Structure:
     if structure not in structures:
         known = sorted(structures.keys() - {"auto"})
         raise UnsupportedOperation(f"structure is one of {known} or 'auto', got {structure!r}")
-    return structures[structure]()
+    try:
+        return structures[structure]()
+    except TypeError as error:
+        raise UnsupportedOperation(f"structure={structure!r} needs arguments ({error}): pass an object") from error
 
 
 def mergeable() -> str:

@@ -1,6 +1,6 @@
-"""Methods for special cases: a marked tier above the rest of the library.
+"""Methods for special cases: a marked tier beside the main path.
 
-What stands here is tested like everything else and its names can be imported from `lapwing`, but few users need it, and
-nothing in the rooms below depends on it: each file builds on the interfaces that a user's own structure, factor or
-method would build on. A method moves down from here when many users need it.
+Everything here is tested like the rest, and its names can be imported from `lapwing`, but few users need it and no
+fit, prediction or tuning with default settings runs it. Each file uses only what a structure, factor or method of your
+own could use, so it also serves as an example. A method leaves this tier when many users need it.
 """

@@ -1,4 +1,4 @@
-"""KFRA: Kronecker factors of a feed-forward network whose output sides come from a recursion over its layers.
+"""KFRA: Kronecker factors of a feed-forward network, with output factors from a recursion over its layers.
 
 Botev, Ritter, Barber (2017), "Practical Gauss–Newton optimisation for deep learning"; Ritter, Botev, Barber (2018), "A
 scalable Laplace approximation for neural networks", Eq. 15 in expectation and without D, as Gauss–Newton has it.
@@ -40,12 +40,14 @@ class KFRA(KroneckerFactor):
 
         B_L = Σ_n J_nᵀ Λ_n J_n,  J_n = ∂f_n/∂h_L;    B_l = (W_{l+1}ᵀ B_{l+1} W_{l+1}) ∘ E[b bᵀ]
 
-    where KFAC has Σ_n of the exact terms: no direction is back-propagated beyond the last layer. Exact for one datum,
-    and KFAC's at the last layer; deeper down KFAC (`factor="ggn"`) is the closer to the GGN as a rule.
+    where KFAC sums the exact terms over n: no direction is back-propagated beyond the last layer. KFRA is exact for one
+    datum and equals KFAC at the last layer; in deeper layers KFAC (`factor="ggn"`) is usually closer to the GGN.
 
-    The recursion runs over the selected layers; whatever comes after the last of them is part of J. What is not such a
-    chain (convolutions, shared weights, skip connections, norms of a sample, outputs with positions) is refused. Since
-    its means are of all data, not of each batch, results do not depend on how data are cut (decision 23).
+    The recursion runs over the selected layers; everything after the last of them is part of J. Networks that are not
+    such a chain (convolutions, shared weights, skip connections, norms of a sample, outputs with positions) are
+    refused. Means are over all data, so that results do not depend on the batches (decision 23).
+
+        la = lapwing.fit(mlp, loader, "classification", structure="kron", factor=lapwing.KFRA())
     """
 
     def sums(self, problem: Problem) -> RecursiveSums:
@@ -60,7 +62,7 @@ def refusal(why: str) -> UnsupportedModel:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A linear layer of the chain: its block, the record of its call, its weight (out, in)."""
+    """A linear layer of the chain: its block, the record of its call and its weight (out, in)."""
 
     place: int
     block: Block
@@ -73,7 +75,7 @@ class Layer:
 
 
 def read_chain(problem: Problem) -> tuple[Layer, ...]:
-    """The linear layers in the order of their calls, or a refusal of what is no linear layer."""
+    """Return the linear layers in the order of their calls; refuse any other layer."""
     plan, flat = problem.plan, problem.network.params.flat
     if plan.dynamic or plan.looped:
         raise refusal(f"the rows of {', '.join(plan.looped)} come from a loop over samples")
@@ -93,7 +95,7 @@ def read_chain(problem: Problem) -> tuple[Layer, ...]:
 
 
 def _require_linear(problem: Problem, block: Block) -> int:
-    """The one record that uses a block."""
+    """Return the record of the only call that uses a block."""
     steps, names = problem.plan.steps, ", ".join(block.names)
     used = [k for k, step in enumerate(steps) if not step.names.isdisjoint(block.names)]
     called = " and ".join(dict.fromkeys(getattr(steps[k].func, "__name__", "") for k in used))
@@ -107,7 +109,7 @@ def _require_linear(problem: Problem, block: Block) -> int:
 
 
 class RecursiveSums(KroneckerSums):
-    """Σ a aᵀ of every layer, Σ b bᵀ between layers and Σ JᵀΛJ at the last: the recursion itself waits for `finish`."""
+    """Σ a aᵀ of every layer, Σ b bᵀ between layers and Σ JᵀΛJ at the last; `finish` runs the recursion."""
 
     note = "output factors by the recursion of KFRA, over means of all data"
 
@@ -151,7 +153,7 @@ class RecursiveSums(KroneckerSums):
         self.tensors["outputs"] += outputs
 
     def _forward(self, rows: BlockRows, fresh: Tensor) -> None:
-        """What does not depend on directions, once a sample."""
+        """Add the sums that do not depend on directions, once per sample."""
         weights = None if bool((fresh == 1).all()) else fresh
         self._require_chain(rows.at)
         for layer in self.layers:
@@ -166,7 +168,7 @@ class RecursiveSums(KroneckerSums):
         self.tensors["weights"] += fresh.sum()
 
     def _require_chain(self, at: RecordedPass) -> None:
-        """Refuse a network in which a layer hears of others than the one before it."""
+        """Refuse a network in which a layer gets inputs from others than the one before it."""
         records, finished = at.records, at.finished
         own = first_reached(finished)
         if own != [records[self.last.record]]:
@@ -186,7 +188,7 @@ class RecursiveSums(KroneckerSums):
             )
 
     def _check(self, at: Linearization) -> None:
-        """The self-check: for one sample the recursion is exact, so it must agree with gradients by autograd."""
+        """Check the recursion against autograd on one sample, for which it is exact."""
         n, network = batch_size(at.inputs), self.problem.network
         middle = (n - 1) // 2
         with torch.enable_grad():
@@ -199,7 +201,7 @@ class RecursiveSums(KroneckerSums):
         trial.update(one.jacobian_at(self.last.record, v), torch.ones(1, device=v.device).to(trial.tensors["outputs"]))
         for layer, found in zip(self.layers, trial.lefts(), strict=True):
             expected = exact.gradient_gram(layer.block, False, False)
-            rtol = _tolerance(one.recorded.records[layer.record].out)  # outputs may have been widened
+            rtol = _tolerance(one.recorded.records[layer.record].out)  # outputs may have been cast to a wider dtype
             if not (found - expected).norm() <= rtol * expected.norm():
                 raise refusal(
                     f"for one sample the recursion gives a matrix of norm {found.norm():.6g} at {layer.name}, and "
@@ -207,7 +209,7 @@ class RecursiveSums(KroneckerSums):
                 )
 
     def lefts(self) -> list[Tensor]:
-        """B_l of every layer, (1, out, out): the recursion, from the last layer back."""
+        """Run the recursion from the last layer back: B_l of every layer, (1, out, out)."""
         found = [self.tensors["outputs"]]
         for layer, following in reversed(list(pairwise(self.layers))):
             weight = following.weight.to(found[0])
@@ -226,9 +228,9 @@ class RecursiveSums(KroneckerSums):
 
 
 def _slopes(at: RecordedPass, layer: Layer, following: Layer) -> Tensor:
-    """b = ∂a/∂h, (n, d), of what joins two layers; refuses what is not elementwise for the samples at hand.
+    """Return the slopes b = ∂a/∂h, (n, d), between two layers; refuse what is not elementwise for these samples.
 
-    Where ∂a/∂h is diagonal, and only there, its product with any vector is that with ones times the vector.
+    Only where ∂a/∂h is diagonal, its product with a vector is its product with ones, times the vector.
     """
     record, n = at.records[layer.record], at.n
     rule, call = at.bound[following.record]
@@ -265,6 +267,6 @@ def _tolerance(values: Tensor) -> float:
 
 
 def _names(at: RecordedPass, records: list) -> str:
-    """Layers by their parameters, in the order of their calls."""
+    """Name layers by their parameters, in the order of their calls."""
     found = [k for k, record in enumerate(at.records) if any(record is r for r in records)]
     return " and ".join(", ".join(sorted(at.plan.steps[k].names)) for k in found) or "no selected layer"

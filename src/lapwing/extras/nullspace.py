@@ -1,4 +1,4 @@
-"""Kernel-space samples: weights that move where the training predictions do not, by alternating projections."""
+"""Kernel-space samples: changes of the weights that leave the linearized training predictions unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lapwing.linalg.krylov import Policy, Solution
 from lapwing.linalg.krylov.results import dots
 from lapwing.model import batch_size, take
 
-FLOOR = 1e-12  # of the largest eigenvalue of a batch's kernel: directions below are dependent
+FLOOR = 1e-12  # share of the largest eigenvalue of a batch's kernel below which directions count as dependent
 
 
 def project_to_nullspace(
@@ -25,11 +25,13 @@ def project_to_nullspace(
     passes: int = 50,
     unconverged: Policy = "raise",
 ) -> Solution:
-    """Project v (s, P) onto {x : J_n x = 0 for all training data n}, so that linearized predictions on them stay put.
+    """Project v (s, P) onto {x : J_n x = 0 for all training data n}, which keeps linearized predictions on them.
 
     Cyclic projections x ← x − J_bᵀ(J_b J_bᵀ)⁺ J_b x over batches b of `samples` data (Kaczmarz; Miani et al. 2024,
     "Bayes without underfitting"): memory is that of one batch's rows. With v ~ N(0, τ⁻¹I) the result is the τ-scaled
     posterior in the limit of infinitely many copies of the data. `residuals` are ‖J x‖ / ‖J v‖ over all data.
+
+        moved = project_to_nullspace(problem, torch.randn(8, problem.network.params.size))
     """
     if v.shape[-1] != problem.network.params.size:
         raise ValueError(f"expected rows of length {problem.network.params.size}, got {tuple(v.shape)}")
@@ -45,7 +47,7 @@ def project_to_nullspace(
             if number < passes:
                 x = x - (inside @ _inverse(dots(rows, rows))) @ rows.double()
         start = total.sqrt() if number == 0 else start
-        # measured while projecting: every batch as it was before its own projection of this pass
+        # residuals are measured on every batch just before its own projection
         residuals = total.sqrt() / torch.where(start > 0, start, 1.0)
         used = number
         if number and bool((residuals <= tolerance).all()):
@@ -61,7 +63,7 @@ def _inverse(kernel: Tensor) -> Tensor:
 
 
 def _rows(problem: Problem, samples: int) -> Iterator[Tensor]:
-    """J of a few data at a time, (m, P), every output of each."""
+    """Yield J of a few data at a time, (m, P), with one row per output."""
     for batch in problem.batches:
         total = batch_size(batch.inputs)
         for begin in range(0, total, samples):

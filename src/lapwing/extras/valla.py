@@ -1,4 +1,4 @@
-"""Variational inducing points: what the outputs at a few inputs tell about all weights, for large data."""
+"""Variational inducing points: a posterior from the outputs at a few inputs, for large data sets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lapwing.model import Plan, batch_size, take
 from lapwing.posterior import Belief
 from lapwing.storage import register
 
-OUTPUTS = 64  # outputs of an inducing input that are used; of more, a random choice
-POOL = 4  # candidates for every inducing input of a greedy choice
+OUTPUTS = 64  # outputs per inducing input; of more outputs, a random choice
+POOL = 4  # candidates per inducing input in a greedy choice
 
 
 class ProjectionAccumulator(Accumulator):
@@ -58,12 +58,12 @@ class VaLLA(Structure):
     """A sparse variational Gaussian process around the network: inducing outputs at `inducing` training inputs.
 
     With V an orthonormal basis of the Jacobian rows at the inducing inputs, the optimal variational posterior (Titsias
-    2009; for linearized networks Ortega, Rodríguez Santana, Hernández-Lobato 2024) has precision VᵀV·cG·VᵀV + τI: exact
-    once the inducing inputs span all data, and the prior alone outside their span. One pass over data of any size, and
-    k = inducing × outputs vectors of memory. `summary()` brackets the evidence of the full GGN: `log_evidence` of the
-    compressed curvature is never below it, `variational_bound` (the ELBO) never above, and `tune`
-    maximizes that. Inducing inputs are data: picked greedily by the variance that is left among 4 × as many candidates,
-    or at random. They are not moved by gradients, which the paper does.
+    2009; for linearized networks Ortega, Rodríguez Santana, Hernández-Lobato 2024) has precision VᵀV·cG·VᵀV + τI. It is
+    exact once the inducing inputs span all data; outside their span it is the prior. It takes one pass over data of any
+    size and k = inducing × outputs vectors of memory. `summary()` brackets the evidence of the full GGN: `log_evidence`
+    of the compressed curvature is never below it, `variational_bound` (the ELBO) never above it, and `tune` maximizes
+    the bound. Inducing inputs are taken from the data, greedily by the remaining variance among 4 × as many candidates,
+    or at random; unlike in the paper, gradients do not move them.
 
         la = lapwing.fit(model, loader, "classification", structure=VaLLA(inducing=20), prior=10.0).tune()
     """

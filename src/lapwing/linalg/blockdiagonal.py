@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lapwing.linalg.spectrum import PIECE, sum_log1p
 from lapwing.linalg.validity import Scalar, require_positive
 from lapwing.storage import register, unpack
 
+A = TypeVar("A")
 KEPT = 2**20  # eigenvalues that are kept in one vector, so that the evidence at a new scalar prior is one sum
 
 
@@ -77,39 +78,31 @@ class BlockDiagonal(PSD):
             label = f"block {k} ('{self.names[k]}')" if self.names else f"block {k}"
             raise type(error)(f"{label}: {error}") from error
 
+    def _each(self, ask: Callable[..., A], *parts: Iterable[Any]) -> Iterator[A]:
+        """The answers of all blocks, one after the other, each to its own parts."""
+        for k, arguments in enumerate(zip(self.blocks, *parts, strict=True)):
+            with self._named(k):
+                answer = ask(*arguments)
+            yield answer
+
     def matvec(self, v: Tensor) -> Tensor:
-        parts = self.layout.gather(self._vector(v))
-        return self.layout.scatter([block.matvec(part) for block, part in zip(self.blocks, parts, strict=True)])
+        return self.layout.scatter([*self._each(lambda a, x: a.matvec(x), self.layout.gather(self._vector(v)))])
 
     def solve(self, v: Tensor) -> Tensor:
-        parts = self.layout.gather(self._vector(v))
-        solved = []
-        for k, block in enumerate(self.blocks):
-            with self._named(k):
-                solved.append(block.solve(parts[k]))
-        return self.layout.scatter(solved)
+        return self.layout.scatter([*self._each(lambda a, x: a.solve(x), self.layout.gather(self._vector(v)))])
 
     def require_positive_definite(self) -> None:
-        for k, block in enumerate(self.blocks):
-            with self._named(k):
-                block.require_positive_definite()
+        for _ in self._each(lambda a: a.require_positive_definite()):
+            pass
 
     def logdet(self) -> Tensor:
-        terms = []
-        for k, block in enumerate(self.blocks):
-            with self._named(k):
-                terms.append(block.logdet())
-        return torch.stack(terms).sum()
+        return torch.stack([*self._each(lambda a: a.logdet())]).sum()
 
     def diagonal(self) -> Tensor:
         return self.layout.scatter([block.diagonal() for block in self.blocks])
 
     def inverse_diagonal(self) -> Tensor:
-        parts = []
-        for k, block in enumerate(self.blocks):
-            with self._named(k):
-                parts.append(block.inverse_diagonal())
-        return self.layout.scatter(parts)
+        return self.layout.scatter([*self._each(lambda a: a.inverse_diagonal())])
 
     def trace(self) -> Tensor:
         return torch.stack([block.trace() for block in self.blocks]).sum()
@@ -118,11 +111,7 @@ class BlockDiagonal(PSD):
         return torch.stack([block.smallest_eigenvalue() for block in self.blocks]).min()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        parts = []
-        for k, block in enumerate(self.blocks):
-            with self._named(k):
-                parts.append(block.sample(n, generator))
-        return self.layout.scatter(parts)
+        return self.layout.scatter([*self._each(lambda a: a.sample(n, generator))])
 
     def scale(self, c: Scalar) -> BlockDiagonal:
         blocks = tuple(block.scale(c) for block in self.blocks)
@@ -133,11 +122,7 @@ class BlockDiagonal(PSD):
 
     def __add__(self, other: PSD) -> BlockDiagonal:
         self._matches(other)
-        total = []
-        for k, part in enumerate(self._split(other)):
-            with self._named(k):
-                total.append(self.blocks[k] + part)
-        return BlockDiagonal(self.layout, tuple(total), self.names)
+        return BlockDiagonal(self.layout, tuple(self._each(lambda a, b: a + b, self._split(other))), self.names)
 
     def _split(self, other: PSD) -> tuple[PSD, ...]:
         if isinstance(other, Diagonal):
@@ -151,10 +136,7 @@ class BlockDiagonal(PSD):
         return any(block.damps for block in self.blocks)
 
     def damped(self, c: Scalar, prior: PSD, *, split: float = 1.0) -> BlockDiagonal:
-        damped = []
-        for k, part in enumerate(self._split(prior)):
-            with self._named(k):
-                damped.append(self.blocks[k].damped(c, part, split=split))
+        damped = self._each(lambda a, part: a.damped(c, part, split=split), self._split(prior))
         return BlockDiagonal(self.layout, tuple(damped), self.names)
 
     def diagonal_blocks(self) -> tuple[PSD, ...]:
@@ -172,13 +154,11 @@ class BlockDiagonal(PSD):
         return torch.cat(known) if len(known) == len(parts) else None
 
     def grouped_eigenvalues(self, group: Tensor) -> tuple[Tensor, Tensor] | None:
-        found = []
-        for block, part in self.blockwise(group):
-            pair = block.grouped_eigenvalues(part)
-            if pair is None:
-                return None
-            found.append(pair)
-        return torch.cat([values for values, _ in found]), torch.cat([owner for _, owner in found])
+        pairs = [block.grouped_eigenvalues(part) for block, part in self.blockwise(group)]
+        known = [pair for pair in pairs if pair is not None]
+        if len(known) < len(pairs):
+            return None
+        return torch.cat([values for values, _ in known]), torch.cat([owner for _, owner in known])
 
     def largest_eigenvalue(self) -> float:
         return max(block.largest_eigenvalue() for block in self.blocks)
@@ -187,11 +167,7 @@ class BlockDiagonal(PSD):
         return max(block.largest_damped(split) for block in self.blocks)
 
     def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
-        terms = []
-        for k, part in enumerate(self._parts(rows)):
-            with self._named(k):
-                terms.append(self.blocks[k].shifted_products(part, shifts, pairs, split))
-        return added(terms)
+        return _sum(self._each(lambda a, part: a.shifted_products(part, shifts, pairs, split), self._parts(rows)))
 
     def cleaned(self) -> BlockDiagonal:
         return BlockDiagonal(self.layout, tuple(block.cleaned() for block in self.blocks), self.names)
@@ -211,14 +187,9 @@ class BlockDiagonal(PSD):
         return self._kept[0]
 
     def _all_eigenvalues(self) -> Tensor | None:
-        parts: list[Tensor] = []
-        for k, block in enumerate(self.blocks):
-            with self._named(k):
-                values = block.known_eigenvalues()
-            if values is None:
-                return None
-            parts.append(values)
-        return torch.cat(parts)
+        parts = [*self._each(lambda a: a.known_eigenvalues())]
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
 
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
@@ -227,11 +198,7 @@ class BlockDiagonal(PSD):
             if eigenvalues is not None:
                 ratio = self.times / require_positive(prior.values)[0].double()
                 return added([sum_log1p(few * ratio) for few in eigenvalues.split(PIECE)])
-        terms = []
-        for k, part in enumerate(self._split(prior)):
-            with self._named(k):
-                terms.append(self.blocks[k].logdet_ratio(part))
-        return torch.stack(terms).sum()
+        return torch.stack([*self._each(lambda a, part: a.logdet_ratio(part), self._split(prior))]).sum()
 
     def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:
         return self.blocks[0].output_factors(o, i) if len(self.blocks) == 1 else None
@@ -244,32 +211,24 @@ class BlockDiagonal(PSD):
         return tuple(DenseRows(part) for part in self.layout.gather(rows.dense()))
 
     def whiten(self, rows: Rows) -> Tensor:
-        parts = []
-        for k, part in enumerate(self._parts(rows)):
-            with self._named(k):
-                parts.append(self.blocks[k].whiten(part))
-        return torch.cat(parts, -1)
+        return torch.cat([*self._each(lambda a, part: a.whiten(part), self._parts(rows))], -1)
 
     def quadratic(self, rows: Rows) -> Tensor:
-        total = torch.zeros(rows.n, rows.r, rows.r, dtype=self.dtype, device=self.device)
-        for k, part in enumerate(self._parts(rows)):
-            with self._named(k):
-                total = total + self.blocks[k].quadratic(part)
-        return total
+        return _sum(self._each(lambda a, part: a.quadratic(part), self._parts(rows)))
 
     def variance(self, rows: Rows) -> Tensor:
-        total = torch.zeros(rows.n, rows.r, dtype=self.dtype, device=self.device)
-        for k, part in enumerate(self._parts(rows)):
-            with self._named(k):
-                total = total + self.blocks[k].variance(part)
-        return total
+        return _sum(self._each(lambda a, part: a.variance(part), self._parts(rows)))
 
     def joint(self, rows: Rows) -> Tensor:
-        total = torch.zeros(rows.n, rows.r, rows.n, rows.r, dtype=self.dtype, device=self.device)
-        for k, part in enumerate(self._parts(rows)):
-            with self._named(k):
-                total = total + self.blocks[k].joint(part)
-        return total
+        return _sum(self._each(lambda a, part: a.joint(part), self._parts(rows)))
+
+
+def _sum(terms: Iterator[Tensor]) -> Tensor:
+    """The sum of at least one tensor, each made when it is added."""
+    total = next(terms)
+    for term in terms:
+        total = total + term
+    return total
 
 
 def _has_memory(values: Tensor) -> bool:

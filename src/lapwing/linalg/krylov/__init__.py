@@ -1,23 +1,12 @@
 """Iterative methods on matrices that are given by their products with blocks of row vectors."""
 
-from lapwing.linalg.krylov.estimators import (
-    Density,
-    deflated_density,
-    hutchinson,
-    hutchpp,
-    signs,
-    slq_logdet,
-    spheres,
-    xdiag,
-    xtrace,
-)
+from lapwing.linalg.krylov.estimators import signs, slq_logdet, spheres, xdiag
 from lapwing.linalg.krylov.lanczos import Eigenpairs, Tridiagonal, lanczos, largest_eigenpairs
 from lapwing.linalg.krylov.nystrom import Preconditioner, Sketch, nystrom
 from lapwing.linalg.krylov.results import Estimate, Matvec, Policy, Solution
-from lapwing.linalg.krylov.solvers import conjugate_gradients, differentiable_logdet, differentiable_solve, lsmr
+from lapwing.linalg.krylov.solvers import conjugate_gradients, differentiable_solve
 
 __all__ = [
-    "Density",
     "Eigenpairs",
     "Estimate",
     "Matvec",
@@ -27,18 +16,12 @@ __all__ = [
     "Solution",
     "Tridiagonal",
     "conjugate_gradients",
-    "deflated_density",
-    "differentiable_logdet",
     "differentiable_solve",
-    "hutchinson",
-    "hutchpp",
     "lanczos",
     "largest_eigenpairs",
-    "lsmr",
     "nystrom",
     "signs",
     "slq_logdet",
     "spheres",
     "xdiag",
-    "xtrace",
 ]

@@ -1,15 +1,13 @@
-"""Traces, diagonals and log-determinants from products with random vectors, each with a standard error."""
+"""Diagonals and log-determinants from products with random vectors, each with a standard error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lapwing.linalg.krylov.lanczos import Tridiagonal, _orthonormal_rows, lanczos
-from lapwing.linalg.krylov.nystrom import Sketch
 from lapwing.linalg.krylov.results import Estimate, Matvec, dots
 
 
@@ -23,47 +21,6 @@ def spheres(n: int, like: Tensor, generator: torch.Generator | None = None) -> T
     """n rows uniform on the sphere of radius √P."""
     rows = torch.randn(n, like.shape[-1], generator=generator, dtype=like.dtype, device=like.device)
     return rows * (like.shape[-1] ** 0.5 / rows.double().norm(dim=-1, keepdim=True)).to(like.dtype)
-
-
-def hutchinson(matvec: Matvec, probes: Tensor) -> Estimate:
-    """tr A from zᵀ A z over rows z of `probes` with E z zᵀ = I."""
-    each = (probes.double() * matvec(probes).double()).sum(-1)
-    return _mean(each, len(probes))
-
-
-def hutchpp(matvec: Matvec, like: Tensor, products: int, generator: torch.Generator | None = None) -> Estimate:
-    """tr A by Hutch++ (Meyer, Musco, Musco, Woodruff 2021): exact on a range found with a third of the products.
-
-    The error falls like 1/products instead of 1/√products for positive semi-definite A.
-    """
-    k = max(1, products // 3)
-    basis = _orthonormal_rows(matvec(signs(k, like, generator)))
-    inside = (basis.double() * matvec(basis).double()).sum() if len(basis) else torch.zeros((), dtype=torch.float64)
-    z = signs(max(2, products - 2 * k), like, generator)
-    z = z - dots(z, basis).to(z) @ basis
-    rest = hutchinson(matvec, z)
-    return Estimate(inside + rest.value, rest.error, rest.probes, 2 * k + len(z))
-
-
-def xtrace(matvec: Matvec, like: Tensor, products: int, generator: torch.Generator | None = None) -> Estimate:
-    """tr A by XTrace (Epperly, Tropp, Webber 2024): every probe serves both the range and the remainder.
-
-    With Q = orth(A Ω) and Q_i = orth(A Ω without column i), the estimates tr(Q_i A Q_iᵀ) + r_iᵀ A r_i, where
-    r_i = (I − Q_iᵀQ_i)ω_i rescaled to √(P − rank), are exchangeable, unbiased and averaged.
-    """
-    m = max(2, products // 2)
-    omega = spheres(m, like, generator)
-    y = matvec(omega)
-    basis, leave = _leave_one_out(y)
-    images = matvec(basis)
-    core = dots(basis, images)  # Q A Qᵀ
-    inner, half = dots(omega, basis), dots(omega, images)  # Q ω and Q A ω, (m, j)
-    kept = inner - (inner * leave).sum(-1, keepdim=True) * leave  # Q_i ω_i in the basis of Q
-    outside = (omega.double().square().sum(-1) - kept.square().sum(-1)).clamp(min=1e-300)
-    scale = (like.shape[-1] - (len(basis) - 1)) / outside
-    whole = (omega.double() * y.double()).sum(-1)
-    rest = whole - 2 * (half * kept).sum(-1) + ((kept @ core) * kept).sum(-1)
-    return _mean(core.trace() - ((leave @ core) * leave).sum(-1) + scale * rest, m + len(basis))
 
 
 def _leave_one_out(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,61 +47,6 @@ def xdiag(matvec: Matvec, like: Tensor, products: int, generator: torch.Generato
     share = (dots(y, basis) * leave).sum(-1, keepdim=True)  # (I − Q_iᵀQ_i) A ω_i = share · s_i
     each = full - lost * (leave.to(images) @ images).double() + omega.double() * share * lost
     return Estimate(each.mean(0), each.std(0) / m**0.5, m, m + len(basis))
-
-
-def _mean(each: Tensor, products: int) -> Estimate:
-    n = len(each)
-    error = each.std() / n**0.5 if n > 1 else torch.full_like(each[0], torch.inf)
-    return Estimate(each.mean(), error, n, products)
-
-
-@dataclass(frozen=True, eq=False)
-class Density:
-    """Eigenvalues of a sketch and, for each of b probes, the quadrature of the rest: tr f(A) for any f with f(0) = 0.
-
-    `nodes`, `weights` (b, m) come from probes outside the sketch. One density serves every f: all scales and constant
-    priors of a curvature.
-    """
-
-    values: Tensor  # (k,)
-    nodes: Tensor
-    weights: Tensor
-    products: int
-
-    def trace(self, f: Callable[[Tensor], Tensor]) -> Estimate:
-        """Σ f(λ) over the sketch plus the mean over probes; differentiable in what f closes over."""
-        each = (self.weights * f(self.nodes.clamp(min=0))).sum(-1)
-        n = len(each)
-        error = each.detach().std() / n**0.5 if n > 1 else torch.full_like(each.detach()[0], torch.inf)
-        return Estimate(f(self.values).sum() + each.mean(), error, n, self.products)
-
-
-def deflated_density(
-    matvec: Matvec, sketch: Sketch, like: Tensor, *, probes: int = 8, steps: int = 20,
-    generator: torch.Generator | None = None,
-) -> Density:  # fmt: skip
-    """Project the sketch out of A and run Lanczos' method from random probes in the complement.
-
-    Plain quadrature spends its variance on a few large eigenvalues; without them it is small. Exact eigenvectors in
-    the sketch give no bias; approximate ones one of second order in ‖(I − UᵀU) A Uᵀ‖.
-    """
-    basis = sketch.basis
-
-    def project(v: Tensor) -> Tensor:
-        for _ in range(2):
-            v = v - (v.to(basis.dtype) @ basis.T @ basis).to(v.dtype)
-        return v
-
-    start = project(spheres(probes, like, generator))
-    free = like.shape[-1] - sketch.rank
-    start = start * (free**0.5 / start.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)).to(start)
-    steps = max(1, min(steps, free))
-    if free <= 0:
-        none = torch.zeros(probes, 1, dtype=torch.float64, device=like.device)
-        return Density(sketch.values, none, none, 0)
-    found = lanczos(lambda v: project(matvec(project(v))), start, steps, keep=False)
-    nodes, weights = found.quadrature()
-    return Density(sketch.values, nodes, weights, probes * steps)
 
 
 def slq_logdet(

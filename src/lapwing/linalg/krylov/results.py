@@ -60,17 +60,6 @@ class Estimate:
     probes: int
     products: int
 
-    def demand(self, tolerance: float, policy: Policy, what: str) -> Estimate:
-        """This estimate if its standard error is within `tolerance` of its size; else raise, warn, or accept."""
-        reached = float(self.error.max()) / max(float(self.value.abs().max()), 1e-300)
-        if reached > tolerance and policy != "accept":
-            report(
-                policy,
-                f"{what} has a relative standard error of {reached:.3g}, above {tolerance:.3g}, "
-                f"with {self.probes} probes. Use more probes or deflate more eigenpairs.",
-            )
-        return self
-
 
 def report(policy: Policy, message: str) -> None:
     """Raise or warn."""
