@@ -29,7 +29,7 @@ KEPT = 2**20  # as many eigenvalues are cached in one vector, so that the eviden
 class BlockDiagonal(PSD):
     """Blocks A_k, each acting on its own entries of the flat vector; `names` appear in messages.
 
-        BlockDiagonal(Layout.contiguous([12, 5]), (Kronecker(g, a), Diagonal(values)))
+    BlockDiagonal(Layout.contiguous([12, 5]), (Kronecker(g, a), Diagonal(values)))
     """
 
     layout: Layout

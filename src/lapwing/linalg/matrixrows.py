@@ -265,8 +265,8 @@ class FactoredRows(Rows):
 class MatrixRows(FactoredRows):
     """Factored rows whose terms are held in memory.
 
-        rows = MatrixRows((Term(torch.randn(8, 3, 1, 1, 5), torch.randn(8, 1, 1, 1, 4)),))  # a weight (5, 4)
-        rows.square_sum()  # (20,)
+    rows = MatrixRows((Term(torch.randn(8, 3, 1, 1, 5), torch.randn(8, 1, 1, 1, 4)),))  # a weight (5, 4)
+    rows.square_sum()  # (20,)
     """
 
     terms: tuple[Term, ...]
