@@ -127,7 +127,7 @@ def choices(validation: Sweep) -> dict[str, Setting]:
     found |= {"widest, T free": free.setting, "lowest, T free": ranked[0]}
     fixed = {tau: of(("prior", "logit_temperature"), prior=[tau]) for tau in (1e3, 10**3.5, 1e4)}
     for tau, candidates in fixed.items():
-        tried = candidates.settings(validation, first.baselines)
+        tried = candidates.settings(validation, first.baselines, candidates.near(validation))
         found[f"T = 1, prior {tau:.0f}"] = fit_logits(validation, tried[:1])[0]
     return found
 

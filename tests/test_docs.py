@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("extending.md",)
+PAGES = ("extending.md", "serving.md")
 
 
 def sections() -> list[tuple[str, str]]:

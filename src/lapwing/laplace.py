@@ -47,12 +47,12 @@ from lapwing.predictive.sampled import Ensemble
 from lapwing.saving import write
 from lapwing.summary import summary
 
-TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a curve
+TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a temperature curve
 INTERPOLATES = (
     "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
     "precision; check on held-out data"
 )
-LOO_DATA = 1000  # training data that tuning without held-out data compares on
+LOO_DATA = 1000  # training samples on which tune() without held-out data compares posterior and network
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +72,8 @@ class Laplace:
     options: Options
     plan: Plan | None = None
     tuning: Tuning | None = None
-    tuned: str = ""  # how prior, temperature and noise were chosen, in a line
-    watch: Watch | None = field(default=None, repr=False)  # what the module was like at the fit
+    tuned: str = ""  # one line on how prior, temperature and noise were chosen
+    watch: Watch | None = field(default=None, repr=False)  # notices when the module has changed since the fit
 
     # --- what it is ------------------------------------------------------------------------------------------------
 
@@ -138,9 +138,10 @@ class Laplace:
     def log_evidence(self, at: str = "map", *, data: Any = None) -> Tensor:
         """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
 
-        At T ≠ 1 it is that of the tempered likelihood. `at="linear-mode"` moves to the mode of the linearized model,
-        for networks that were not trained to the mode of this very prior: by one step of Newton in the stored
-        curvature, or, with the training `data`, by Jacobian products until it is reached (`linear_mode`; no gradients).
+        At T ≠ 1 it is the evidence of the tempered likelihood. `at="linear-mode"` is for networks that were not trained
+        to the mode of this very prior. It evaluates at the mode of the linearized model, reached by one step of Newton
+        in the stored curvature or, with the training `data`, exactly by Jacobian products (`linear_mode`; no
+        gradients).
 
             la.log_evidence();  la.log_evidence("linear-mode")
         """
@@ -182,13 +183,15 @@ class Laplace:
         logit_temperature: float | None = None,
         repair: bool | None = None,
     ) -> Laplace:
-        """Another prior, temperature or noise on the same curvature; no data pass.
+        """Return the posterior with another prior, temperature or noise on the same curvature; no data are read.
 
-        `likelihood` may differ in a common factor of its noise only: other ratios between outputs, another family or
+        `likelihood` may differ only in a common factor of its noise: other ratios between outputs, another family or
         other options change the curvature and need a new fit. "regression" estimates the noise from the residuals of
         the fit. `logit_temperature` divides the logits before they become probabilities: temperature scaling on top of
         the posterior. `repair=True` raises the prior precision by the smallest sufficient amount where the posterior
         would not be positive definite, and `summary()` reports it.
+
+            la.replace(prior=0.1, temperature=2.0)
         """
         changes: dict[str, Any] = {}
         if prior is not None:
@@ -210,36 +213,38 @@ class Laplace:
         if repair is not None:
             changes["repair"] = repair
         belief = replace(self.belief, **changes)
-        belief.require_posterior()  # refuse now what has no posterior
+        belief.require_posterior()  # raise now if there is no posterior
         return replace(self, belief=belief)
 
     @outside_inference
     def damping(self, kind: str) -> Laplace:
-        """Kronecker posteriors: "exact" adds τI to G ⊗ A, "factored" damps each factor (Ritter et al., Eq. 9).
+        """Choose how Kronecker posteriors add the prior: "exact" adds τI to G ⊗ A, "factored" damps each factor.
 
-        A view of the posterior for prediction and sampling; held-out data tune the view (`la.damping("factored")
-        .tune(val)`), while the evidence always uses the exact sum.
+        Factored damping (Ritter et al. 2018, Eq. 9) changes predictions and samples. Held-out data tune it
+        (`la.damping("factored").tune(val)`), while the evidence always uses the exact sum.
         """
         if kind not in ("exact", "factored"):
             raise UnsupportedOperation(f"damping is 'exact' or 'factored', got {kind!r}")
         belief = replace(self.belief, damped=kind == "factored")
-        _ = belief.posterior  # refuse now what is not Kronecker
+        _ = belief.posterior  # raise now if this is not Kronecker
         return replace(self, belief=belief)
 
     @outside_inference
     @together()
     def update(self, data: Any, *, generator: torch.Generator | None = None) -> Laplace:
-        """Add data to the curvature: as if fitted on the union (diag, blockdiag, kron, full).
+        """Add data to the curvature, as if it were fitted on the union (diag, blockdiag, kron, full).
 
-        EKFAC keeps the eigenbasis of the first fit and adds exact second moments in it; low rank keeps what its rank
-        can hold. n_data grows by the number of new data. A noise that the fit estimated and nobody tuned is estimated
-        again from all residuals, the ratios between outputs kept.
+        EKFAC keeps the eigenbasis of the first fit and adds exact second moments in it; low rank keeps as much as its
+        rank can hold. n_data grows by the number of new data. A noise that the fit estimated and that was not tuned is
+        estimated again from all residuals, with the same ratios between outputs.
+
+            la = la.update(more_data)
         """
         self._require_unchanged()
         require_generator(generator, self.params.device)
         batches = filled(self.batches(data))
         if sharded():
-            require_same({"model": repr(self.watch and self.watch.sums), "curvature": self._fingerprint()})
+            require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
         problem = pose(
             self.network,
             batches,
@@ -254,31 +259,15 @@ class Laplace:
         belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
         return replace(self, belief=belief, plan=problem.plan)
 
-    def _fingerprint(self) -> str:
-        """A text that tells two curvatures apart."""
-        curvature = self.curvature
-        numbers = [curvature.n_data, curvature.seen, *curvature.statistics.reshape(-1).tolist()]
-        return f"{curvature.structure!r} {curvature.factor!r} {numbers} {float(curvature.matrix.diagonal().sum())}"
-
     def to(self, device: torch.device | str) -> Laplace:
-        """The same posterior on another device, module included in what is *read*, so move the module first."""
-        params = self.params
-        moved = Params(
-            params.names,
-            tuple(v.to(device) for v in params.values),
-            None if params.index is None else params.index.to(device),
-        )
-        network, matrix = replace(self.network, params=moved), self.curvature.matrix
-        curvature = replace(
-            self.curvature,
-            matrix=self.curvature.structure.moved(matrix, network, device),
-            statistics=self.curvature.statistics.to(device),
-            gradient=None if self.curvature.gradient is None else self.curvature.gradient.to(device),
-            state={k: v.to(device) for k, v in self.curvature.state.items()},
-            params=moved,
-        )
+        """Return the same posterior on another device. Move the module there first: it is read, not copied.
+
+        la = la.to("cuda")
+        """
+        network = replace(self.network, params=self.params.to(device))
+        belief = replace(self.belief, curvature=self.curvature.to(network, device))
         watch = None if self.watch is None else self.watch.to(device)
-        return replace(self, network=network, belief=replace(self.belief, curvature=curvature), watch=watch, plan=None)
+        return replace(self, network=network, belief=belief, watch=watch, plan=None)
 
     # --- prediction ------------------------------------------------------------------------------------------------
 
@@ -294,15 +283,15 @@ class Laplace:
         differentiable: bool = False,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """The predictive distribution at inputs x: a tensor, a tuple called as model(*x), or a dict.
+        """Return the predictive distribution at inputs x: a tensor, a tuple called as model(*x), or a dict.
 
-        `method="linearized"` uses f̂ + J(θ − θ̂), in closed form or by `samples` forward-mode products where outputs
-        are many; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
-        what is exact or nearly so, else Monte Carlo; "probit", "bridge", "mc" insist; "jvp" is Monte Carlo by
-        forward-mode products and their mirror images, without covariances however few the outputs: about `samples`
-        forward passes, and coarse. `joint=True` keeps the covariance between inputs, `differentiable=True` the
-        gradients with respect to x. Without a generator, results are the same at every call and whatever the batch.
-        With a logit temperature s, `function` is that of f/s.
+        `method="linearized"` uses f̂ + J(θ − θ̂), in closed form, or by `samples` forward-mode products if there are many
+        outputs; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
+        a link that is exact or nearly so, else Monte Carlo; "probit", "bridge" and "mc" ask for that link; "jvp" is
+        coarse Monte Carlo by about `samples` forward-mode products and their mirror images, without covariances.
+        `joint=True` keeps the covariance between inputs, `differentiable=True` the gradients with respect to x. Without
+        a generator, results are the same at every call and for any split into batches. With a logit temperature s,
+        `function` is the distribution of f/s.
 
             p = la.predict(x);  p.probs, p.entropy, p.epistemic
         """
@@ -413,16 +402,17 @@ class Laplace:
     ) -> Laplace:
         """Choose prior, temperature and noise; `.tuning` of the result holds what was tried and what it scored.
 
-        With held-out `data`, by their negative log-likelihood under the link that predictions use
-        (`method="validation"`, all settings from one pass); without, by the evidence, which on networks that
+        Held-out `data` choose by their negative log-likelihood under the link that predictions use
+        (`method="validation"`, all settings from one pass). Without data the evidence chooses, which on networks that
         interpolate their data often picks too small a precision. So `tune()` alone keeps a classifier's posterior only
-        where leave-one-out of the training data shows that it helps; `method="evidence"` takes it in any case.
-        `learn` is any of "prior", "temperature", "logit_temperature", "noise". Without it held-out data choose the
-        prior, the temperature where that helps, and the logit temperature or a noise that the fit estimated; the
-        evidence the prior and such a noise. `prior` is "scalar", "layerwise" or "parameterwise"; `grid` maps names of
+        if leave-one-out on the training data shows that it helps; `method="evidence"` keeps it in any case.
+
+        `learn` is any of "prior", "temperature", "logit_temperature", "noise". By default, held-out data choose the
+        prior, the temperature if that helps, and the logit temperature or a noise that the fit estimated; the evidence
+        chooses the prior and such a noise. `prior` is "scalar", "layerwise" or "parameterwise". `grid` maps names of
         `learn` to candidates, one of which is chosen. `rule` picks from what was tried: "lowest" the lowest NLL,
-        "widest" the smallest precision that is shown not to be worse (`evidence.widest`): as good on data like these,
-        and more cautious elsewhere.
+        "widest" the smallest precision that is shown to be no worse (`evidence.widest`), which is as good on data like
+        these and more cautious elsewhere.
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
@@ -499,10 +489,10 @@ class Laplace:
         temperatures: Sequence[float] = TEMPERATURES,
         link: str = "auto",
     ) -> TemperatureCurve:
-        """Accuracy, NLL and entropy of labeled `data` and entropy of the data sets of `ood` against the temperature.
+        """Compute accuracy, NLL and entropy of labeled `data`, and entropy of the `ood` sets, against the temperature.
 
-        One pass over each data set, whatever the number of temperatures; the prior stays. With
-        `Tempered(1.0, prior=True)` as the temperature of this object the prior is tempered too.
+        Takes one pass over each data set for any number of temperatures; the prior stays. If the temperature of this
+        object is `Tempered(1.0, prior=True)`, the prior is tempered too.
 
             curve = la.temperature_curve(test_loader, ood={"KMNIST": images});  print(curve.table())
             lapwing.plots.temperature(curve).savefig("temperature.png")
@@ -522,12 +512,12 @@ class Laplace:
 
     @outside_inference
     def summary(self) -> str:
-        """What was fitted, how, and what to know about it."""
+        """Return a text: what was fitted, how, and what to know about it."""
         return summary(self)
 
     @outside_inference
     def save(self, path: str | Path) -> None:
-        """One file (safetensors), written atomically; `lapwing.load(path, model)` reads it."""
+        """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it."""
         self._require_unchanged()
         write(Path(path), self)
 

@@ -14,6 +14,7 @@ from lapwing.testing import RuleLaws
 from lapwing.testing.rules import normal
 
 T = torch.Tensor
+OURS = {function: rule for function, rule in RULES.items() if type(rule).__module__.startswith("lapwing.")}
 STATISTICS = (torch.tensor([0.1, -0.2, 0.3, 0.0]).double(), torch.tensor([0.7, 1.5, 1.0, 0.2]).double())
 
 
@@ -69,3 +70,9 @@ TestPReLUOfOneWeight = laws(F.prelu, lambda n: (image(n), normal(1)))
 TestSum = laws(torch.add, lambda n: (image(n), normal(4, 1, 3)), alpha=2.0)
 TestDifference = laws(torch.sub, lambda n: (image(n), normal(3)))
 TestProduct = laws(torch.mul, lambda n: (image(n), normal(4, 3, 1)))
+
+
+def test_every_rule_has_laws() -> None:
+    covered = {id(case.rule) for name, case in globals().items() if name.startswith("Test")}
+    missing = sorted({getattr(f, "__name__", str(f)) for f, rule in OURS.items() if id(rule) not in covered})
+    assert not missing, f"add a test case for {missing}"

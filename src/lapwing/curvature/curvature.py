@@ -228,6 +228,22 @@ class Curvature:
         """The curvature as a (P, P) tensor in the flat order of the parameters."""
         return self.matrix.dense()
 
+    def to(self, network: Network, device: torch.device | str) -> Curvature:
+        """Copy the curvature to another device, for a network whose parameters are there already."""
+        return replace(
+            self,
+            matrix=self.structure.moved(self.matrix, network, device),
+            statistics=self.statistics.to(device),
+            gradient=None if self.gradient is None else self.gradient.to(device),
+            state={name: value.to(device) for name, value in self.state.items()},
+            params=network.params,
+        )
+
+    def fingerprint(self) -> str:
+        """Return a text that differs between curvatures, to compare those of several processes."""
+        numbers = [self.n_data, self.seen, *self.statistics.reshape(-1).tolist()]
+        return f"{self.structure!r} {self.factor!r} {numbers} {float(self.matrix.diagonal().sum())}"
+
 
 def estimate_curvature(problem: Problem, structure: Structure, n_data: float | None = None) -> Curvature:
     """Run the structure over the data and scale the result to the size of the data set that it stands for."""

@@ -25,15 +25,15 @@ GRID: Mapping[str, Sequence[float]] = {
     "prior": tuple(10.0**k for k in range(-4, 6)),
     "temperature": tuple(10.0**k for k in range(-1, 5)),
 }
-APART = 1.25  # times the spread of log-variances under the prior alone
-HOPELESS = 1.5  # times the best baseline: a loss that no logit temperature mends
+APART = 1.25  # how many times the spread of log-variances under the prior alone counts as telling inputs apart
+HOPELESS = 1.5  # a loss this many times that of temperature scaling is not improved by a logit temperature
 LOGIT_RANGE = (0.05, 20.0)
-SUBSET = 1000  # data that a first guess of the logit temperature looks at
-STEP = 0.2  # of log s, between the points of a parabola
+SUBSET = 1000  # samples used for a first guess of the logit temperature
+STEP = 0.2  # distance in log s between the points of a parabola
 
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
-    """What held-out data choose unless told otherwise."""
+    """Return the names that held-out data choose by default."""
     if likelihood.learns_dispersion:
         return ("prior", "temperature", "noise")
     return ("prior", "temperature", "logit_temperature") if likelihood.has_logits else ("prior", "temperature")
@@ -42,6 +42,7 @@ def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
 def check_learned(
     learn: Sequence[str], grid: Mapping[str, Sequence[float]] | None, likelihood: Likelihood
 ) -> tuple[str, ...]:
+    """Refuse names that cannot be learned, and candidates for names that are not learned."""
     unknown = [name for name in (*learn, *(grid or {})) if name not in LEARNABLE]
     if unknown or not learn:
         raise ValueError(f"held-out data can choose {', '.join(LEARNABLE)}, not {unknown or 'nothing'}")
@@ -56,14 +57,14 @@ def check_learned(
 
 
 def check_candidates(grid: Mapping[str, Sequence[float]]) -> None:
-    """Refuse candidates that are not positive numbers, and names without any."""
+    """Refuse candidates that are not positive and finite, and empty lists of candidates."""
     bad = [(name, v) for name, values in grid.items() for v in values if not (v > 0 and math.isfinite(v))]
     if bad or any(len(values) == 0 for values in grid.values()):
         raise ValueError(f"candidates must be positive, finite and at least one, got {bad or grid}")
 
 
 def edge(name: str, value: float, candidates: Sequence[float]) -> str:
-    """Say that a chosen value lies at or beyond the smallest or largest of several candidates; nothing otherwise."""
+    """Return a warning if a chosen value is the smallest or largest of several candidates, else an empty text."""
     low, high = min(candidates), max(candidates)
     if low == high or low * 1.001 < value < high * 0.999:
         return ""
@@ -72,19 +73,25 @@ def edge(name: str, value: float, candidates: Sequence[float]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The grid: precisions (G,) × temperatures × dispersions × logit temperatures (empty: fitted to each of them)."""
+    """The grid: precisions (G,) × temperatures × dispersions × logit temperatures.
+
+    Without logit temperatures, one is fitted to each point of the grid. `dispersion`, `logit_temperature` and
+    `temperature` are the values in force, used where they are not learned. `optional` names are learned only where
+    that helps; `given` names take no values but the user's candidates. `shown` converts a dispersion to the unit that
+    users read.
+    """
 
     learned: tuple[str, ...]
     precisions: tuple[Tensor, ...]
     temperatures: tuple[float, ...]
     dispersions: tuple[float | None, ...]
     logit_temperatures: tuple[float, ...]
-    dispersion: float  # where it is not learned
-    logit_temperature: float  # likewise
-    temperature: float = 1.0  # likewise
-    optional: tuple[str, ...] = ()  # of what is learned: only where it is of use
-    given: tuple[str, ...] = ()  # of what is learned: only the user's candidates
-    shown: Callable[[float], float] = math.sqrt  # a dispersion as users read it
+    dispersion: float
+    logit_temperature: float
+    temperature: float = 1.0
+    optional: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    shown: Callable[[float], float] = math.sqrt
 
     @classmethod
     def of(
@@ -96,7 +103,7 @@ class Candidates:
         optional: tuple[str, ...] = (),
         usual: Mapping[str, Sequence[float]] = GRID,
     ) -> "Candidates":
-        """Those of `grid`, the usual ones where it has none, and the values in force for what is not learned."""
+        """Take candidates from `grid`, else the usual ones; what is not learned keeps the values of `now`."""
         chosen = {**usual, **grid}
         fitted = "logit_temperature" in learned
         return cls(
@@ -116,26 +123,26 @@ class Candidates:
         )
 
     def settled(self, sweep: Sweep) -> "Candidates":
-        """Without the temperature where that is optional and of no use: see `tells_apart`."""
+        """Drop the temperature from what is learned if it is optional and would not help (`tells_apart`)."""
         found = self
         if "temperature" in self.optional and not tells_apart(sweep):
             found = replace(found, learned=_without("temperature", found.learned), temperatures=(self.temperature,))
         return found
 
     def including(self, now: Setting) -> "Candidates":
-        """With one more value of each, those in force."""
+        """Add the setting in force to the grid."""
         precisions, temperatures = (*self.precisions, now.precision), (*self.temperatures, now.temperature)
         dispersions = (*self.dispersions, self.dispersion)
         return replace(self, precisions=precisions, temperatures=temperatures, dispersions=dispersions)
 
     @property
     def free(self) -> tuple[str, ...]:
-        """What is learned and may take values between candidates and beyond them."""
+        """Learned names that may take values between and beyond the candidates."""
         return tuple(name for name in self.learned if name not in self.given)
 
     @property
     def box(self) -> dict[str, tuple[float, float]]:
-        """The range of each quantity, and half a decade beyond for the descent where it moves."""
+        """The range of each quantity, widened by half a decade where the descent may move it."""
         return box_of(self.precisions, self.temperatures, self._dispersions, self.free)
 
     @property
@@ -143,7 +150,7 @@ class Candidates:
         return [self.dispersion if each is None else each for each in self.dispersions]
 
     def edges(self, setting: Setting) -> list[str]:
-        """What of a setting lies at or beyond the smallest or largest of several candidates, in words."""
+        """Return a warning per quantity that was chosen at the edge of its grid."""
         phi = None if setting.dispersion is None else self.shown(setting.dispersion)
         tried: dict[str, tuple[Sequence[float], float | None]] = {
             "noise": ([self.shown(each) for each in self._dispersions], phi),
@@ -158,31 +165,34 @@ class Candidates:
             found.append("" if value is None else edge(name, value, values))
         return [text for text in found if text]
 
-    def settings(self, sweep: Sweep, rivals: Mapping[str, Tensor]) -> list[Setting]:
-        """All of them, each with a logit temperature."""
+    def settings(self, sweep: Sweep, rivals: Mapping[str, Tensor], near: float) -> list[Setting]:
+        """Return all settings of the grid; logit temperatures that are fitted stay close to `near`."""
         divisors = self.logit_temperatures or (1.0,)
         product = itertools.product(self.precisions, self.temperatures, self.dispersions, divisors)
         found = [Setting(tau, T, phi, logit_temperature=s) for tau, T, phi, s in product]
-        return found if self.logit_temperatures else self._with_logits(sweep, found, rivals)
+        return found if self.logit_temperatures else self._with_logits(sweep, found, rivals, near)
 
     def near(self, sweep: Sweep) -> float:
-        """The logit temperature of temperature scaling, where it is learned; that in force otherwise."""
+        """Return the logit temperature of temperature scaling if it is learned, else the one in force."""
         if "logit_temperature" not in self.learned:
             return self.logit_temperature
         return best_logit_temperature(sweep.f, sweep.y, sweep.likelihood, near=self.logit_temperature)
 
-    def _with_logits(self, sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str, Tensor]) -> list[Setting]:
-        """Each setting with its logit temperature: temperature scaling's times the ratio of the two on a few data.
+    def _with_logits(
+        self, sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str, Tensor], near: float
+    ) -> list[Setting]:
+        """Fit a logit temperature to each setting on a subset of the data, and carry it over to all of them.
 
-        The ratio, unlike the temperatures themselves, hardly depends on which data these are.
+        What is carried over is its ratio to the logit temperature of temperature scaling, which hardly depends on the
+        subset.
         """
         few = sweep.subset(SUBSET)
-        whole, part = self.near(sweep), self.near(few)
+        whole, part = near, self.near(few)
         bar = HOPELESS * rivals[SCALING].mean().item()
         length = len(settings) // len(self.precisions)
         chains = [list(settings[k : k + length]) for k in range(0, len(settings), length)]  # one per precision
         guesses = [part] * len(chains)
-        for k in reversed(range(length)):  # temperatures fall: from narrow to wide, each from where its neighbor ended
+        for k in reversed(range(length)):  # from narrow (hot) to wide, each from its neighbor
             column = [replace(chain[k], logit_temperature=s) for chain, s in zip(chains, guesses)]
             guesses = [each.logit_temperature for each in fit_logits(few, column, bar, part)]
             for chain, s in zip(chains, guesses):
@@ -195,18 +205,18 @@ def _without(name: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def log_spreads(sweep: Sweep) -> tuple[float, float]:
-    """The largest spread of log-variances over the held-out inputs at any ρ, and that under the prior alone."""
+    """Return the largest spread of log-variances over the inputs at any ρ, and the spread under the prior alone."""
     spreads = sweep.spreads()
     known = spreads[spreads.isfinite()]
     return (known.max().item(), known[-1].item()) if len(known) else (0.0, 0.0)
 
 
 def tells_apart(sweep: Sweep) -> bool:
-    """Whether what the data left undetermined is more in some inputs than in others.
+    """Whether the directions that the data left undetermined matter more for some inputs than for others.
 
-    A temperature keeps tight what the data determined while the prior widens the rest. That finds strange inputs only
-    if the rest differs from input to input by more than their gradients do: the spread of log-variances at some ρ must
-    exceed that under the prior alone, the largest ρ, by a quarter.
+    A temperature keeps the determined directions tight while the prior widens the others. That marks strange inputs
+    only if the undetermined part varies more between inputs than the size of their gradients does: the spread of
+    log-variances at some ρ must exceed the spread under the prior alone (the largest ρ) by a quarter.
     """
     most, alone = log_spreads(sweep)
     return most > APART * alone
@@ -226,7 +236,7 @@ def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[f
 def box_of(
     taus: Sequence[Tensor], heats: Sequence[float], dispersions: Sequence[float], free: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
-    """The range of each quantity: that of its candidates, and half a decade beyond for the descent where it moves."""
+    """Return the range of the candidates of each quantity, widened by half a decade for the names in `free`."""
     values = {"prior": torch.cat(list(taus)).tolist(), "temperature": heats, "noise": dispersions}
     margin = {name: math.sqrt(10) if name in free else 1.0 for name in values}
     ranges = {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
@@ -238,7 +248,8 @@ def fit_logits(
 ) -> list[Setting]:
     """Give each setting a better logit temperature: the lowest point of a parabola through three losses.
 
-    A setting whose loss reaches `bar` stays as it is: no logit temperature mends that. Held `near` one by `held_near`.
+    A setting whose loss reaches `bar` stays as it is: no logit temperature would help. `near` is the logit temperature
+    to stay close to (`held_near`).
     """
 
     def losses(points: Tensor) -> Tensor:

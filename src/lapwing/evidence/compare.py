@@ -1,4 +1,4 @@
-"""Candidates side by side: structures, architectures, checkpoints, by evidence, size, held-out NLL and cost."""
+"""Compare fitted models side by side: evidence, size, held-out NLL and cost."""
 
 import time
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from lapwing.model.batches import Batches
 from lapwing.posterior import Belief
 from lapwing.predictive import Prediction
 
-NAT = 1.0  # a difference below one nat is never evidence
+NAT = 1.0  # a difference below one nat never counts as evidence
 
 
 class Fitted(Protocol):
@@ -32,11 +32,11 @@ class Fitted(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One row: the log evidence and by how much it is known to be uncertain, in nats; sizes; held-out NLL and its cost.
+    """One row of a comparison: log evidence and its uncertainty in nats, sizes, held-out NLL and its cost.
 
-    `shift` is what the log evidence would gain at the mode of the linearized model, None where that is not known;
-    `error` the standard error of a log-determinant that is estimated from probes (matrix-free), else 0; `megabytes` is
-    None where the curvature is kept as products with the data.
+    `shift` is what the log evidence would gain at the mode of the linearized model, None if unknown. `error` is the
+    standard error of a log-determinant that is estimated from probes (matrix-free), else 0. `megabytes` is None if the
+    curvature exists only as products with the data.
     """
 
     structure: str
@@ -52,13 +52,16 @@ class Candidate:
 
     @property
     def uncertainty(self) -> float:
-        """By how much the evidence may be off, as far as this is known: at least a nat, the shift, two errors."""
+        """How far off the evidence may be: one nat, plus the shift if it is known, plus two standard errors."""
         return NAT + (self.shift or 0.0) + 2 * self.error
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The candidates by name, and what to beware of. `print(comparison.table())`."""
+    """The candidates by name, and warnings about what they do not show.
+
+    print(lapwing.compare({"kron": a, "diag": b}).table())
+    """
 
     candidates: Mapping[str, Candidate]
     warnings: tuple[str, ...]
@@ -69,7 +72,7 @@ class Comparison:
         return max(self.candidates, key=lambda name: self.candidates[name].log_evidence)
 
     def table(self) -> str:
-        """Candidates by falling evidence, then the warnings."""
+        """Return the candidates by decreasing evidence, then the warnings, as text."""
         heads = ["", "structure", "log evidence", "per datum", "weights", "effective", "MB", "held-out NLL", "ms/datum"]
         lines = [heads]
         for name, c in sorted(self.candidates.items(), key=lambda item: -item[1].log_evidence):
@@ -84,7 +87,7 @@ class Comparison:
         return "\n".join([*(row.rstrip() for row in rows), *self.warnings])
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain numbers, for files."""
+        """Return plain numbers, for files."""
         return {name: dict(vars(candidate)) for name, candidate in self.candidates.items()}
 
     def __str__(self) -> str:
@@ -92,11 +95,13 @@ class Comparison:
 
 
 def compare(models: Mapping[str, Fitted], data: Any = None) -> Comparison:
-    """Evidence, effective number of parameters and cost of each `Laplace` object; with `data`, held-out NLL per item.
+    """Compare `Laplace` objects by evidence, effective parameters and cost; with `data`, also by held-out NLL.
 
     Tune the prior of each candidate first (`la.tune()`): the evidence of an untuned prior compares priors, not models.
-    The warnings say where a difference lies within what the approximation is known to be off by, where the curvature
-    gives no bound, and where evidences are not comparable at all.
+    The warnings say where a difference is smaller than the known error of the approximation, where the curvature gives
+    no bound, and where evidences cannot be compared at all.
+
+        print(lapwing.compare({"small": la_small, "large": la_large}, val_loader).table())
     """
     if not models:
         raise BadData("compare needs at least one fitted model: pass {name: lapwing.fit(...)}")
@@ -120,7 +125,7 @@ def _candidate(model: Fitted, data: Any) -> Candidate:
 
 
 def _held_out(model: Fitted, data: Any) -> tuple[float, float]:
-    """Mean NLL per item that counts, and milliseconds a datum."""
+    """Return the mean NLL per item that counts, and milliseconds per sample."""
     likelihood = model.belief.likelihood
     total, count, seen = 0.0, 0, 0
     begin = time.perf_counter()
@@ -150,12 +155,15 @@ def _beware(models: Mapping[str, Fitted], candidates: Mapping[str, Candidate]) -
         found.append(f"{_list(unbounded)}: the evidence of this structure is no bound of the full matrix's")
     far = [name for name, c in candidates.items() if c.shift is not None and c.shift > 10 * NAT]
     if far:
-        found.append(f"{_list(far)}: far from a mode under this prior (shift above 10 nats); see at='linear-mode'")
+        found.append(
+            f"{_list(far)}: the weights are far from a mode under this prior (shift above 10 nats); compare "
+            "log_evidence(at='linear-mode') instead"
+        )
     return found + _close(models, candidates)
 
 
 def _close(models: Mapping[str, Fitted], candidates: Mapping[str, Candidate]) -> list[str]:
-    """What is one network in several structures, and neighbours in the order of evidence that it cannot tell apart."""
+    """Warn of one network in several structures, and of neighbors whose evidences are too close to tell apart."""
     found = []
     networks: dict[int, list[str]] = {}
     for name, model in models.items():

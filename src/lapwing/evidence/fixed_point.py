@@ -4,8 +4,8 @@ At fixed weights the evidence has its only maximum where (MacKay 1992, Eq. 3.10)
 
     τ_g = γ_g / ‖θ_g − μ_g‖²,    φ = RSS / (NK − γ),    γ_g = −∂(log|H/φ + Π| − log|Π|)/∂ log τ_g.
 
-In logarithms x ← log γ(x) − log q has a slope between −1 and 0 in each coordinate, so that half a step at a time
-converges. While the weights still move, going all the way would chase them: the move of a step has a bound.
+In logarithms, x ← log γ(x) − log q has a slope between −1 and 0 in each coordinate, so that half steps converge. While
+the weights are still being trained, the full way would chase them; so a step moves by a bounded amount.
 """
 
 import math
@@ -24,13 +24,14 @@ from lapwing.linalg import PSD
 from lapwing.posterior import Belief
 
 ITERATIONS = 60
-TOLERANCE = 1e-3  # in log-precision, a step: the weights move on anyway
+TOLERANCE = 1e-3  # change of a log-precision per step below which it stops: the weights move on anyway
 BOUNDS = (1e-8, 1e10)
+PROBE_BOUNDS = (1e-10, 1e10)
 
 
 @dataclass(frozen=True, eq=False)
 class Moved:
-    """Precisions (G,) and likelihood after a step, the log evidence there, and γ."""
+    """The result of a step: precisions (G,), likelihood, the log evidence there, and γ."""
 
     precision: Tensor
     likelihood: Likelihood
@@ -95,9 +96,6 @@ def _within(x: Tensor, center: Tensor, reach: float) -> Tensor:
     return torch.minimum(torch.maximum(x, center - reach), center + reach)
 
 
-BOUNDS = (1e-10, 1e10)
-
-
 def tune_probes(
     belief: Belief,
     groups: Groups,
@@ -110,10 +108,10 @@ def tune_probes(
     """`tune_evidence` for matrix-free curvature: τ_g ← γ_g / ‖θ̂ − μ₀‖²_g with γ_g = Σ_{p∈g} (1 − τ_g Σ_pp).
 
     The effective numbers γ_g come from the solver's fixed probes, deflated by the sketch, so that the same noise enters
-    every step and the iteration converges (MacKay 1992; for noise φ ← Σ r² / (N K − γ)). The mode θ̂ is held fixed, as
-    everywhere. Stops when no logarithm moves by more than `tolerance`. Every step costs one block of solves over data.
-    `samples` takes γ_g = E Σ_{p∈g} z_p (cGz)_p over so many posterior samples z instead, with fixed noise: EM by
-    sample-then-optimize (Antorán et al. 2023), for a posterior that has no sketch to deflate by.
+    every step and the iteration converges (MacKay 1992; for noise φ ← Σ r² / (N K − γ)). The mode θ̂ stays fixed. The
+    iteration stops when no logarithm moves by more than `tolerance`; every step costs one block of solves over data.
+    With `samples`, γ_g = E Σ_{p∈g} z_p (cGz)_p comes from that many posterior samples z with fixed noise instead: EM by
+    sample-then-optimize (Antorán et al. 2023), for a posterior without a sketch.
     """
     if not belief.curvature.matrix.iterative:
         raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
@@ -133,7 +131,7 @@ def tune_probes(
         if "prior" in learn:
             known = (gamma > 0) & (squares > 0)
             best = gamma.clamp(min=1e-12) / (prior_scale * squares.clamp(min=1e-300))
-            fresh = torch.where(known, best, tau).clamp(*BOUNDS)
+            fresh = torch.where(known, best, tau).clamp(*PROBE_BOUNDS)
             moved, tau = float((fresh / tau).log().abs().max()), fresh
             belief = groups.applied(belief, tau)
         if "noise" in learn:

@@ -1,4 +1,4 @@
-"""Which weights share one prior precision."""
+"""Groups of weights that share one prior precision, and the precisions of a belief per group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +11,17 @@ from lapwing.linalg import Diagonal
 from lapwing.model import Params
 from lapwing.posterior import Belief, Prior
 
+KINDS = ("scalar", "layerwise", "unit", "input", "parameterwise")
+
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """A partition of the P selected weights. Weight p has precision τ[index[p]].
+    """A partition of the P selected weights into groups: weight p has precision τ[index[p]].
 
-    `members` holds the parameter names of each group; it is empty where the groups are not made of whole parameters
-    (one group for everything, or one per weight).
+    `members` holds the parameter names of each group. It is empty if the groups are not made of whole parameters, as
+    with one group for everything or one per weight.
+
+        groups = Groups.layerwise(la.curvature.names, la.params.names, la.params.sizes)
     """
 
     index: Tensor
@@ -32,12 +36,12 @@ class Groups:
 
     @classmethod
     def scalar(cls, size: int) -> "Groups":
-        """One precision for all `size` weights."""
+        """Put all `size` weights into one group."""
         return cls(torch.zeros(size, dtype=torch.long), 1)
 
     @classmethod
     def parameterwise(cls, size: int) -> "Groups":
-        """One precision for each weight."""
+        """Make each weight a group of its own."""
         return cls(torch.arange(size), size)
 
     @classmethod
@@ -48,7 +52,7 @@ class Groups:
         sizes: Sequence[int],
         index: Tensor | None = None,
     ) -> "Groups":
-        """One precision for each of `blocks`, given as parameter names (`curvature.names`).
+        """Make one group per block; `blocks` lists the parameter names of each (`curvature.names`).
 
         `names` and `sizes` describe the flat vector; `index` picks the weights of a subnetwork out of it.
         """
@@ -61,7 +65,7 @@ class Groups:
 
     @classmethod
     def of_prior(cls, belief: Belief) -> tuple["Groups", Tensor]:
-        """The fewest groups in which the prior of a belief is constant, and its precision in each."""
+        """Return the fewest groups in which the prior of a belief is constant, and its precision in each."""
         params, precision = belief.curvature.params, belief.resolved_prior[1].diagonal().detach().double().cpu()
         assert params is not None
         kinds = (
@@ -80,60 +84,60 @@ class Groups:
         return self.index.numel()
 
     def expand(self, values: Tensor) -> Tensor:
-        """(*batch, G) values of the groups -> (*batch, P) values of the weights."""
+        """Expand values per group (*batch, G) to values per weight (*batch, P)."""
         return values[..., self.index.to(values.device)]
 
     def diagonal(self, values: Tensor) -> Diagonal:
-        """diag of the values (G,) of the groups, which knows what weights share."""
+        """Return the diagonal matrix of values per group (G,); it knows which weights share a value."""
         if self.count == 1:
             return Diagonal(values[0].expand(self.size))
         return Diagonal.by_group(values, self.index)
 
     def total(self, values: Tensor) -> Tensor:
-        """(P,) values of the weights -> (G,) sums over each group."""
+        """Sum values per weight (P,) over each group, (G,)."""
         zero = torch.zeros(self.count, dtype=values.dtype, device=values.device)
         return zero.index_add(0, self.index.to(values.device), values)
 
     def label(self, group: int) -> str:
-        """What a message calls a group."""
+        """Return the name of a group for messages."""
         if self.members:
             return f"block {group} ({', '.join(self.members[group])})"
         return "all weights" if self.count == 1 else f"weight {group}"
 
     def prior(self, values: Tensor, mean: float | Tensor = 0.0) -> Prior:
-        """The prior with precision values[g] on group g."""
+        """Return the prior with precision values[g] on group g."""
         values = values.detach()
         if self.members:
             return Prior.per_block(values.tolist(), self.members, mean)
-        return Prior(values.item() if self.count == 1 else values, mean)
+        return Prior(values.item() if self.count == 1 else self.expand(values), mean)
 
     def precisions(self, belief: Belief) -> Tensor:
-        """The prior precisions of a belief, averaged geometrically over each group, (G,)."""
+        """Return the prior precisions of a belief, as geometric means over each group, (G,)."""
         matrix = belief.resolved_prior[1]
         if not matrix.is_diagonal:
-            raise UnsupportedOperation("a prior that is itself a posterior has nothing to tune; tune before chaining")
+            raise UnsupportedOperation("a prior that is itself a posterior cannot be tuned; tune before chaining")
         logs = matrix.diagonal().detach().double().log().cpu()
         counts = self.total(torch.ones_like(logs))
         return (self.total(logs) / counts.clamp(min=1)).exp()
 
     def squares(self, belief: Belief) -> Tensor:
-        """‖θ̂ − μ₀‖² over each group, (G,) float64."""
+        """Return ‖θ̂ − μ₀‖² over each group, (G,) float64."""
         return self.total(belief.offset.detach().square())
 
     def applied(self, belief: Belief, values: Tensor) -> Belief:
-        """The belief with precision values[g] on group g; gradients flow into the values."""
+        """Return the belief with precision values[g] on group g; gradients flow into the values."""
         return replace(belief, prior=Prior(self.diagonal(values), belief.prior.mean))
 
 
-KINDS = ("scalar", "layerwise", "unit", "input", "parameterwise")
-
-
 def partition(kind: str, blocks: Sequence[Sequence[str]], params: Params) -> Groups:
-    """The groups of a kind for the selected weights; `blocks` are `curvature.names`.
+    """Group the selected weights by kind; `blocks` are `curvature.names`.
 
-    "unit" joins what feeds one output of a block: a row of the weight and its bias. "input" joins what reads one input
-    of a block, a column of the weight; biases of a block are then one group. Both are products over rows and columns,
-    which Kronecker structures accept. A tensor without rows or columns (a norm's scale) counts each entry as a unit.
+    "unit" groups the weights that feed one output of a block: a row of the weight matrix and its bias. "input" groups
+    the weights that read one input of a block, a column of the weight matrix; the biases of the block are one more
+    group. Both are products over rows and columns, which Kronecker structures accept. In a tensor without rows or
+    columns (a norm's scale) each entry is a unit.
+
+        groups = partition("layerwise", la.curvature.names, la.params)
     """
     if kind not in KINDS:
         raise UnsupportedOperation(f"a prior is learned as one of {', '.join(KINDS)}; got {kind!r}")
@@ -153,7 +157,7 @@ def partition(kind: str, blocks: Sequence[Sequence[str]], params: Params) -> Gro
 
 
 def _labels(kind: str, block: int, shape: torch.Size, labels: dict[tuple[int, int, int], int]) -> torch.Tensor:
-    """A number for each entry of a tensor; the same key is the same number in every tensor of a block."""
+    """Number the entries of a tensor by unit or input; tensors of one block share the numbers in `labels`."""
     if kind == "input" and len(shape) < 2:
         return torch.full((shape.numel(),), labels.setdefault((block, 1, 0), len(labels)))
     axis = 1 if kind == "input" else 0

@@ -2,15 +2,16 @@
 
 The covariance of the outputs under precision c·H + τI is (1/c) J (H + ρI)⁻¹ Jᵀ with ρ = τ/c: one function of one number
 ρ for each group of weights. In log ρ and log e the kernel 1/(e + ρ) is a sech, whose spectrum falls like exp(−πω), so
-that few nodes ρ_j a decade carry it:
+that a few nodes ρ_j per decade suffice:
 
     (e + ρ)⁻¹ ≈ Σ_j a_j(ρ) (e + ρ_j)⁻¹  for all e in the spectrum of H.
 
-With relative error at most δ for each e, the combination of J (H + ρ_j I)⁻¹ Jᵀ lies between 1 − δ and 1 + δ times the
-truth as a matrix: it stays positive semi-definite, and every variance is right to δ. Spacing 2.5 a decade: δ ≈ 1e-4.
+If the relative error is at most δ for each e, the combination of J (H + ρ_j I)⁻¹ Jᵀ lies between 1 − δ and 1 + δ
+times the truth as a matrix: it stays positive semi-definite, and every variance is right to δ. With 2.5 nodes per
+decade, δ ≈ 1e-4.
 
 Ritter's factored damping of G ⊗ A is (g + √ρ)(a + √ρ) for each pair of eigenvalues, again a function of ρ alone, and
-smoother: the same nodes carry it, fitted at pairs (g, a) as well.
+smoother: the same nodes serve it if the coefficients are fitted at pairs (g, a) as well.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.function import base_points
 
-CHUNK = 2**22  # elements of f that one Monte Carlo step holds
+CHUNK = 2**22  # values of f in one Monte Carlo step
 Adjust = Callable[[Tensor, Tensor, slice | Tensor], Tensor]
-"""(covariances (S, items, C, C), T/φ (S,), which items) -> the covariances that are scored."""
+"""Changes covariances (S, items, C, C), given T/φ (S,) and which items, before they are scored."""
 Batch = tuple[Tensor, Tensor, Rows]
 """f (B, *event, C), canonical targets, and rows (B, *event·C flattened) of ∂f/∂θ."""
 PER_DECADE = 2.5
-PADDING = 2  # nodes beyond either end, where the approximation would be worst
+PADDING = 2  # nodes beyond either end, since the approximation is worst at the ends
 RIDGE = 1e-12
 AT_ONCE = 64  # shifts whose coefficients are fitted together
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
-OVERFLOW = 80.0  # of an exponent, in float32 with room for a sum
-NODE, WIDEST = 10, 5.2  # every tenth node of the rule for one logit is taken, up to so many standard deviations
-JITTER = 1e-6  # of the mean variance: the covariance of f may be singular
+OVERFLOW = 80.0  # exponents beyond this overflow in float32, with room for a sum
+NODE, WIDEST = 10, 5.2  # the rule for one logit uses every tenth node, up to this many standard deviations
+JITTER = 1e-6  # share of the mean variance added to the diagonal: the covariance of f may be singular
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class Nodes:
     def spanning(
         cls, low: float, high: float, largest: float, factors: float | None = None, per_decade: float = PER_DECADE
     ) -> Nodes:
-        """Nodes for every ρ in [low, high] and every eigenvalue in [0, largest]; of damped factors in [0, factors]."""
+        """Place nodes for every ρ in [low, high] and eigenvalues up to `largest`, of damped factors up to `factors`."""
         step = 1 / per_decade
         first, last = math.log10(low) - PADDING * step, math.log10(high) + PADDING * step
         shifts = torch.logspace(first, last, max(2, math.ceil((last - first) / step) + 1), dtype=torch.float64)
@@ -93,7 +94,7 @@ class Nodes:
         return torch.linalg.solve(normal + RIDGE * eye, right) / size[..., 0, :]
 
     def error(self, rho: Tensor) -> float:
-        """δ: the largest relative error of (e + ρ)⁻¹ over the spectrum and all ρ given."""
+        """Return δ, the largest relative error of (e + ρ)⁻¹ over the spectrum and all given ρ."""
         worst = 0.0
         for few in rho.double().unique().split(AT_ONCE):
             fitted = (self._ratios(few) @ self.coefficients(few)[..., None])[..., 0]
@@ -102,7 +103,7 @@ class Nodes:
 
 
 def _factor_pairs(low: float, largest: float) -> Tensor:
-    """Pairs g ≤ a of zero and of three points a decade from below `low` to `largest`, (l, 2)."""
+    """Return pairs g ≤ a from zero and three points per decade between `low` and `largest`, (l, 2)."""
     start, stop = math.log10(low) - 1.5, max(math.log10(max(largest, 1e-30)), math.log10(low) - 1)
     grid = torch.logspace(start, stop, max(6, math.ceil(3 * (stop - start))), dtype=torch.float64)
     return torch.combinations(torch.cat([grid.new_zeros(1), grid]), with_replacement=True)
@@ -110,7 +111,11 @@ def _factor_pairs(low: float, largest: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """Outputs f (N, *event, C), targets, and grams (G, m, N·event, C(C+1)/2): J (H + ρ_j I)⁻¹ Jᵀ of each group."""
+    """What one pass over held-out data keeps, enough to score any setting without another pass.
+
+    Outputs f (N, *event, C), targets, and grams (G, m, N·event, C(C+1)/2): the lower triangles of J (H + ρ_j I)⁻¹ Jᵀ
+    per group of weights and node.
+    """
 
     f: Tensor
     y: Tensor
@@ -135,26 +140,26 @@ class Sweep:
         return torch.stack([s.precision.double() for s in settings]), T, phi, logits
 
     def rho(self, settings: Sequence[Setting]) -> Tensor:
-        """τ/c of each setting and group, (S, G)."""
+        """Return ρ = τ/c of each setting and group, (S, G)."""
         return self._rho(*self._scalars(settings)[:3])[1]
 
     def coefficients(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> Tensor:
-        """How much of each gram the covariance holds, (*b, G, m); differentiable."""
+        """Return the weight of each gram in the covariance, (*b, G, m); differentiable."""
         c, rho = self._rho(tau.expand(*tau.shape[:-1], self.grams.shape[0]), temperature, dispersion)
         if rho.requires_grad:
             return self.nodes.coefficients(rho) / c[..., None, None]
-        distinct, place = rho.unique(return_inverse=True)  # few: settings of a grid share ratios
+        distinct, place = rho.unique(return_inverse=True)  # the settings of a grid share many ratios
         found = torch.cat([self.nodes.coefficients(few) for few in distinct.split(AT_ONCE)])
         return found[place] / c[..., None, None]
 
     def covariance(self, coefficients: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """(*b, items, C, C) of items start … stop − 1."""
+        """Return the covariances of f for items start … stop − 1, (*b, items, C, C)."""
         grams = self.grams[:, :, start:stop]
         flat = coefficients.to(grams).flatten(-2) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
         return unpack_symmetric(flat.reshape(*flat.shape[:-1], *grams.shape[2:]), self.f.shape[-1])
 
     def losses(self, settings: Sequence[Setting]) -> Tensor:
-        """−log p(y) of each item that counts under each setting, (S, N) float64.
+        """Return −log p(y) of every item that counts under every setting, (S, N) float64.
 
         Settings that share a dispersion are scored together, as many as fit into a chunk.
         """
@@ -172,7 +177,7 @@ class Sweep:
         return found if mask is None else found[:, mask.reshape(-1)]
 
     def subset(self, size: int) -> Sweep:
-        """About `size` data, evenly spread."""
+        """Keep about `size` samples, evenly spread."""
         keep = torch.arange(0, len(self.f), max(1, len(self.f) // size))
         places = self.f[0, ..., 0].numel()
         index = (places * keep[:, None] + torch.arange(places)).reshape(-1)
@@ -212,9 +217,10 @@ class Sweep:
             yield -self.score(*flat, likelihood).double().unflatten(0, (several, -1))
 
     def spreads(self) -> Tensor:
-        """How unequal the items are at each shift ρ_j: the standard deviation of their log-variances, (m,).
+        """Measure how unequal the items are at each node: the standard deviation of their log-variances, (m,).
 
-        Variances of f, or for classes of f less its average over them; NaN where rounding drowns one.
+        For classes, the variance is that of f minus its average over the classes. NaN where a variance is below
+        rounding.
         """
         size = self.f.shape[-1]
         low, high = torch.tril_indices(size, size, device=self.f.device)
@@ -229,7 +235,7 @@ class Sweep:
 
     @property
     def flat(self) -> tuple[Tensor, Tensor]:
-        """f (items, C) and the targets of each item."""
+        """f (items, C) and the targets of every item."""
         f = self.f.reshape(-1, self.f.shape[-1])
         return f, self.y.reshape(f.shape[0], *self.y.shape[self.f.ndim - 1 :])
 
@@ -237,7 +243,7 @@ class Sweep:
 def collect(
     belief: Belief, groups: Groups, batches: Iterable[Batch], nodes: Nodes, *, score: Score, memory: int
 ) -> Sweep:
-    """Read the data once and keep what scoring needs; a damped belief has its Kronecker blocks damped."""
+    """Read the data once and keep what scoring needs; the blocks of a damped belief are damped."""
     matrix, split = belief.curvature.matrix, belief.split
     outputs: list[Tensor] = []
     targets: list[Tensor] = []
@@ -250,7 +256,7 @@ def collect(
             read = sum(len(part) for part in outputs) + len(f)
             raise TooLarge(
                 f"tuning on held-out data keeps {groups.count} × {len(nodes.shifts)} covariances of {f.shape[-1]} "
-                f"outputs an item, more than {memory / 1e9:.3g} GB after {read} data. Use fewer validation data, "
+                f"outputs per item, more than {memory / 1e9:.3g} GB after {read} data. Use fewer validation data, "
                 "prior='scalar', a narrower grid, or raise memory="
             )
         outputs.append(f.detach())
@@ -271,7 +277,7 @@ def collect(
 
 
 def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor, split: float | None = None) -> Tensor:
-    """(G, m, B·event, C(C+1)/2) of one batch."""
+    """Compute the grams of one batch, (G, m, B·event, C(C+1)/2)."""
     classes = f.shape[-1]
     places = f[0, ..., 0].numel()
     if rows.r != places * classes or rows.n != f.shape[0]:
@@ -289,19 +295,19 @@ def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor, spl
 
 
 def _blocks(matrix: PSD, groups: Groups, rows: Rows) -> Iterator[tuple[PSD, Rows, int]]:
-    """Blocks with an eigenbasis inside one group, with their rows."""
+    """Yield the blocks of the matrix with their rows and their group; refuse a block that spans several groups."""
     for block, index, part in matrix.blockwise_rows(groups.index, rows):
         if bool((index != index[0]).any()):
             each = "prior='layerwise', with" if block.is_diagonal else "structure='diag', 'kron' or 'ekfac' with"
             raise IncompatiblePrior(
                 f"held-out tuning needs one precision per block of the curvature, and a {type(block).__name__} block "
-                f"spans several. Use prior='scalar', {each} one precision a layer, or method='evidence'"
+                f"spans several. Use prior='scalar', {each} one precision per layer, or method='evidence'"
             )
         yield block, part, int(index[0])
 
 
 def unpack_symmetric(flat: Tensor, size: int) -> Tensor:
-    """(*b, C(C+1)/2), the lower triangle row by row -> (*b, C, C)."""
+    """Expand lower triangles, row by row, (*b, C(C+1)/2) to symmetric matrices (*b, C, C)."""
     low, high = torch.tril_indices(size, size, device=flat.device)
     where = torch.empty(size, size, dtype=torch.long, device=flat.device)
     where[low, high] = torch.arange(len(low), device=flat.device)
@@ -310,7 +316,7 @@ def unpack_symmetric(flat: Tensor, size: int) -> Tensor:
 
 
 def linked(link: str = "auto", samples: int = 256) -> Score:
-    """The score under the link that prediction will use; classes by Monte Carlo go through a faster way to it."""
+    """Make the score under the link that prediction will use; class probabilities by Monte Carlo take a faster way."""
 
     def score(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
         several = mean.shape[-1] > 2 and y.ndim == mean.ndim - 1
@@ -323,10 +329,11 @@ def linked(link: str = "auto", samples: int = 256) -> Score:
 
 
 def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood, samples: int) -> Tensor:
-    """log E[softmax(f)_y] over fixed points of the other logits, given which f_y is Gaussian and its softmax the
-    sigmoid of f_y minus their log-sum: a one-dimensional integral, as in `expected_softmax`.
+    """Compute log E[softmax(f)_y] for the class y of each item, (N,).
 
-    Classes come first so that the sums run over whole vectors, and logarithms only where exponentials would overflow.
+    The other logits take fixed points. Given these, f_y is Gaussian and its softmax is the sigmoid of f_y minus their
+    log-sum-exp, which leaves a one-dimensional integral, as in `expected_softmax`. Classes come first so that sums run
+    over whole vectors; logarithms are used only where exponentials would overflow.
     """
     base = base_points(samples, mean.shape[-1] - 1, mean)  # (S, C − 1)
     mask = likelihood.mask(mean, y)
@@ -349,19 +356,19 @@ def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Like
 
 
 def own_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes (Q,) and log weights for N(0, 1), as coarse as they may be where the integrand itself is spread out."""
+    """Return coarse nodes (Q,) and log weights for N(0, 1); the integrand is smooth, so that few suffice."""
     nodes, log_weights = normal_nodes(like)
     likely = nodes.abs() < WIDEST
     return nodes[likely][::NODE], log_weights[likely][::NODE].log_softmax(0)
 
 
 def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:
-    """The Cholesky factor L (N, C, C) of the covariance of f minus its average over the classes, which the softmax does
-    not see, with the classes in an order (N, C); that average is given back at a level that hides no difference.
+    """Return the Cholesky factor (N, C, C) of the covariance of f minus its average over the classes.
 
-    No data determine that average: under a wide prior its variance is so much larger than all others that rounding
-    alone may leave the whole matrix indefinite. In float64, with a ridge at the level of that rounding, raised where it
-    was more.
+    The softmax ignores that average, and no data determine it: under a wide prior its variance is so much larger than
+    the others that rounding alone may leave the whole matrix indefinite. So it is replaced by a variance of the size of
+    the others. `order` (N, C) permutes the classes. Computed in float64 with a ridge at the level of rounding, raised
+    where the factorization fails.
     """
     wide = covariance.double()
     rows = wide.mean(-1, keepdim=True)
@@ -383,7 +390,7 @@ def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:
 
 
 def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
-    """A positive number, for likelihoods whose outputs are logits."""
+    """Return the value if it is positive and the outputs of the likelihood are logits; otherwise raise."""
     if not likelihood.has_logits:
         raise UnsupportedOperation(
             f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
@@ -393,9 +400,9 @@ def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
 
 
 def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, Tensor]:
-    """−log p of each item by the network without a posterior, and by its usual repair on the same data.
+    """Return −log p of each item for the network without a posterior, and after its usual remedy on the same data.
 
-    Logits: temperature scaling. A Gaussian whose noise may change: the noise that fits the residuals.
+    The remedy for logits is temperature scaling; for a dispersion that may change, the value that fits the residuals.
     """
     rivals = {"MAP": (f, likelihood)}
     if likelihood.has_logits:
@@ -406,7 +413,7 @@ def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> d
 
 
 def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Tensor:
-    """Those of the items' losses whose targets count."""
+    """Drop the losses of items whose targets do not count."""
     mask = likelihood.mask(f, y)
     return losses if mask is None else losses[mask.reshape(-1)]
 
@@ -414,10 +421,11 @@ def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Ten
 def best_logit_temperature(
     f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0, near: float | None = None
 ) -> float:
-    """1/s with the smallest Σ −log p(y | s·f), s between 1/limit and limit.
+    """Return 1/s for the s with the smallest Σ −log p(y | s·f), between 1/limit and limit.
 
-    Convex in s, so Newton with bisection as its guard. `near` holds it weakly near another logit temperature, with a
-    quarter of `held_near`: otherwise a few items that are all classified right ask for infinite logits.
+    The sum is convex in s, so Newton's method with bisection as its guard finds it. `near` holds the result weakly near
+    another logit temperature, with a quarter of `held_near`: otherwise a few items that are all classified correctly
+    would ask for infinite logits.
     """
     f = f.double()
     low, high = 1 / limit, limit
@@ -439,14 +447,14 @@ def best_logit_temperature(
 
 
 def held_near(logit_temperature: Tensor, near: float) -> Tensor:
-    """½ (log s − log near)²/½², in nats for all items together: holds s near that of temperature scaling.
+    """½ (log s − log near)²/½², in nats for all items together: a penalty that holds s near temperature scaling's.
 
-    Few items like a wide posterior with logits so large that draws vote instead of giving probabilities, which fails on
-    other items. Many items outweigh this.
+    A few items may favor a wide posterior with logits so large that draws vote instead of giving probabilities, which
+    fails on other items. Many items outweigh the penalty.
     """
     return 2.0 * (logit_temperature.log() - math.log(near)).square()
 
 
 def describe(scores: Mapping[str, float]) -> str:
-    """Names and values in a line, as in: MAP 0.3, temperature scaling 0.2."""
+    """Return names and values as one line: MAP 0.3, temperature scaling 0.2."""
     return ", ".join(f"{name} {value:.5g}" for name, value in scores.items())

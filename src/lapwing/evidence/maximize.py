@@ -1,11 +1,11 @@
-"""Prior precisions and noise that maximize the log evidence: Newton in the cached eigenbasis, without data.
+"""Maximize the log evidence over prior precisions and noise, by Newton's method in the cached eigenbasis.
 
 With x_g = log τ_g, u = log φ, q_g = ‖θ̂ − μ₀‖² over group g, k the power of φ in the precision,
 
     F(x, u) = T·log p(D|θ̂, u) − ½ Σ_g e^{x_g} q_g − ½ [log|T e^{−ku} H + Π(x)| − log|Π(x)|].
 
 In an eigenbasis that the groups respect the bracket is Σ_p softplus(log T e_p − k u − x_{g(p)}), and F splits into one
-term a group. Otherwise its derivatives follow from the posterior covariance Σ: with m_g = τ_g Σ_{p∈g} Σ_pp and
+term per group. Otherwise its derivatives follow from the posterior covariance Σ: with m_g = τ_g Σ_{p∈g} Σ_pp and
 C_gh = τ_g τ_h Σ_{p∈g, p'∈h} Σ_pp'²,
 
     ∂F/∂x_g = ½(|g| − m_g − τ_g q_g),    −∂²F/∂x_g∂x_h = ½(δ_gh (m_g + τ_g q_g) − C_gh).
@@ -46,7 +46,7 @@ def tune_evidence(
     """Maximize the log evidence over one precision per group and, with "noise" in `learn`, the dispersion φ.
 
     The search starts at the precisions of the belief. The function is concave in (log τ, log φ), so Newton converges
-    from any start to the only maximum, up to `tolerance` nats. A group whose maximum lies at infinity ends at a bound
+    from any start to the only maximum, up to `tolerance` nats. A group whose maximum lies at infinity ends at a bound,
     and a message says so. A group without curvature is left at its start: the evidence says nothing about it. No data
     are read, except by matrix-free curvature (`tune_probes`).
 
@@ -80,7 +80,7 @@ def tune_evidence(
 
 
 def _lifted(objective: Concave, x: Tensor, low: Tensor, high: Tensor, count: int) -> Tensor:
-    """The start, with precisions raised until the posterior is positive definite (Hessians, float32 rounding)."""
+    """Raise the precisions of the start until the posterior is positive definite (Hessians, float32 rounding)."""
     shift = torch.zeros_like(x)
     for _ in range(30):
         try:
@@ -94,6 +94,7 @@ def _lifted(objective: Concave, x: Tensor, low: Tensor, high: Tensor, count: int
 
 
 def _fit(belief: Belief, learned: bool) -> Fit:
+    """Write the log-likelihood as a function of log φ."""
     likelihood, statistics = belief.likelihood, belief.curvature.statistics
     if learned:
         likelihood.learned_names(("noise",))
@@ -109,7 +110,7 @@ def _fit(belief: Belief, learned: bool) -> Fit:
 
 
 def _objective(belief: Belief, groups: Groups, fit: Fit) -> tuple[Concave, Tensor]:
-    """The evidence as a function of log τ and log φ, and which groups it says anything about, (G,)."""
+    """Write the evidence as a function of log τ and log φ; also return which groups it depends on, (G,)."""
     matrix = belief.curvature.matrix
     if groups.size != matrix.size:
         raise IncompatiblePrior(f"groups of {groups.size} weights do not fit a curvature over {matrix.size}")
@@ -132,9 +133,9 @@ def _messages(found: Optimum, groups: Groups, silent: Tensor | None, low: Tensor
     if silent is not None:
         tau = found.x[:count]
         free = ~silent
-        messages += _named(groups, silent, "have no curvature and the evidence says nothing of them: kept at the start")
-        messages += _named(groups, free & (tau >= high[:count]), "want to be infinite (θ̂ is at the prior mean): capped")
-        messages += _named(groups, free & (tau <= low[:count]), "want no prior at all: capped at the lower bound")
+        messages += _named(groups, silent, "have no curvature: the evidence says nothing about them, they are kept")
+        messages += _named(groups, free & (tau >= high[:count]), "would be infinite (θ̂ is at the prior mean): capped")
+        messages += _named(groups, free & (tau <= low[:count]), "would be zero (no prior at all): capped")
     if len(found.x) > count and not bool(low[-1] < found.x[-1] < high[-1]):
         messages.append("the noise runs to its bound: the residuals are zero or the data too few; capped")
     if not found.converged:
@@ -179,11 +180,11 @@ class Fit:
     learned: bool = False
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x -> (log-precisions, log φ)."""
+        """Split x into log-precisions and log φ."""
         return (x[:-1], x[-1]) if self.learned else (x, self.start)
 
     def derivatives(self, log_dispersion: Tensor) -> tuple[Tensor, Tensor]:
-        """First and minus the second derivative in log φ, each (1,), or (0,) where it is not learned."""
+        """Return the first and minus the second derivative in log φ, each (1,), or (0,) if it is not learned."""
         if not self.learned:
             empty = log_dispersion.new_zeros(0)
             return empty, empty
@@ -230,8 +231,8 @@ class SpectralEvidence(Concave):
 class CovarianceEvidence(Concave):
     """F for groups that cut through eigenvectors: a dense block with several precisions inside.
 
-    Newton's matrix is exact up to `exact` groups; beyond, it is replaced by the diagonal ½(m_g + τ_g q_g) above it,
-    which needs marginal variances only and converges linearly.
+    Newton's matrix is exact for up to `exact` groups. For more it is replaced by the diagonal ½(m_g + τ_g q_g), an
+    upper bound that needs marginal variances only and converges linearly.
     """
 
     matrix: PSD  # T·H
@@ -286,7 +287,7 @@ def _squared_covariance(precision: PSD, groups: Groups) -> Tensor:
 
 
 Tune = Callable[..., Tuning]
-"""Maximizes the evidence: `tune_evidence`, or a relative with the same arguments."""
+"""A function that maximizes the evidence: `tune_evidence`, or another with the same arguments."""
 
 
 def tune_grid(
@@ -300,8 +301,9 @@ def tune_grid(
 ) -> Tuning:
     """Maximize the evidence over the candidates of `grid` for the names it has, and over all values for the others.
 
-    Candidates for "prior" are precisions, for "noise" standard deviations. Several groups of weights are tried with one
-    candidate for all of them, and with the candidate nearest to the maximum of each. `value` is what `tune` maximizes.
+    Candidates for "prior" are precisions, for "noise" standard deviations. With several groups of weights, each
+    candidate is tried for all groups together, and then the candidate nearest to its own maximum for each group.
+    `value` is what `tune` maximizes.
     """
     idle = [name for name in grid if name not in learn]
     if idle:
@@ -338,7 +340,7 @@ def tune_grid(
 
 
 def _families(belief: Belief, noises: Sequence[float]) -> list[Belief]:
-    """The belief with each noise, or as it is."""
+    """Return the belief with each of the noises, or unchanged if there are none."""
     told = [belief.likelihood.with_dispersion(belief.likelihood.dispersion_from(float(v))) for v in noises]
     return [replace(belief, likelihood=each) for each in told] or [belief]
 
@@ -351,13 +353,13 @@ def _at(
     tau: Tensor,
     free: tuple[str, ...],
 ) -> Tuning:
-    """Score one candidate, with what is free at its best."""
+    """Score one candidate; what `free` names is maximized over."""
     there = groups.applied(belief, tau.to(belief.weights.device))
     if free:
         tuning = tune(there, groups, learn=free)
         if "prior" in free:
             return tuning
-        exact = [replace(each, precision=tau) for each in tuning.settings]  # its logarithm was rounded on the way
+        exact = [replace(each, precision=tau) for each in tuning.settings]  # undo the rounding of its logarithm
         return replace(tuning, settings=tuple(exact), prior=groups.prior(tau, belief.prior.mean))
     with torch.no_grad():
         score = -value(there).double().cpu().reshape(1)

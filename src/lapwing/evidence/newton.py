@@ -1,4 +1,4 @@
-"""Newton's method for a concave function inside a box, with the steps that log-precisions need."""
+"""Newton's method for a concave function inside a box, with steps limited for log-precisions."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LONGEST_STEP = 4.0  # in log-precision: a factor of 55; Newton's step is unbounded where the function is nearly linear
+LONGEST_STEP = 4.0  # in log-precision, a factor of 55: where the function is nearly linear Newton's step has no limit
 SUFFICIENT = 1e-4  # Armijo's constant
 
 
@@ -18,7 +18,7 @@ class Curve(ABC):
 
     @abstractmethod
     def solve(self, gradient: Tensor, free: Tensor) -> Tensor:
-        """Newton's step (−∇²F)⁻¹∇F within the coordinates that are free; zero elsewhere."""
+        """Return Newton's step (−∇²F)⁻¹∇F in the free coordinates, and zero in the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class DenseCurve(Curve):
 
 @dataclass(frozen=True, eq=False)
 class Arrow(Curve):
-    """A diagonal with one border: separate log-precisions that meet only in the dispersion, the last coordinate."""
+    """A diagonal with one border row: log-precisions that interact only with the dispersion, the last coordinate."""
 
     shaft: Tensor  # (G,)
     border: Tensor  # (G,) or (0,) where there is no last coordinate
@@ -67,7 +67,7 @@ class Concave(ABC):
 
     @abstractmethod
     def derivatives(self, x: Tensor) -> tuple[Tensor, Curve]:
-        """∇F (d,) and −∇²F."""
+        """Return ∇F (d,) and −∇²F."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Optimum:
 def maximize(
     function: Concave, start: Tensor, lower: Tensor, upper: Tensor, *, tolerance: float = 1e-10, limit: int = 500
 ) -> Optimum:
-    """Projected Newton with backtracking, until the gain that the quadratic model promises is below `tolerance`.
+    """Run projected Newton steps with backtracking until the quadratic model promises a gain below `tolerance`.
 
     The tolerance is absolute in F or relative to rounding, whichever is larger. Coordinates at a bound whose gradient
     points outward are held there.
@@ -110,7 +110,7 @@ def maximize(
 def _last(
     function: Concave, x: Tensor, value: Tensor, step: Tensor, lower: Tensor, upper: Tensor, count: int, promise: float
 ) -> Optimum:
-    """One more step: its gain is below the tolerance, but it squares the distance to the maximum."""
+    """Take one more step: it gains less than the tolerance but squares the distance to the maximum."""
     there = torch.minimum(torch.maximum(x + step, lower), upper)
     new = function.value(there)
     slack = 1e-14 * (1 + abs(value.item()))

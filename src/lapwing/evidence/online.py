@@ -1,4 +1,4 @@
-"""Learning prior and noise while the weights are trained: the evidence every few steps, in anybody's training loop."""
+"""Learn prior and noise while the weights are trained: a step of the evidence now and then, in any training loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Progress:
 
     prior: Prior
     likelihood: Likelihood
-    precision: Tensor | None = None  # (G,), one a group
+    precision: Tensor | None = None  # (G,), one per group
     evidence: float = math.nan
     effective: float = math.nan
     steps: int = 0
@@ -73,7 +73,7 @@ class Online:
     split: Callable[[Any], tuple] | None = None
     generator: torch.Generator | None = None
     belief: Progress = None  # type: ignore[assignment]
-    _terms: dict[str, Any] = field(default_factory=dict, repr=False)  # the prior by parameter, once it was needed
+    _terms: dict[str, Any] = field(default_factory=dict, repr=False)  # the prior per parameter, once needed
 
     def __post_init__(self) -> None:
         if not (self.n_data > 0 and math.isfinite(self.n_data)):
@@ -94,7 +94,7 @@ class Online:
 
     @property
     def learning(self) -> tuple[str, ...]:
-        """What is learned: "prior", "noise"."""
+        """The names of what is learned: "prior", "noise"."""
         if self.learn is not None:
             named = (self.learn,) if isinstance(self.learn, str) else tuple(self.learn)
             chosen = resolve_likelihood(self.family).learned_names(named)
@@ -104,19 +104,19 @@ class Online:
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood with the noise of now."""
+        """The likelihood with the current noise."""
         return self.belief.likelihood
 
     def loss(self, model: nn.Module, inputs: Inputs, targets: Any, weights: Tensor | None = None) -> Tensor:
-        """φ·(mean −log p(y|f) + ½‖θ − μ‖²_Π/N): minimal where the log joint is maximal.
+        """Return φ·(mean −log p(y|f) + ½‖θ − μ‖²_Π/N), which is minimal where the log joint is maximal.
 
-        The factor φ keeps the size of gradients the same while the noise is learned (1 but for a Gaussian).
+        The factor φ, which is 1 for everything but a Gaussian, keeps the size of gradients while the noise is learned.
         """
         misfit = self.misfit(model, inputs, targets, weights)
         return misfit * self.likelihood.common_factor.detach().to(misfit) + self.penalty(model).to(misfit)
 
     def misfit(self, model: nn.Module, inputs: Inputs, targets: Any, weights: Tensor | None = None) -> Tensor:
-        """mean −log p(y|f) over the samples of a batch, the module in the mode it is in."""
+        """Return the mean −log p(y|f) over the samples of a batch; the module stays in its current mode."""
         family = self.likelihood
         f = family.outputs(output_tensor(call(model, inputs)))
         y = family.targets(f.detach(), targets)
@@ -125,12 +125,12 @@ class Online:
         return -total / family.count(f, y, weights)
 
     def penalty(self, model: nn.Module) -> Tensor:
-        """φ·½‖θ − μ‖²_Π/N: what to add to a *mean* loss φ·(−log p), such as a mean cross-entropy (φ = 1)."""
+        """Return φ·½‖θ − μ‖²_Π/N, to be added to a *mean* loss φ·(−log p), such as a mean cross-entropy (φ = 1)."""
         live = dict(model.named_parameters())
         if "names" not in self._terms:
             self._terms.update(self._parameters(model))
         names, terms = self._terms["names"], self._terms["terms"]
-        if terms is None:  # a matrix: yesterday's posterior
+        if terms is None:  # the prior is a matrix, such as an earlier posterior
             mean, matrix = self._terms["whole"]
             offset = torch.cat([live[name].reshape(-1) for name in names]).to(mean) - mean
             total = (offset * matrix.matvec(offset)).sum()
@@ -153,10 +153,10 @@ class Online:
 
     @outside_autocast
     def step(self, model: nn.Module, data: Any) -> Online:
-        """One step of prior and noise from the evidence at the weights of now; the module is left as it is.
+        """Take one step of prior and noise towards the maximum of the evidence at the current weights.
 
-        The network is evaluated in eval mode and given back in the mode it came in. `.belief` of the result holds the
-        new prior, likelihood and the log evidence.
+        The network is evaluated in eval mode and given back unchanged, in the mode it came in. `.belief` of the result
+        holds the new prior and likelihood and the log evidence.
         """
         require_one_process("Online.step")
         names = select_names(model, self.select)
@@ -198,7 +198,7 @@ class Online:
     def _progress(self, groups: Groups, moved: Moved, moments: Tensor | None = None) -> Progress:
         prior = self.belief.prior
         if isinstance(self.prior, str):
-            prior = _prior(groups, moved.precision, prior.mean)
+            prior = groups.prior(moved.precision, prior.mean)
         steps = self.belief.steps + 1
         return Progress(prior, moved.likelihood, moved.precision, moved.evidence, moved.effective, steps, moments)
 
@@ -235,7 +235,7 @@ class Online:
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Up to `count` samples of the data: random rows of a pair of tensors, else the batches that come first."""
+    """Up to `count` samples of the data: random rows of a pair of tensors, or the first batches of anything else."""
 
     data: Any
     count: int | None
@@ -263,14 +263,8 @@ class Subset:
                 return
 
 
-def _prior(groups: Groups, values: Tensor, mean: float | Tensor) -> Prior:
-    if groups.count == 1 or groups.members:
-        return groups.prior(values, mean)
-    return Prior(groups.expand(values.detach()), mean)
-
-
 def _term(tau: Tensor, mu: Tensor, shape: torch.Size) -> tuple[Tensor | float, Tensor | None]:
-    """Precision and mean of one parameter; a number where all its weights have the same, None for a mean of zero."""
+    """Return precision and mean of one parameter: one number if all its weights share it, None for a mean of zero."""
     common = tau[0].item() if bool((tau == tau[0]).all()) else tau.reshape(shape)
     return common, None if not bool(mu.any()) else mu.reshape(shape)
 

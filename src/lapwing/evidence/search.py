@@ -33,10 +33,12 @@ from lapwing.evidence.heldout import (
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 
-BISECTIONS = 3  # of the decade between two priors of the grid
-OPTIONAL = ("temperature",)  # what is learned by default only where it is of use
-HELD_NOISE = 2.0  # items that the noise in force counts as where the network without a posterior has its noise fitted
+BISECTIONS = 3  # bisections of the decade between two priors of the grid
+OPTIONAL = ("temperature",)  # learned by default, but only where that helps
+HELD_NOISE = 2.0  # how many items the noise in force weighs when the noise of the network alone is fitted
 MEMORY = 2 * 1024**3
+EDGE = 1e-3  # a start at the end of its range is moved inside by this share of it: the sigmoid never reaches the end
+TOLERANCE = 1e-5  # nats per item below which the descent stops
 
 
 def tune_validation(
@@ -57,11 +59,11 @@ def tune_validation(
 
     `batches` yields (f (B, *event, C), canonical targets, rows of ∂f/∂θ) and is read once. Every candidate of the grid
     (a common precision × temperatures × noise levels, as standard deviations) is scored under the link that prediction
-    will use (`score`); from the best, `steps` of L-BFGS move all of them, precisions separately. The network without a
-    posterior is always among the candidates, and `rule` picks from all of them. What is not in `learn` keeps the value
-    that the belief has. Without `learn`: the prior; the temperature where the data tell inputs apart (`tells_apart`);
-    the logit temperature, or a noise that the fit estimated. `prepare` may change what the pass has kept, given the
-    setting in force (leave-one-out does).
+    will use (`score`). From the best candidate, `steps` of L-BFGS move all quantities, each group's precision on its
+    own. The network without a posterior is always a candidate, and `rule` picks from all of them. What is not in
+    `learn` keeps the value that the belief has. By default the data choose the prior, the temperature if they tell
+    inputs apart (`tells_apart`), and the logit temperature or a noise that the fit estimated. `prepare` may change what
+    the pass has kept, given the setting in force (leave-one-out does).
 
     A damped belief is tuned as it is (`factored_precision`). The covariances come from a rational approximation in τ/T
     whose relative error is bounded and reported.
@@ -115,11 +117,11 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
     given, candidates = candidates, candidates.settled(sweep)
     learned, free = candidates.learned, candidates.free
-    settings = candidates.settings(sweep, rivals)
+    near = candidates.near(sweep)
+    settings = candidates.settings(sweep, rivals, near)
     losses = sweep.losses(settings)
     iterations = 0
     scores = losses.mean(1).tolist()
-    near = candidates.near(sweep)
     if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):
         start = settings[scores.index(min(scores))]
         refined, iterations = descend(sweep, start, candidates.box, free, steps, near)
@@ -128,7 +130,7 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     if "prior" in candidates.given and len(settings[0].precision) > 1:
         settings, losses = _by_group(sweep, candidates, settings, losses)
     count = len(settings)
-    limits = [*_limits(sweep, candidates), _limit(sweep, None, candidates.logit_temperature)]
+    limits = [*_limits(sweep, candidates, near), _limit(sweep, None, candidates.logit_temperature)]
     settings += [setting for setting, _ in limits]
     losses = torch.cat([losses, *(loss[None] for _, loss in limits)])
     last = len(settings) - 1
@@ -163,8 +165,8 @@ def _by_group(
     return settings, losses
 
 
-def _limits(sweep: Sweep, candidates: Candidates) -> list[tuple[Setting, Tensor]]:
-    """The network without a posterior with the best noise or logit temperature, or with each of the user's."""
+def _limits(sweep: Sweep, candidates: Candidates, near: float) -> list[tuple[Setting, Tensor]]:
+    """Score the network without a posterior under the best noise or logit temperature, or each that the user gave."""
     if not {"noise", "logit_temperature"} & {*candidates.learned}:
         return []
     f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
@@ -173,12 +175,12 @@ def _limits(sweep: Sweep, candidates: Candidates) -> list[tuple[Setting, Tensor]
         dispersions = (likelihood.best_dispersion(f, y, HELD_NOISE),)
     divisors: Sequence[float] = candidates.logit_temperatures
     if "logit_temperature" in candidates.free:
-        divisors = (candidates.near(sweep),)
+        divisors = (near,)
     return [_limit(sweep, phi, divisor) for phi in dispersions for divisor in divisors]
 
 
 def _limit(sweep: Sweep, dispersion: float | None, logit_temperature: float) -> tuple[Setting, Tensor]:
-    """The network without a posterior under a noise (None: as it is) and a logit temperature, and its losses."""
+    """Score the network without a posterior under a noise (None: unchanged) and a logit temperature."""
     f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
     likelihood = likelihood if dispersion is None else likelihood.with_dispersion(dispersion)
     empty = torch.empty(0, dtype=torch.float64)
@@ -195,7 +197,7 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
 
 
 def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
-    """Nodes that serve every setting in the box; of a damped belief, also for factors that are damped one by one."""
+    """Return nodes for every setting in the box; for a damped belief they also serve damped factors."""
     matrix, split = belief.curvature.matrix, belief.split
     span = _span(box, belief.power, belief.temperature.prior)
     largest_factor = None if split is None else matrix.largest_damped(split)
@@ -203,12 +205,12 @@ def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> No
 
 
 def nodes_for(belief: Belief, precision: Tensor, temperatures: Sequence[float]) -> Nodes:
-    """Nodes that serve these precisions at these temperatures."""
+    """Return nodes for these precisions at these temperatures."""
     return nodes_spanning(belief, box_of([precision], temperatures, [belief.likelihood.dispersion.item()], ()))
 
 
 def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Trials:
-    """The trials and, by bisection, priors between the chosen one and the next wider; `near` as in `fit_logits`."""
+    """Add priors between the chosen one and the next wider by bisection; `near` as in `fit_logits`."""
     for _ in range(BISECTIONS):
         setting = trials.settings[trials.choose(rule)]
         found = None if setting.deterministic else wider(setting, trials.settings)
@@ -220,7 +222,7 @@ def _between(sweep: Sweep, trials: Trials, rule: Rule, near: float | None) -> Tr
 
 
 def _polished(sweep: Sweep, trials: Trials, best: int, near: float) -> Trials:
-    """The chosen setting once more, its logit temperature fitted to all data instead of a few."""
+    """Add the chosen setting again with its logit temperature fitted to all data instead of a subset."""
     (fitted,) = fit_logits(sweep, [trials.settings[best]], near=near)
     losses = sweep.losses([fitted])[0]
     if losses.mean() > trials.losses[best].mean():
@@ -229,7 +231,7 @@ def _polished(sweep: Sweep, trials: Trials, best: int, near: float) -> Trials:
 
 
 def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[str]:
-    """What became of that which is learned only where it is of use."""
+    """Say whether the temperature was tuned or kept, and why, if that was left to the data."""
     said = []
     if "temperature" in {*given.optional} & {*given.learned}:
         most, alone = log_spreads(sweep)
@@ -242,6 +244,7 @@ def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[st
 
 
 def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -> tuple[str, ...]:
+    """Say what to know about the choice."""
     settings, scores = trials.settings, trials.scores
     setting = settings[best]
     posteriors = [k for k, s in enumerate(settings) if not s.deterministic]
@@ -274,10 +277,6 @@ def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -
     return tuple(messages)
 
 
-EDGE = 1e-3  # of its range that a start outside or at the end is moved inside: the sigmoid never reaches an end
-TOLERANCE = 1e-5  # nats an item that are not worth a step
-
-
 def descend(
     sweep: Sweep,
     setting: Setting,
@@ -286,9 +285,9 @@ def descend(
     steps: int,
     near: float = 1.0,
 ) -> tuple[Setting, int]:
-    """L-BFGS on the total NLL in the logarithms of what is learned, each inside its range by a sigmoid.
+    """Minimize the total NLL by L-BFGS in the logarithms of what is learned; a sigmoid keeps each inside its range.
 
-    A logit temperature that is learned is held `near` that in force (`held_near`).
+    A learned logit temperature is held `near` a given one (`held_near`). Returns the setting and the iterations.
     """
     phi = sweep.likelihood.dispersion.item() if setting.dispersion is None else setting.dispersion
     start = {
@@ -345,7 +344,7 @@ def descend(
 
 
 def wider(setting: Setting, settings: Iterable[Setting]) -> Setting | None:
-    """Half-way, in log τ and log s, to the next wider of the settings with the same temperature and noise, if any."""
+    """Return the midpoint, in log τ and log s, to the next wider setting of the same temperature and noise, if any."""
     key = (setting.temperature, setting.dispersion, False)
     alike = [each for each in settings if (each.temperature, each.dispersion, each.deterministic) == key]
     beyond = [each for each in alike if each.narrow < (1 - EDGE) * setting.narrow]

@@ -1,4 +1,4 @@
-"""The loop of `lapwing.train`: steps of an optimizer, the evidence in between, best weights, checkpoints."""
+"""The loop of `lapwing.train`: optimizer steps, the evidence in between, the best weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE = "train.pt"
 
 @dataclass(frozen=True, eq=False)
 class Shuffled:
-    """A pair (X, y) of tensors in random batches: another order at every pass, the same for the same seed and pass."""
+    """A pair (X, y) of tensors in random batches; the order depends on the seed and the number of the pass only."""
 
     data: tuple[Any, Tensor]
     size: int
@@ -45,10 +45,10 @@ class Shuffled:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """How long, how often and which weights to keep.
+    """How long to train, how often to use the evidence, and which weights to keep.
 
-    `every` and `burnin` count optimizer steps; None for once an epoch and a tenth of the training. `patience` counts
-    steps of the evidence without a better score; `keep` is "evidence", "validation" or "last".
+    `every` and `burnin` count optimizer steps; by default once per epoch, and a tenth of the training. `patience`
+    counts steps of the evidence without a better score; `keep` is "evidence", "validation" or "last".
     """
 
     epochs: int
@@ -84,7 +84,7 @@ class Training:
     progress: bool | None = None
 
     def run(self) -> tuple[Online, tuple[Moment, ...], bool]:
-        """Train; the belief at the weights that are kept, the history, and whether it stopped early."""
+        """Train. Return what was learned at the weights that are kept, the history, and whether it stopped early."""
         state = State(self.online)
         if self._checkpoint is not None and self._checkpoint.path.exists():
             self._checkpoint.read(state)
@@ -131,7 +131,7 @@ class Training:
         state.epoch += 1
 
     def _descend(self, state: State, batch: Batch) -> float:
-        """One step of the optimizer; a closure, so that line searches work too."""
+        """Take one step of the optimizer; it gets a closure, so that line searches work too."""
         losses: list[float] = []
 
         def closure() -> float:
@@ -153,7 +153,7 @@ class Training:
     def _due(self, state: State, length: int | None) -> bool:
         plan = self.schedule
         if not self.online.learning and plan.keep == "last" and self.val is None:
-            return False  # a fixed prior and no score that anybody reads
+            return False  # the prior is fixed and no score is needed
         burnin = plan.burnin
         if burnin is None:
             burnin = 0 if length is None else plan.epochs * length // 10
@@ -191,7 +191,7 @@ class Training:
             state.stopped = self.schedule.patience is not None and state.stale >= self.schedule.patience
 
     def _validation(self, online: Online) -> float:
-        """Mean −log p of the validation data, the network in eval mode."""
+        """Return the mean −log p of the validation data, with the network in eval mode."""
         if self.val is None:
             return math.nan
         total, count = 0.0, 0.0
@@ -235,7 +235,7 @@ class Training:
 
 
 def count_data(data: Any, module: nn.Module, split: Callable[[Any], tuple] | None) -> float:
-    """N, counted from the batches of one pass."""
+    """Count the samples in one pass over the batches."""
     if isinstance(data, Shuffled):
         return float(len(data.data[1]))
     batches = Batches(data, module, torch.device("cpu"), split)

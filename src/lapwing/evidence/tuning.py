@@ -1,4 +1,4 @@
-"""What tuning tried and what it scored."""
+"""What a tuning tried, what each setting scored, and the rules that choose one."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ AS_FITTED = (
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """One candidate: a precision per group (G,), a temperature and, where it is free, the dispersion φ (σ²).
+    """One candidate: a precision per group (G,), a temperature and, where it is learned, the dispersion φ (σ²).
 
-    `logit_temperature` divides the logits before the link. `deterministic` is the limit τ → ∞: the network without a
-    posterior (with a logit temperature: temperature scaling); its precision is empty.
+    `logit_temperature` divides the logits before the link. `deterministic` marks the network without a posterior, the
+    limit τ → ∞; its precision is empty, and with a logit temperature it is temperature scaling.
     """
 
     precision: Tensor
@@ -38,7 +38,7 @@ class Setting:
 
     @property
     def narrow(self) -> float:
-        """The geometric mean of the precisions, infinite in the deterministic limit: orders settings by width."""
+        """The geometric mean of the precisions, infinite for the network without a posterior: large means narrow."""
         return float("inf") if self.deterministic else self.precision.double().log().mean().exp().item()
 
     def __str__(self) -> str:
@@ -58,11 +58,11 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Trials:
-    """Settings with the loss of each on every held-out item (S, N), and those of the baselines (N,).
+    """All settings with their losses on every held-out item, (S, N), and the losses of the baselines, (N,) each.
 
-    `home` is the index of the network as it is: without a posterior, nothing learned. `reference` is that of its usual
-    repair on the same items: temperature scaling, or the noise fitted to the residuals. `barred` are settings that
-    serve for comparison only: a grid that the user gave is never left.
+    `home` is the index of the network without a posterior and with nothing learned. `reference` is the index of its
+    usual remedy on the same items: temperature scaling, or the noise fitted to the residuals. `barred` settings serve
+    for comparison only and are never chosen, so that the result stays on a grid that the user gave.
     """
 
     settings: tuple[Setting, ...]
@@ -78,9 +78,9 @@ class Trials:
         return self.losses.double().mean(1).nan_to_num(float("inf"), float("inf"))
 
     def excess(self, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """By how much each setting exceeds other losses (N,), item by item: the mean and its standard error, (S,).
+        """Compare each setting with other losses (N,) item by item: the mean difference and its standard error, (S,).
 
-        One item says nothing about the spread: its error is infinite.
+        With one item the standard error is infinite.
         """
         difference = self.losses.double() - losses.double()
         n = difference.shape[1]
@@ -88,12 +88,12 @@ class Trials:
         return difference.mean(1), error
 
     def gain(self, setting: int) -> tuple[float, float]:
-        """By how much a setting improves on the reference, with its standard error."""
+        """Return the mean improvement of a setting over the reference, and its standard error."""
         mean, error = self.excess(self.losses[self.reference])
         return -mean[setting].item(), error[setting].item()
 
     def choose(self, rule: "Rule") -> int:
-        """What the rule picks; where that is barred, the lowest score of those that are not."""
+        """Return the index that the rule picks; if that one is barred, the lowest score among the others."""
         found = rule(self)
         if found not in self.barred:
             return found
@@ -101,12 +101,12 @@ class Trials:
         return min((k for k in range(len(scores)) if k not in self.barred), key=lambda k: scores[k])
 
     def joined(self, setting: Setting, losses: Tensor) -> "Trials":
-        """With one more setting, the last."""
+        """Return the trials with one more setting at the end."""
         return replace(self, settings=(*self.settings, setting), losses=torch.cat([self.losses, losses[None]]))
 
 
 Rule = Callable[[Trials], int]
-"""Picks one of the settings."""
+"""A rule takes the trials and returns the index of the chosen setting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,10 @@ class Tuning:
 
     Scores are negative log-likelihoods per held-out datum for `method="validation"` and `"loo"`, and minus the log
     evidence for `"evidence"`: lower is better throughout. `prior`, `temperature`, `likelihood` and `logit_temperature`
-    (None: as it was) are what the chosen setting means for a `Laplace` object.
+    (None: unchanged) are what the chosen setting means for a `Laplace` object.
+
+        la = la.tune(val_loader)
+        print(la.tuning.table())
     """
 
     method: str
@@ -136,7 +139,7 @@ class Tuning:
         cls, method: str, belief: Belief, groups: Groups, settings: Sequence[Setting], scores: Tensor, best: int,
         **more: Any,
     ) -> "Tuning":  # fmt: skip
-        """The tuning of a belief that chose `settings[best]`: its prior, temperature and likelihood follow from it."""
+        """Build the result for a belief; prior, temperature and likelihood follow from `settings[best]`."""
         unit = belief.likelihood.dispersion_name, belief.likelihood.dispersion_unit
         settings = [replace(each, unit=unit) for each in settings]
         chosen = settings[best]
@@ -154,7 +157,7 @@ class Tuning:
         return cls(method, tuple(settings), scores, best, prior, tempered, likelihood, **more)
 
     def applied(self, belief: Belief) -> Belief:
-        """The belief with what was chosen."""
+        """Return the belief with the chosen prior, temperature, likelihood and logit temperature."""
         scaling = belief.logit_temperature if self.logit_temperature is None else self.logit_temperature
         return replace(
             belief,
@@ -176,11 +179,11 @@ class Tuning:
 
     @property
     def deterministic(self) -> bool:
-        """Whether the network without a posterior won."""
+        """Whether the network without a posterior was chosen."""
         return self.setting.deterministic
 
     def table(self, rows: int = 12) -> str:
-        """The best settings, the baselines and the messages, as text."""
+        """Return the best settings, the baselines and the messages as text."""
         unit = "−log evidence" if self.method == "evidence" else "NLL"
         order = self.scores.argsort()[:rows].tolist()
         shown = order if self.best in order else [*order[:-1], self.best]
@@ -193,19 +196,22 @@ class Tuning:
 
 
 def lowest(trials: Trials) -> int:
-    """The setting with the lowest score."""
+    """Choose the setting with the lowest score."""
     return int(trials.scores.argmin())
 
 
 def widest(margin: float = 0.002, errors: float = 3.0, sure: float = 3.0, least: int = 20) -> Rule:
-    """The smallest prior precision among settings that are shown not to be worse than the best, up to `margin` nats.
+    """Make a rule that chooses the smallest prior precision among settings shown to be no worse than the best.
 
-    The best is the setting of the lowest score, if it is better than the reference (the network without a posterior,
-    its logits scaled or its noise fitted to the same items) by more than `sure` standard errors; otherwise the
-    reference. Shown: mean plus `errors` standard errors of the difference in loss, item by item,
-    is at most `margin`: a test of non-inferiority, which few data do not pass. All these settings are as good where
-    there are data; the widest claims least where there are none. Among equally wide ones the lowest score decides.
-    Fewer than `least` items show nothing.
+    The best is the setting with the lowest score, provided that it beats the reference (the network without a
+    posterior, its logits scaled or its noise fitted to the same items) by more than `sure` standard errors; otherwise
+    it is the reference. A setting is shown to be no worse if its mean loss per item exceeds the best by at most
+    `margin` nats even after adding `errors` standard errors of the difference. This is a test of non-inferiority,
+    which few data do not pass. All such settings are equally good where there are data, and the widest is the most
+    cautious elsewhere. The lowest score decides between equally wide ones. With fewer than `least` items the best is
+    taken.
+
+        la.tune(val_loader, rule=lapwing.evidence.widest(margin=0.01))
     """
 
     def rule(trials: Trials) -> int:
@@ -228,7 +234,7 @@ RULES: Mapping[str, Rule] = {"lowest": lowest, "widest": widest()}
 
 
 def resolve_rule(rule: str | Rule) -> Rule:
-    """What the front door accepts as `rule=`."""
+    """Return the rule for a name, or the function itself."""
     if callable(rule):
         return rule
     if rule not in RULES:

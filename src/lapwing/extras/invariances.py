@@ -26,12 +26,12 @@ from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan, select_names
 from lapwing.posterior import Belief, Prior
 
-PRIOR_SAMPLES = 256  # images that a step of the precisions reads
+PRIOR_SAMPLES = 256  # images that one step of the precisions reads
 
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What `learn_invariances` found: the averaging network, the augmentation, and the ranges after every epoch."""
+    """The result of `learn_invariances`: the averaging network, the augmentation, and the ranges after every epoch."""
 
     network: Averaged
     augmentation: Affine
@@ -41,7 +41,7 @@ class Learned:
 
     @torch.no_grad()
     def predict(self, x: Tensor, copies: int = 32, generator: torch.Generator | None = None) -> Tensor:
-        """The mean output over so many copies of each image."""
+        """Return the mean output over `copies` random copies of each image."""
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         return torch.cat([self.network(self.augmentation(part, copies, generator)) for part in x.split(64)])
 
@@ -168,7 +168,7 @@ def _precisions(
     n_data: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """A step of the layerwise precisions towards the maximum of the evidence."""
+    """Move the layerwise precisions one step towards the maximum of the evidence."""
     with torch.no_grad():
         batches = [
             (augmentation(x, copies, generator), y) for x, y in zip(data[0].split(64), data[1].split(64), strict=True)

@@ -1,4 +1,4 @@
-"""The mode of the linearized model, by Jacobian products with the data, for networks that are not at a mode."""
+"""Find the mode of the linearized model by Jacobian products, for networks that are not at a mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LinearMode:
 
 @dataclass(frozen=True, eq=False)
 class LinearModel:
-    """f̂ + J δ over data, with a likelihood that counts `scale` times and a Gaussian prior around μ₀."""
+    """The model f̂ + J δ on the data, with a likelihood that counts `scale` times and a Gaussian prior around μ₀."""
 
     products: Products
     likelihood: Likelihood
@@ -41,12 +41,12 @@ class LinearModel:
     prior: PSD
 
     def _outputs(self, delta: Tensor) -> Iterator[tuple[Batch, Tensor, Tensor, Tensor]]:
-        """(batch, targets, f̂, J δ) for rows δ (s, P)."""
+        """Yield (batch, targets, f̂, J δ) for rows δ (s, P)."""
         for batch, f, moved in self.products.jacobian(delta, "linear mode"):
             yield batch, self.likelihood.targets(f, batch.targets), f, moved
 
     def log_joint(self, delta: Tensor) -> Tensor:
-        """For each row of δ (s, P), (s,) float64."""
+        """Return the log joint for each row of δ (s, P), (s,) float64."""
         total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
         for batch, y, f, moved in self._outputs(delta):
             each = torch.stack([self.likelihood.log_prob(f + row, y).double() for row in moved])
@@ -55,7 +55,7 @@ class LinearModel:
         return self.scale * total - 0.5 * (away * self.prior.matvec(away)).sum(-1)
 
     def gradient(self, delta: Tensor) -> Tensor:
-        """Of the log joint at δ (P,)."""
+        """Return the gradient of the log joint at δ (P,)."""
 
         def pull(batch: Batch, f: Tensor) -> Tensor:
             moved = self.products.jvp(batch.inputs, delta[None])[1][0]
@@ -66,7 +66,7 @@ class LinearModel:
         return slope - self.prior.matvec(self.offset + delta.double()).double()
 
     def curvature(self, delta: Tensor) -> Callable[[Tensor], Tensor]:
-        """v (s, P) -> (T·JᵀΛ(f̂ + Jδ)J + Π) v."""
+        """Return the function v (s, P) -> (T·JᵀΛ(f̂ + Jδ)J + Π) v."""
         phi = self.likelihood.common_factor.detach()
 
         def middle(batch: Batch, f: Tensor, u: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _advanced(model: LinearModel, delta: Tensor, move: Tensor, value: Tensor) ->
 
 
 def _weighted(values: Tensor, batch: Batch) -> Tensor:
-    """(s, n, …) times the weights (n,) of the samples."""
+    """Multiply values (s, n, …) by the weights (n,) of the samples."""
     if batch.weights is None:
         return values
     return values * batch.weights.to(values).reshape(1, -1, *(1,) * (values.ndim - 2))

@@ -13,12 +13,14 @@ from lapwing.evidence.search import MEMORY, tune_validation
 from lapwing.evidence.tuning import DETERMINISTIC, Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 
-LEVERAGE = 0.98  # the most that a datum may be taken to determine of its own prediction
-TRUSTED = 0.01  # share of data beyond it above which the score is not to be trusted
+LEVERAGE = 0.98  # a larger leverage of a datum on its own prediction is clamped to this
+TRUSTED = 0.01  # the score is not trusted if more than this share of the data is clamped
+SURE = 2.0  # standard errors that the gain over the network must exceed
+ASK = "tune on held-out data, tune(val_loader), or take what the evidence chose with method='evidence'"
 
 CAUTION = (
-    "leave-one-out is experimental: good for models at their mode under the prior in use; a network that interpolates "
-    "its training data looks best without a posterior. Prefer held-out data"
+    "leave-one-out is experimental: it suits models at their mode under the prior in use, but a network that "
+    "interpolates its training data looks best without a posterior. Prefer held-out data: tune(val_loader)"
 )
 
 
@@ -37,9 +39,9 @@ def tune_loo(
 
     V₋ₙ = (I − c V_n Λ_n)⁻¹ V_n and f₋ₙ = f_n − c V₋ₙ ∇_f log p, c = T/φ, are the moments without datum n; exact for a
     linear-Gaussian model at its mode. The mean is moved once, at the precision and temperature of the belief (the
-    network was trained there), and only V is swept: otherwise a large τ scores the training NLL. A datum whose leverage
-    c V_n Λ_n reaches one is clamped, and the result says how many were. Without `learn`: the prior, a noise that the
-    fit estimated, and what `grid` has candidates for.
+    network was trained there), and only V changes with the setting: otherwise a large τ would score the training NLL. A
+    datum whose leverage c V_n Λ_n reaches one is clamped, and the result says how many were. By default it learns the
+    prior, a noise that the fit estimated, and what `grid` has candidates for.
     """
     if learn is None:
         default = ("prior", "noise") if belief.likelihood.learns_dispersion else ("prior",)
@@ -66,7 +68,7 @@ def tune_loo(
 
 @dataclass(frozen=True, eq=False)
 class Removal:
-    """V -> V₋ₙ with S (items, C, R), S Sᵀ = φΛ: V + c V S (I − c SᵀVS)⁻¹ SᵀV."""
+    """Takes each datum out of its own covariance: V₋ₙ = V + c V S (I − c SᵀVS)⁻¹ SᵀV, S (items, C, R), S Sᵀ = φΛ."""
 
     root: Tensor
 
@@ -74,7 +76,7 @@ class Removal:
         return self._without(covariance, scale, part)[0]
 
     def _without(self, covariance: Tensor, scale: Tensor, part: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """V₋ₙ, and which data were clamped."""
+        """Return V₋ₙ, and which data were clamped."""
         root = self.root[part].double()
         wide, scale = covariance.double(), scale.to(covariance.device)
         half = wide @ root  # (items, C, R)
@@ -85,7 +87,7 @@ class Removal:
         return removed.to(covariance.dtype), (leverage > LEVERAGE).any(-1)
 
     def means(self, sweep: Sweep, setting: Setting) -> tuple[Tensor, float]:
-        """f₋ₙ at the setting in force, in the shape of f, and the share of data that were clamped there."""
+        """Return f₋ₙ at the setting in force, in the shape of f, and the share of data that was clamped."""
         phi = sweep.likelihood.dispersion.item()
         scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)
         coefficients = sweep.coefficients(setting.precision.double(), scalars[0], scalars[1])
@@ -101,18 +103,15 @@ class Removal:
         return torch.cat(moved).reshape(sweep.f.shape), torch.cat(clamped).double().mean().item()
 
 
-SURE = 2.0  # standard errors that the gain over the network must exceed
-ASK = "tune on held-out data, tune(val_loader), or take what the evidence chose with method='evidence'"
-
-
 def keep_if_shown(
     tuning: Tuning, belief: Belief, groups: Groups, batches: Iterable[Batch] | None, *, memory: int = MEMORY
 ) -> Tuning:
-    """The tuning itself where leave-one-out shows that its posterior predicts better; else the network without one.
+    """Keep a tuning only if leave-one-out shows that its posterior predicts better; else choose the bare network.
 
-    `batches` are training data. Shown: the loss of the leave-one-out predictive is below that of the network, with its
-    leave-one-out means, by more than two standard errors. A network that interpolates its data looks best without a
-    posterior: nothing can be shown then, and a posterior that would have helped is lost. None: no data, nothing shown.
+    `batches` are training data. The posterior is kept if its leave-one-out loss is below that of the network, evaluated
+    at the leave-one-out means, by more than two standard errors. A network that interpolates its data looks best
+    without a posterior; then nothing can be shown, and a posterior that would have helped is lost. With None for data
+    nothing is shown either.
     """
     if batches is None:
         return _without(tuning, belief, groups, f"there are no training data at hand to compare with; {ASK}")
@@ -144,7 +143,7 @@ def keep_if_shown(
 
 
 def _without(tuning: Tuning, belief: Belief, groups: Groups, why: str) -> Tuning:
-    """The network without a posterior, and why."""
+    """Replace the choice by the network without a posterior, and say why."""
     empty = torch.empty(0, dtype=torch.float64)
     limit = Setting(empty, tuning.setting.temperature, tuning.setting.dispersion, deterministic=True)
     said = f"the network is kept without the posterior that the evidence chose ({tuning.setting}), not shown to help: "

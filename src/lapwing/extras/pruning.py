@@ -1,4 +1,4 @@
-"""Pruning by the posterior: which weights and units the log joint would miss least, and which inputs carry nothing."""
+"""Prune weights and units that the posterior finds least important, and find inputs that carry no information."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Fitted(Protocol):
 
 
 def _saliency(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
-    """θ²·H_pp: twice what the quadratic log posterior loses when one weight is set to zero, the others as they are."""
+    """θ²·H_pp: twice the loss of the quadratic log posterior when one weight becomes zero and the others stay."""
     return theta.square() * precision.diagonal().double()
 
 
 def _ratio(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
-    """θ²/Σ_pp: the same where the other weights follow; the squared ratio of signal to noise."""
+    """θ²/Σ_pp: the same loss when the other weights adapt; the squared ratio of signal to noise."""
     return theta.square() / precision.inverse_diagonal().double()
 
 
@@ -71,7 +71,7 @@ class Pruned:
 
     @property
     def sparsity(self) -> float:
-        """The share of the weights of the original that are gone."""
+        """The share of the weights of the original that was removed."""
         before = sum(p.numel() for p in self.masked.parameters())
         if self.removed:
             return 1 - sum(p.numel() for p in self.module.parameters()) / before
@@ -138,7 +138,7 @@ def _by_unit(la: Fitted, sparsity: float, scores: dict[str, Tensor]) -> Pruned:
     removed = {}
     for name, score, part in zip(units, units.values(), low.split([len(s) for s in units.values()]), strict=True):
         keep = ~part
-        keep[score.argmax()] = True  # a layer without units is no network
+        keep[score.argmax()] = True  # keep at least one unit per layer
         removed[name] = (~keep).nonzero().flatten()
     masks: dict[str, Tensor] = {}
     for layer, following in pairwise(layers):
@@ -154,7 +154,7 @@ def _unit_scores(layer: Layer, scores: dict[str, Tensor]) -> Tensor:
 
 
 def _mask_unit(layer: Layer, following: Layer, units: Tensor, masks: dict[str, Tensor]) -> None:
-    """Zero what feeds a unit and what reads it."""
+    """Mask the weights that feed the given units and those that read them."""
     for name, p in layer.module.named_parameters():
         mask = masks.setdefault(f"{layer.name}.{name}", torch.ones_like(p, dtype=torch.bool))
         mask[units] = False
@@ -164,7 +164,7 @@ def _mask_unit(layer: Layer, following: Layer, units: Tensor, masks: dict[str, T
 
 
 def _lowest(scores: Tensor, share: float) -> Tensor:
-    """True for the lowest share of the scores, exactly so many."""
+    """Mark the lowest share of the scores, an exact number of them."""
     low = torch.zeros_like(scores, dtype=torch.bool)
     low[scores.argsort(stable=True)[: round(share * len(scores))]] = True
     return low

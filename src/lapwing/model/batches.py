@@ -56,7 +56,7 @@ def _require_equal_lengths(data: Any) -> None:
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) and part.ndim for part in data):
         x, y = data
         if x.shape[0] != y.shape[0]:
-            raise BadData(f"X has {x.shape[0]} samples, y has {y.shape[0]}")
+            raise BadData(f"X has {x.shape[0]} samples, y has {y.shape[0]}: pass as many targets as inputs")
 
 
 def _rows_of(data: Any) -> Iterator[tuple[Inputs, Tensor]]:

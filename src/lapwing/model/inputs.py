@@ -268,8 +268,8 @@ class Roles:
             raise refusal(n, FEW, error) from error
         if not same:
             raise UnsupportedModel(
-                f"the outputs of a sample depend on the other samples of its batch: in a batch of {n} they are not "
-                f"those that the same sample has in a batch of {FEW}. {APART}"
+                f"the outputs of a sample depend on the other samples of its batch: in a batch of {n} they differ from "
+                f"those of the same sample in a batch of {FEW}. {APART}"
             )
         self.largest = n
 

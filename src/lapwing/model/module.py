@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from itertools import islice
 from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -46,6 +46,19 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
+@cache
+def _autocast_kinds() -> tuple[str, ...]:
+    """Return the kinds of devices that this version of PyTorch knows an autocast for."""
+    known = []
+    for kind in AUTOCAST_KINDS:
+        try:
+            torch.is_autocast_enabled(kind)
+        except RuntimeError:
+            continue
+        known.append(kind)
+    return tuple(known)
+
+
 def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function as if the caller had not switched on `torch.autocast`.
 
@@ -56,7 +69,7 @@ def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         own = torch._C._get_privateuse1_backend_name()
-        on = [kind for kind in (*AUTOCAST_KINDS, own) if torch.is_autocast_enabled(kind)]
+        on = [kind for kind in (*_autocast_kinds(), own) if torch.is_autocast_enabled(kind)]
         if not on:
             return function(*args, **kwargs)
         with ExitStack() as stack:

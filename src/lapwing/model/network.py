@@ -125,7 +125,7 @@ class Network:
         where that disagrees too, the rows of the tape.
         """
         with self.borrow():
-            for name, push in (("forward mode", self._push), ("double backward", self._jvp_by_double_backward)):
+            for name, push in (("forward mode", self.jvp_forward), ("double backward", self.jvp_double_backward)):
                 if self.trusts(name, push, inputs):
                     found = push(inputs, tangents)
                     if found is not None:
@@ -145,7 +145,7 @@ class Network:
                 self._trusted[name] = agrees(lambda v: push(few, v), f, leaves, self.params, rtol)
         return self._trusted[name]
 
-    def _push(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor] | None:
+    def jvp_forward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return f and J v by forward mode, or None. Heavy operations at the weights are computed only once."""
         values = dict(zip(self.params.names, self.params.values, strict=True))
         moved = [self.params.tangent(v) for v in tangents]
@@ -173,7 +173,7 @@ class Network:
         found = push_forward(self.module, at, values, moved, known)
         return found if found is not None and close(found[0], f, tolerance([f.dtype])) else None
 
-    def _jvp_by_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
+    def jvp_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """Return f and J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
         with differentiable_kernels():
             return self._second_pass(self.forward_with_graph(inputs), tangents)

@@ -48,6 +48,11 @@ class Params:
         require_no_hooks({name: live[name] for name in names})
         return cls(names, tuple(live[name].detach().clone() for name in names), index)
 
+    def to(self, device: torch.device | str) -> Params:
+        """Copy the values to another device."""
+        index = None if self.index is None else self.index.to(device)
+        return Params(self.names, tuple(value.to(device) for value in self.values), index)
+
     @cached_property
     def shapes(self) -> tuple[torch.Size, ...]:
         return tuple(v.shape for v in self.values)

@@ -121,7 +121,7 @@ class Products:
 
     def _of_batch(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
         network, inputs = self.network, batch.inputs
-        if self._vectorizes("vmap", len(v)) or not network.trusts("forward mode", network._push, inputs):
+        if self._vectorizes("vmap", len(v)) or not network.trusts("forward mode", network.jvp_forward, inputs):
             f, inside = self.jvp(inputs, v)
             with torch.no_grad():
                 u = middle(batch, f, inside)
@@ -137,7 +137,7 @@ class Products:
 
     def _differentiates_twice(self, inputs: Inputs) -> bool:
         network = self.network
-        return "double" not in self._slow and network.trusts("double backward", network._jvp_by_double_backward, inputs)
+        return "double" not in self._slow and network.trusts("double backward", network.jvp_double_backward, inputs)
 
     def _by_one_pass(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
         """Return Jᵀ Λ J v: J v by forward mode around the values of a recorded pass, whose graph then gives Jᵀ."""

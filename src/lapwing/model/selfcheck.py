@@ -200,8 +200,8 @@ class SelfCheck:
             f" The first such operation on a parameter is {name}({', '.join(sorted(mixed.names))})." if mixed else ""
         )
         raise UnsupportedModel(
-            f"the outputs of a sample depend on the other samples of its batch: alone it gives outputs of shape "
-            f"{tuple(f_alone.shape)}, in a batch of {self.n} outputs of shape {tuple(f.shape)} and values.{place} "
+            f"the outputs of a sample depend on the other samples of its batch: in a batch of {self.n} (outputs "
+            f"of shape {tuple(f.shape)}) it has other outputs than alone (shape {tuple(f_alone.shape)}).{place} "
             + APART
         )
 

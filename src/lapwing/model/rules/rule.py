@@ -105,8 +105,9 @@ class Rule(ABC):
 class MatrixRule(Rule):
     """An operation that is linear in a weight matrix: J[n, r] = Σ_t left[n, r, t] ⊗ right[n, t].
 
-    Required are `bind`, `view`, `left` and `right`. The others have defaults in terms of these; a rule replaces them by
-    a cheaper way to the same numbers.
+    Required are `bind`, `view`, `left` and `right`. The others have defaults in terms of these; a rule may replace them
+    by a cheaper way to the same numbers. The self-check of a fit sees `left` and `right` only: check the others with
+    `lapwing.testing.RuleLaws`.
     """
 
     plain: ClassVar[bool] = False  # whether `right` holds the data as they are, one vector per position
