@@ -113,7 +113,7 @@ def main() -> None:
             matrix = la.curvature.matrix
             options = replace(matrix.solver, predictive="samples", samples=16, columns=16, tolerance=1e-2)
             curvature = replace(la.curvature, matrix=replace(matrix, solver=options))
-            found = scores(replace(la, curvature=curvature), tests)
+            found = scores(replace(la, belief=replace(la.belief, curvature=curvature)), tests)
             show(f"{name + ', 16 samples':<24}τ={tau:<6g}", *found, time.process_time() - begin)
     if arguments.only not in ("", "score"):
         return

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.likelihoods import Likelihood, resolve_likelihood
+from lapwing.testing import LikelihoodLaws
 
 ALPHA = 0.6
 
@@ -41,6 +42,10 @@ class NegativeBinomial(Likelihood):
 
     def with_dispersion(self, dispersion):
         return NegativeBinomial(dispersion)
+
+
+class TestNegativeBinomial(LikelihoodLaws):
+    likelihood, outputs = NegativeBinomial(ALPHA), 2
 
 
 def counts(n: int, seed: int, alpha: float = ALPHA) -> tuple[Tensor, Tensor]:

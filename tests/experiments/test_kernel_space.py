@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experiments._nullspace import project_to_nullspace
+from experiments._sketched import CountSketch, sketched_score
 from tests.curvature.test_matrixfree import problem
 
 import lapwing
 from lapwing.curvature import GGN, pose
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.extras.nullspace import project_to_nullspace
-from lapwing.extras.sketched import CountSketch, sketched_score
 from lapwing.likelihoods import resolve_likelihood
 from lapwing.model import Batches, Network, Params
 
