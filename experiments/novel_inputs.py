@@ -17,13 +17,13 @@ from dataclasses import replace
 
 import torch
 from experiments._arguments import Experiment
+from lapwing.extras.sketched import sketched_score
 from torch import Tensor, nn
 
 import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.evaluation.metrics import auroc
-from lapwing.extras.sketched import sketched_score
 
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+import lapwing
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian
-from lapwing.predictive import GaussianFunction, SampledFunction, predict_targets
+from lapwing.likelihoods.marginal import NormalMarginal
+from lapwing.predictive import ClassLaw, GaussianFunction, SampledFunction, predict_targets, register_link
 
 
 def make(c, n=6, scale=1.0, seed=0, dtype=torch.float64):
@@ -146,3 +149,41 @@ def test_impossible_links_are_named():
     with pytest.raises(UnsupportedOperation, match="SampledFunction"):
         predict_targets(SampledFunction(None, torch.zeros(4, 3, 1)), Bernoulli(), link="quadrature")
     assert predict_targets(SampledFunction(None, torch.zeros(4, 3, 1)), Bernoulli()).link == "mc"
+
+
+@register_link("plug-in", when=lambda function, likelihood: likelihood.softmax)
+def plug_in(function, likelihood, samples, generator):
+    log_probs = function.mean.log_softmax(-1)
+    return ClassLaw(log_probs, lambda: -(log_probs.exp() * log_probs).sum(-1))
+
+
+@register_link("loud", when=lambda function, likelihood: bool(likelihood.dispersion_name))
+def loud(function, likelihood, samples, generator):
+    noise = 4 * likelihood.dispersion.to(function.mean).expand(function.mean.shape)
+    return NormalMarginal(function.mean, noise, function.variance, lambda: function.item_covariance)
+
+
+def test_a_strangers_link_is_found_by_name() -> None:
+    f = make(4)
+    prediction = predict_targets(f, Categorical(), link="plug-in")
+    torch.testing.assert_close(prediction.probs, f.mean.softmax(-1))
+    torch.testing.assert_close(prediction.epistemic, torch.zeros(6, dtype=torch.float64))
+    assert predict_targets(f, Categorical()).link == "mc"  # it is nobody's default
+    with pytest.raises(UnsupportedOperation, match="'loud'"):
+        predict_targets(f, Gaussian(0.1), link="plug-in")
+    wide = predict_targets(make(1), Gaussian(0.5), link="loud")
+    torch.testing.assert_close(wide.aleatoric, torch.ones(6, 1, dtype=torch.float64))
+
+
+def test_a_strangers_link_predicts_and_is_tuned(tmp_path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = nn.Linear(2, 3), torch.randn(60, 2)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    la = lapwing.fit(model, (x, y), "classification", progress=False)
+    torch.testing.assert_close(la.predict(x, link="plug-in").probs, model(x).softmax(-1).detach())
+    tuned = la.tune((x, y), link="plug-in", learn=("prior",), rule="lowest")
+    assert tuned.tuning.scores.max() - tuned.tuning.scores.min() < 1e-5  # it does not see the posterior
+    tuned.save(tmp_path / "a.lapwing")
+    again = lapwing.load(tmp_path / "a.lapwing", model)
+    torch.testing.assert_close(again.predict(x, link="plug-in").probs, model(x).softmax(-1).detach())

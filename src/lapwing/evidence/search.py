@@ -325,7 +325,8 @@ def descend(
             total = torch.zeros((), dtype=torch.float64)
             for losses in sweep.parts(leaf, noise, (T / dispersion**sweep.power).detach()[None], divisor[None]):
                 part = losses.sum()
-                part.backward()
+                if part.requires_grad:  # a link of a user's own may have no derivative: then nothing moves
+                    part.backward()
                 total += part.detach().cpu()
             if "logit_temperature" in moving:
                 held = held_near(divisor, near)
@@ -333,7 +334,8 @@ def descend(
                 total += held.detach()
             pulled = [(coefficients, leaf.grad), (dispersion, noise.grad), (logits, divisor.grad)]
             roots = [(value, grad) for value, grad in pulled if grad is not None and value.requires_grad]
-            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
+            if roots:
+                torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
         return total
 
     optimizer.step(closure)
