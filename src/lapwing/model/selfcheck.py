@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData, LapwingError, UnsupportedModel
+from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import Rows
 from lapwing.model.agreement import Types, close, tolerance
 from lapwing.model.blockrows import Gradients, RecordedPass
@@ -297,7 +297,7 @@ class SelfCheck:
         """Return the parameters whose rows are wrong; a rule that raises counts against all its parameters."""
         try:
             return self._wrong(plan, whole, f, directions)
-        except (LapwingError, PlanChanged):
+        except (UnsupportedModel, PlanChanged):
             raise
         except Exception:
             broken: dict[str, Fault] = {}
