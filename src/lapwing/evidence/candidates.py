@@ -14,8 +14,8 @@ from lapwing.evidence.heldout import (
     Batch,
     Sweep,
     best_logit_temperature,
-    check_logit_temperature,
     held_near,
+    require_logits,
 )
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
@@ -52,7 +52,7 @@ def check_learned(
     check_candidates(grid or {})
     likelihood.learned_names(tuple(learn))
     if "logit_temperature" in learn:
-        check_logit_temperature(1.0, likelihood)
+        require_logits(likelihood)
     return tuple(learn)
 
 

@@ -391,12 +391,17 @@ def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:
 
 def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
     """Return the value if it is positive and the outputs of the likelihood are logits; otherwise raise."""
+    require_logits(likelihood)
+    return positive("logit_temperature", value)
+
+
+def require_logits(likelihood: Likelihood) -> None:
+    """Refuse a likelihood whose outputs are not logits."""
     if not likelihood.has_logits:
         raise UnsupportedOperation(
             f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
             "Bernoulli and BradleyTerry"
         )
-    return positive("logit_temperature", value)
 
 
 def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, Tensor]:
