@@ -1,4 +1,4 @@
-"""The file of a posterior: what it holds, and how a posterior is made of it again."""
+"""The file of a posterior: what it holds, how it is checked, and how a posterior is made from it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def write(path: Path, la: Any) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and header of the file of a posterior, or a clear error."""
+    """Read tensors and header of the file of a posterior, or raise a clear error."""
     tensors, header = read_file(path)
     with intact(path):
         _require_header(header)
@@ -87,7 +87,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _require_header(header: Mapping[str, Any]) -> None:
-    """Refuse a header with entries that `write` does not make, however well its checksum fits."""
+    """Refuse a header whose entries `write` cannot have made, even if the checksum fits."""
     for name, kind in ENTRIES.items():
         if not isinstance(header[name], kind) or (isinstance(header[name], bool) and kind is not bool):
             raise CorruptFile(f"its entry {name!r} is {header[name]!r}")
@@ -101,7 +101,7 @@ def _require_header(header: Mapping[str, Any]) -> None:
 
 @contextmanager
 def intact(path: Path) -> Iterator[None]:
-    """`CorruptFile` in place of whatever goes wrong with entries that are not as `write` makes them."""
+    """Raise `CorruptFile` in place of errors that come from impossible entries of a file."""
     try:
         yield
     except CorruptFile:
@@ -155,7 +155,7 @@ def restore_curvature(
     pose: Callable[[Factor], Problem],
     path: Path,
 ) -> Curvature:
-    """The curvature that a file holds; `pose` is called where it has to read the data again."""
+    """Make the curvature of a file; `pose` is called where the structure has to read the data again."""
     own = lambda prefix: under(prefix, tensors, params.device)  # noqa: E731
     with intact(path):
         structure = unpack(own("structure."), header["structure"], Structure)
@@ -188,7 +188,7 @@ def restore_curvature(
 
 
 def _layout(tensors: Mapping[str, Tensor], header: Mapping[str, Any], size: int) -> Layout:
-    """Where the blocks are; a file of an earlier version holds an index of all entries."""
+    """Make the layout of the blocks; a file of an earlier version holds an index of all entries."""
     blocks = [{"tensor": f"layout.{k}"} for k in range(len(header["blocks"]))]
     layout = header.get("layout") or {"size": size, "blocks": blocks}
     if layout["size"] != size:
@@ -197,13 +197,13 @@ def _layout(tensors: Mapping[str, Tensor], header: Mapping[str, Any], size: int)
 
 
 def _require_sound(curvature: Curvature) -> None:
-    """Refuse numbers beside the matrix that no fit can have stored."""
+    """Refuse numbers outside the matrix that no fit can have stored."""
     found = flaw_of_values("the list of statistics", curvature.statistics, signed=True)
     if curvature.gradient is not None:
         shape = tuple(curvature.gradient.shape)
         found = found or ("" if shape == (curvature.size,) else f"the gradient has shape {shape}")
         found = found or flaw_of_values("the gradient", curvature.gradient, signed=True)
-    for name, value in curvature.state.items():  # a number that an earlier version did not count is infinite
+    for name, value in curvature.state.items():  # a count that an earlier version did not keep is infinite
         found = found or (f"the sum {name!r} holds NaN" if bool(value.isnan().any()) else "")
         found = found or (flaw_of_values(f"the sum {name!r}", value, signed=True) if value.ndim else "")
     if len(curvature.names) not in (1, len(curvature.layout.places)):
@@ -219,7 +219,7 @@ def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], para
 
 
 def restore_convention(header: Mapping[str, Any]) -> Convention:
-    """How the batches of the fit were read; a file of an earlier version does not say."""
+    """Say how the batches of the fit were read; a file of an earlier version does not tell."""
     stored = header.get("convention", {})
     known = {field.name: stored[field.name] for field in fields(Convention) if field.name in stored}
     return Convention(**known | ({"names": tuple(known["names"])} if "names" in known else {}))

@@ -1,4 +1,4 @@
-"""Files that take the place of others at once, and leave nothing behind when a disk is full or a process is killed."""
+"""Atomic writing: a file replaces another at once, and nothing is left behind by a full disk or a killed process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-LOCK = "lock"  # its writer holds it locked for as long as it lives
-BEGINNING = 1.0  # seconds within which a writer has locked its folder
+LOCK = "lock"  # the writing process holds a lock on it as long as it lives
+BEGINNING = 1.0  # seconds within which a writing process locks its folder
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-FORGOTTEN = 3600.0  # seconds after which a folder that no lock tells about is taken for left behind
+FORGOTTEN = 3600.0  # seconds after which a folder without a lock counts as left behind
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of `path` at the end: others see the old file or the new one.
+    """Give a path to write to, which replaces `path` at the end: other processes see the old file or the new one.
 
-    Where writing fails, the old file stays as it is and `CannotWrite` says why. What writers that were killed have left
-    behind for the same path is removed.
+    Where writing fails, the old file stays as it is and `CannotWrite` says why. Leftovers of killed processes for the
+    same path are removed.
 
         with replacing(path) as part:
             save_file(tensors, part)
@@ -53,7 +53,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _finish(part: Path, path: Path) -> None:
-    """Put a complete file in the place of another, with its permissions, once the disk has it."""
+    """Replace a file by a complete one with the same permissions, once that is on the disk."""
     os.chmod(part, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
     with open(part, "rb") as file:
         os.fsync(file.fileno())
@@ -62,7 +62,7 @@ def _finish(part: Path, path: Path) -> None:
 
 @contextmanager
 def _told(path: Path, numbers: tuple[int, ...] = ()) -> Iterator[None]:
-    """`CannotWrite` in place of an error of the system; where `numbers` are given, of these only."""
+    """Raise `CannotWrite` in place of errors of the operating system, or of those with these `numbers`."""
     try:
         yield
     except SafetensorError as error:
@@ -79,7 +79,7 @@ def _words(path: Path, error: Exception) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Make a folder and refuse one in which no file can be made, before the work whose result it should hold."""
+    """Make a folder, and refuse one in which no file can be made, before any work is done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -90,7 +90,7 @@ def require_writable(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove what writers of the files of this name, or pattern, have left behind when they were killed."""
+    """Remove what killed processes left behind while they wrote files of this name or pattern."""
     for found in folder.glob(f".{name}.*.tmp"):
         if _left_behind(found):
             shutil.rmtree(found, ignore_errors=True)

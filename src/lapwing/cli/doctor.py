@@ -4,6 +4,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ def _examined(options: argparse.Namespace, model: nn.Module) -> tuple[Any, str, 
     n = int(options.n_data or ASSUMED)
     words = f"made up: {n:,} inputs of shape {tuple(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}"
     guess = ", a guess from the first layer" if options.input is None else ""
-    return Repeated((x, y), -(-n // SAMPLES)), likelihood, f"{words}{guess} (--data, --input and --n-data say better)"
+    return Repeated((x, y), -(-n // SAMPLES)), likelihood, f"{words}{guess} (set --data, --input or --n-data)"
 
 
 def _guessed(f: Tensor, y: Any = None) -> str:
@@ -172,20 +173,17 @@ def _some(names: list[str]) -> str:
 
 
 def _structure_lines(problem: Problem) -> list[str]:
-    """List the memory of each structure, by the same estimate by which `fit` refuses."""
-    picked = type(Auto().chosen(problem)[0])
-    lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
-    for name, kind in named(Structure).items():
-        if kind is Auto:
-            continue
-        try:
+    """List the memory of each structure, by the same estimate by which `fit` refuses, the smallest first."""
+    picked, found = type(Auto().chosen(problem)[0]), []
+    for name in named(Structure).keys() - {"auto"}:
+        with suppress(UnsupportedOperation):  # a structure that needs arguments has no price of its own
             structure = resolve_structure(name)
-        except UnsupportedOperation:  # it needs arguments, and so has no price of its own
-            continue
-        needed = structure.needed(problem)
+            found.append((structure.needed(problem), name, structure))
+    lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
+    for needed, name, structure in sorted(found, key=lambda item: (item[0] is None, item[0], item[1])):
         reads = "reads the data for every product" if structure.reads_data else f"reads the data {structure.passes()} ×"
         size = "?" if needed is None else _bytes(needed)
-        mark = " ← auto" if kind is picked else ""
+        mark = " ← auto" if type(structure) is picked else ""
         lines.append(f"{name:12} {size:>9}  {reads}{_obstacle(problem, structure, needed)}{mark}")
     return lines
 

@@ -131,8 +131,8 @@ class MatrixFree(Structure):
         return (
             f"matrix-free: {megabytes:,.3g} MB for {self.rank} + 6 × {max(self.columns, self.probes)} vectors of "
             f"{problem.network.params.size:,} weights and {self.steps} × {self.probes} of the log-determinant. A "
-            f"product takes about two gradients of all data, a gradient about {whole}; a solve at least 2 products a "
-            f"column, log_evidence() {self.probes * self.steps} products."
+            f"product takes about two gradients of all data, a gradient about {whole}; a solve at least 2 products "
+            f"per column, log_evidence() {self.probes * self.steps} products."
         )
 
     def _how(self, problem: Problem) -> str:

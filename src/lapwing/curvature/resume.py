@@ -1,4 +1,4 @@
-"""A fit that was interrupted goes on: the sums over the batches so far, in a folder."""
+"""Resuming an interrupted fit: a folder holds the sums over the batches that were read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lapwing.model.inputs import described
 from lapwing.storage import load_tree, save_tree
 from lapwing.writing import remove_leftovers, require_writable
 
-EVERY = 16  # batches after which no sample waits, so that a pass can go on from there exactly
-SECONDS = 20.0  # between two files
+EVERY = 16  # batches between points at which no sample waits for others, from which a pass can go on exactly
+SECONDS = 20.0  # at least so long between two files
 
 
 class OtherBatches(Exception):
@@ -36,7 +36,7 @@ def require_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Resume:
-    """Where the passes of a fit keep their sums, one file a pass. `identity` is what a fit must share to go on."""
+    """A folder with one file of sums per pass. A fit goes on from them if it has the same `identity`."""
 
     folder: Path
     identity: str
@@ -47,7 +47,7 @@ class Resume:
         return Journal(self.folder / f"{where}.safetensors", f"{self.identity}|{plan}")
 
     def forget(self) -> None:
-        """Remove what is left of a fit that is complete."""
+        """Remove the files of a fit that is complete."""
         for path in self.folder.glob("*.safetensors"):
             path.unlink(missing_ok=True)  # another process may have been first
         remove_leftovers(self.folder, "*.safetensors")
@@ -61,7 +61,7 @@ def _content(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
 
 
 class Journal:
-    """One pass over the data: how many batches the file holds, and the hash of all read so far."""
+    """The file of one pass over the data: how many batches it holds, and a hash of all that were read."""
 
     def __init__(self, path: Path, identity: str) -> None:
         self.path, self.identity = path, identity
@@ -76,7 +76,7 @@ class Journal:
             self.found = found
 
     def skips(self, batch: Batch) -> bool:
-        """Whether the file holds this batch; raises `OtherBatches` where it holds other ones."""
+        """Whether the file holds this batch; raises `OtherBatches` if it holds others."""
         try:
             whole = described((batch.inputs, batch.targets, batch.weights), _content)
         except TypeError as error:
@@ -98,7 +98,7 @@ class Journal:
         return self.found is not None and self.read == self.found["read"]
 
     def restore(self, state: Mapping[str, Tensor], generator: torch.Generator | None) -> dict[str, Any]:
-        """Put the sums of the file into the accumulator, and return what the pass itself knew."""
+        """Put the sums of the file into the accumulator, and return the sums and samples of the pass itself."""
         assert self.found is not None
         shapes = {name: value.shape for name, value in self.found["state"].items()}
         if shapes != {name: value.shape for name, value in state.items()}:
@@ -120,7 +120,7 @@ class Journal:
         generator: torch.Generator | None,
         last: bool = False,
     ) -> None:
-        """Write the file, if the last one (or, at the end, the beginning) is some time ago."""
+        """Write the file if the last one was written some time ago; at the end, if the pass took some time."""
         if time.monotonic() - (self.begun if last else self.saved) < SECONDS:
             return
         tree = {"identity": self.identity, "read": self.read, "chain": self.chain.hexdigest(), "kept": dict(kept)}
@@ -129,13 +129,13 @@ class Journal:
         self.saved = time.monotonic()
 
     def require_end(self) -> None:
-        """Refuse data that end before those of the file."""
+        """Raise `OtherBatches` if the data end before those of the file."""
         if self.found is not None and self.read < self.found["read"]:
             raise OtherBatches
 
 
 def _complete(found: Mapping[str, Any]) -> bool:
-    """Whether a file holds what `Journal.save` writes, with sums of numbers."""
+    """Whether a file holds all that `Journal.save` writes, with finite sums."""
     kinds = {"read": int, "chain": str, "kept": dict, "state": dict, "generator": Tensor | None}
     if not all(name in found and isinstance(found[name], kind) for name, kind in kinds.items()):
         return False

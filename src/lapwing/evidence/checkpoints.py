@@ -1,4 +1,4 @@
-"""What an interrupted training needs to go on exactly: weights, optimizer, beliefs, history, random states."""
+"""Checkpoints of a training: weights, optimizer, beliefs, history and random states, so that it resumes exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lapwing.storage import load_tree, save_tree
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """What a step of the evidence found: where training was, the mean loss since the last one, evidence and noise."""
+    """One step of the evidence during training: when it was, the mean loss since the last one, and what it found."""
 
     step: int
     epoch: int
@@ -34,7 +34,7 @@ class Moment:
 
 @dataclass(eq=False)
 class State:
-    """What changes while training; a checkpoint holds all of it."""
+    """Everything that changes during training, all of which a checkpoint holds."""
 
     online: Online
     epoch: int = 0
@@ -51,7 +51,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """One file, written atomically. `identity` is what a training must share with it to go on from there."""
+    """A file, written atomically, from which a training with the same `identity` resumes."""
 
     path: Path
     module: nn.Module

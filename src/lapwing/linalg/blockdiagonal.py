@@ -1,4 +1,4 @@
-"""Block-diagonal matrices: one structured block a layer, placed in the flat parameter vector by a layout."""
+"""Block-diagonal matrices: one structured block per layer, placed in the flat parameter vector by a layout."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from lapwing.linalg.validity import Scalar, require_positive
 from lapwing.storage import register, unpack
 
 A = TypeVar("A")
-KEPT = 2**20  # eigenvalues that are kept in one vector, so that the evidence at a new scalar prior is one sum
+KEPT = 2**20  # as many eigenvalues are cached in one vector, so that the evidence at a new scalar prior is one sum
 
 
 @register
 @dataclass(frozen=True, eq=False)
 class BlockDiagonal(PSD):
-    """Blocks A_k, each acting on its own entries of the flat vector; names are for messages."""
+    """Blocks A_k, each acting on its own entries of the flat vector; `names` appear in messages.
+
+    BlockDiagonal(Layout.contiguous([12, 5]), (Kronecker(g, a), Diagonal(values)))
+    """
 
     layout: Layout
     blocks: tuple[PSD, ...]
@@ -58,7 +61,7 @@ class BlockDiagonal(PSD):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BlockDiagonal:
-        """The matrix of a file; blocks with equal factors share them again."""
+        """Make the matrix of a file, in which blocks with equal factors share them."""
         blocks = sharing_factors(unpack(tensors, block, PSD) for block in description["blocks"])
         layout = Layout.restore(description["layout"], tensors)
         return cls(layout, blocks, tuple(description.get("names", ())))
@@ -71,7 +74,7 @@ class BlockDiagonal(PSD):
 
     @contextmanager
     def _named(self, k: int) -> Iterator[None]:
-        """Errors of block k say so."""
+        """Add the name of block k to errors."""
         try:
             yield
         except LapwingError as error:
@@ -79,7 +82,7 @@ class BlockDiagonal(PSD):
             raise type(error)(f"{label}: {error}") from error
 
     def _each(self, ask: Callable[..., A], *parts: Iterable[Any]) -> Iterator[A]:
-        """The answers of all blocks, one after the other, each to its own parts."""
+        """Yield what each block answers when it is asked with its own parts."""
         for k, arguments in enumerate(zip(self.blocks, *parts, strict=True)):
             with self._named(k):
                 answer = ask(*arguments)
@@ -177,9 +180,9 @@ class BlockDiagonal(PSD):
         return []
 
     def _eigenvalues(self) -> Tensor | None:
-        """Those of all blocks, where they are known and not too many to keep."""
+        """The eigenvalues of all blocks, where they are known and not too many to keep."""
         if not self._kept:
-            with torch.inference_mode(False), torch.no_grad():  # whoever asks first: others may want gradients
+            with torch.inference_mode(False), torch.no_grad():  # cached, also for callers that want gradients
                 values = self._all_eigenvalues() if self.size <= KEPT else None
             if values is not None and not _has_memory(values):
                 return values
@@ -204,7 +207,7 @@ class BlockDiagonal(PSD):
         return self.blocks[0].output_factors(o, i) if len(self.blocks) == 1 else None
 
     def _parts(self, rows: Rows) -> Iterable[Rows]:
-        """Each block's own rows, factored where they come so."""
+        """Yield the rows of each block, factored where the rows are given so."""
         rows = self._rows(rows)
         if isinstance(rows, Jacobian) and self.layout.same_as(rows.layout):
             return rows.rows
@@ -224,7 +227,7 @@ class BlockDiagonal(PSD):
 
 
 def _sum(terms: Iterator[Tensor]) -> Tensor:
-    """The sum of at least one tensor, each made when it is added."""
+    """Add up at least one tensor, each of which is made when it is added."""
     total = next(terms)
     for term in terms:
         total = total + term
@@ -232,7 +235,7 @@ def _sum(terms: Iterator[Tensor]) -> Tensor:
 
 
 def _has_memory(values: Tensor) -> bool:
-    """Not so of what a transform of `torch.func` wraps, which is of no use outside of it."""
+    """Whether a tensor can be cached: one that a transform of `torch.func` wraps is of no use outside of it."""
     try:
         values.untyped_storage()
     except NotImplementedError:

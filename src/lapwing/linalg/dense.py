@@ -33,6 +33,8 @@ class Dense(PSD):
     `scale` and `+ Diagonal` change factor and shift and share M. With a scalar shift everything is closed-form in the
     eigenvalues of M; with a vector (or where M itself carries gradients) a float64 Cholesky factor serves. M may be
     indefinite (an exact Hessian): then A⁻¹ needs a shift large enough.
+
+        posterior = Dense(curvature).scale(2.0) + Diagonal(torch.full((P,), 0.1))
     """
 
     matrix: Tensor
@@ -84,7 +86,7 @@ class Dense(PSD):
 
     @property
     def _cholesky(self) -> Tensor:
-        """L with L Lᵀ = A, float64. Only the constant factor is cached: a cached graph would be freed or missing."""
+        """L with L Lᵀ = A, float64. It is cached only without a graph, which could be used only once."""
         tracked = any(tensor.requires_grad for tensor in (self.matrix, self._factor, self._shift))
         return self._factorize() if tracked and torch.is_grad_enabled() else self._constant_cholesky
 

@@ -17,7 +17,7 @@ from lapwing.storage import register
 
 
 def first_order(matrix: PSD, prior: Diagonal) -> Tensor:
-    """Zero, with the gradient of log |A + Π| − log |Π| in each entry π_p of the prior: (A + Π)⁻¹_pp − 1/π_p."""
+    """Return zero with the gradient (A + Π)⁻¹_pp − 1/π_p of log |A + Π| − log |Π| in the entries π_p of the prior."""
     fixed = Diagonal(prior.values.detach())
     gradient = (matrix + fixed).inverse_diagonal().double() - fixed.inverse_diagonal().double()
     return (tangent(prior.values).double() * gradient).sum()
@@ -33,8 +33,8 @@ class EigenKronecker(PSD):
 
     Bases and scales are constants. Where a prior carries a graph of its own for each weight, `tangent` (q, o, i) is its
     deviation δ from the value the decomposition was made with: zero, but with a gradient. Then
-    A⁻¹ ≈ A₀⁻¹ − A₀⁻¹ diag(δ) A₀⁻¹ and its like give exact first derivatives without differentiating an eigenbasis;
-    second ones raise.
+    A⁻¹ ≈ A₀⁻¹ − A₀⁻¹ diag(δ) A₀⁻¹ and similar formulas give exact first derivatives without differentiating an
+    eigenbasis; second derivatives raise.
     """
 
     left: Tensor
@@ -188,7 +188,7 @@ class EigenKronecker(PSD):
         return all(getattr(self, name) is getattr(other, name) for name in names)
 
     def _constant(self, prior: Diagonal) -> tuple[Tensor, Tensor | None]:
-        """The value of a prior that is constant, and how its entries deviate from it where each has its own graph."""
+        """The value of a constant prior, and the deviations of its entries where each has a graph of its own."""
         constant, delta = prior.constant(), None
         if constant is None:
             constant, delta = prior.common(), tangent(prior.values).reshape(self.shape)
@@ -245,7 +245,7 @@ class EigenKronecker(PSD):
         return self._rotated(rows).joint_gram((1 / self._positive).reshape(-1))
 
     def _rotated(self, rows: Rows) -> Rows:
-        """(J − ½ J A₀⁻¹ diag(δ)) (B_l ⊗ B_r) for the dual basis, factored where the rows are."""
+        """(J − ½ J A₀⁻¹ diag(δ)) (B_l ⊗ B_r) for the dual basis B, factored if the rows are."""
         rows = self._rows(rows)
         left, right = self._dual
         if self._delta is not None:

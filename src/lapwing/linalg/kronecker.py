@@ -36,6 +36,8 @@ class Kronecker(PSD):
     A prior that is constant over the block adds to the shift: its q·o·i eigenvalues are written out when they are
     needed, and not kept. One that is a product over rows and columns gives an `EigenKronecker`. The two small
     decompositions are made once and shared by all scaled and shifted views.
+
+        Kronecker(g[None], a[None]).scale(2.0) + Diagonal(torch.full((o * i,), 0.1))
     """
 
     left: Tensor
@@ -103,22 +105,22 @@ class Kronecker(PSD):
             _require_definite(spectrum, side)
 
     def grid(self) -> Tensor:
-        """All eigenvalues, (q, o, i), those of the factors clamped at zero."""
+        """All eigenvalues, (q, o, i), from those of the factors without negative ones."""
         return _grid(self._factor, *self.factor_eigenvalues, self.shift)
 
     def _sum_log1p(self, over: Scalar = 1.0) -> Tensor:
-        """Σ log(1 + λ / over) of its eigenvalues λ."""
+        """Σ log(1 + λ / over) over all eigenvalues λ."""
         return added([sum_log1p(few) for few in self._pieces(over)])
 
     def _pieces(self, over: Scalar = 1.0) -> Iterator[Tensor]:
-        """All eigenvalues λ / over, of which a few at a time are written out and stay in the cache."""
+        """Yield all eigenvalues λ / over, a few at a time, so that they stay in the cache."""
         left, right = self.factor_eigenvalues
         factor, shift = self._factor / over, None if self.shift is None else self.shift / over
         for part in left.split(max(1, PIECE // max(1, right.numel())), 1):
             yield _grid(factor, part, right, shift)
 
     def _smallest(self) -> Tensor:
-        """The smallest eigenvalue of each group, (q, 1, 1); those of the factors are in order."""
+        """The smallest eigenvalue of each group, (q, 1, 1); eigenvalues of the factors are ascending."""
         left, right = self.factor_eigenvalues
         return _grid(self._factor, left[:, :1], right[:, :1], self.shift)
 
@@ -127,7 +129,7 @@ class Kronecker(PSD):
 
     @property
     def _written(self) -> EigenKronecker:
-        """With all eigenvalues; without a shift those within rounding of zero are zero, so that inverses refuse."""
+        """The matrix in its eigenbasis. Without a shift, eigenvalues of rounding size are zero: inverses raise."""
         if self.shift is not None:
             return self._eigen(self.grid())
         self._require_definite()
@@ -205,7 +207,7 @@ class Kronecker(PSD):
         if constant is not None:
             self._require_definite()
             return replace(self, shift=constant if self.shift is None else self.shift + constant)
-        if other.common() is not None:  # one value, and a graph for each weight
+        if other.common() is not None:  # equal numbers, each with a graph of its own
             return self._eigen(self.grid()) + other
         whitened, rows, columns = self._whitened(other)
         bases = whitened.left_spectrum.vectors, whitened.right_spectrum.vectors
@@ -256,8 +258,8 @@ class Kronecker(PSD):
     def damped(self, c: Scalar, prior: PSD, *, split: float = 1.0) -> EigenKronecker:
         """(√c/s · G + √τ I) ⊗ (√c·s · A + √τ I): factor-wise regularization, Ritter et al. (2018), Eq. 9.
 
-        With A a mean and G a sum over n data, `split=√n` gives both factors the paper's scaling √n·E[·]. Always ⪰
-        c·G ⊗ A + τ I, so its log-determinant is no part of an evidence.
+        With A a mean and G a sum over n data, `split=√n` gives both factors the paper's scaling √n·E[·]. It is never
+        below c·G ⊗ A + τ I, so its log-determinant is not part of an evidence.
         """
         tau = prior.constant()
         if tau is None:
@@ -315,8 +317,10 @@ def _grid(factor: Tensor, left: Tensor, right: Tensor, shift: Tensor | None) -> 
 
 
 def sharing_factors(blocks: Iterable[PSD]) -> tuple[PSD, ...]:
-    """The same blocks. Factors that are equal, as those of the inputs that several layers read (query, key and value),
-    share their memory and their decomposition."""
+    """Return the same blocks, in which equal factors share their memory and their decomposition.
+
+    Layers that read the same inputs (query, key and value of an attention) have equal factors.
+    """
     known: dict[Any, list[tuple[Tensor, Spectrum]]] = {}
 
     def shared(factor: Tensor, spectrum: Spectrum) -> tuple[Tensor, Spectrum]:
@@ -341,7 +345,7 @@ def sharing_factors(blocks: Iterable[PSD]) -> tuple[PSD, ...]:
 
 
 def _require_definite(spectrum: Spectrum, side: str) -> None:
-    """Refuse negative eigenvalues that are no rounding, since two indefinite factors could hide each other."""
+    """Refuse negative eigenvalues beyond rounding: the product of two indefinite factors could hide them."""
     if spectrum.indefinite:
         smallest = float(spectrum.values.min())
         raise NotPositiveDefinite(

@@ -17,14 +17,14 @@ MOST = 4  # runs in a row that are looked for: a weight matrix and its bias have
 
 
 class Run(NamedTuple):
-    """Entries of `rows` rows: those of row r are start + r·width + c, or start + c·rows + r of a `turned` matrix."""
+    """A run of entries in each of `rows` rows: start + r·width + c in row r, or start + c·rows + r if `turned`."""
 
     start: int
     width: int
     turned: bool = False
 
     def view(self, v: Tensor, rows: int) -> Tensor:
-        """Its part of flat vectors, (*b, size) → (*b, rows, width)."""
+        """View the entries of the run in flat vectors, (*b, size) → (*b, rows, width)."""
         part = v[..., self.start : self.start + rows * self.width]
         if self.turned:
             return part.unflatten(-1, (self.width, rows)).transpose(-1, -2)
@@ -35,8 +35,10 @@ class Run(NamedTuple):
 class Places:
     """Entries of a block in the order of its own vector: rows of runs one after the other, or an explicit index.
 
-    A weight (o, i) at s with its bias at b is o rows of the runs (s, i) and (b, 1); what lies in one piece is one row
-    with one run, and nothing is a row without.
+    A weight (o, i) at position s with its bias at position b is o rows of the runs (s, i) and (b, 1). A block in one
+    piece is one row with one run; an empty block has no run.
+
+        Places.range(3, 7).take(torch.arange(10))  # tensor([3, 4, 5, 6])
     """
 
     rows: int = 1
@@ -45,7 +47,7 @@ class Places:
 
     @classmethod
     def of(cls, index: Tensor) -> Places:
-        """From the positions of all entries, int64 (p,)."""
+        """Make places from the positions of all entries, int64 (p,)."""
         if index.dtype != torch.long or index.ndim != 1:
             raise ValueError(f"expected a vector of int64, got {index.dtype} of {tuple(index.shape)}")
         if not len(index):
@@ -55,7 +57,7 @@ class Places:
 
     @classmethod
     def range(cls, start: int, stop: int) -> Places:
-        """One piece."""
+        """Make places of one piece, start … stop − 1."""
         return cls(1, (Run(start, stop - start),)) if stop > start else cls()
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class Places:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """(start, stop) of what lies in one piece, in order; else None."""
+        """(start, stop) of a block that lies in one piece, in order; None for any other."""
         if self.explicit is not None or len(self.runs) > 1 or any(run.turned for run in self.runs):
             return None
         return (self.runs[0].start, self.runs[0].start + len(self)) if self.runs else (0, 0)
@@ -116,21 +118,21 @@ class Places:
         return torch.equal(self.index.cpu(), other.index.cpu())
 
     def spec(self) -> Any:
-        """JSON-able; None for an explicit index."""
+        """Describe the places in JSON; None for an explicit index, which is stored as a tensor."""
         if self.explicit is not None:
             return None
         return {"rows": self.rows, "runs": [list(run) for run in self.runs]}
 
     @classmethod
     def from_spec(cls, spec: Any) -> Places:
-        """The inverse of `spec`, and what files of an earlier format hold: [start, stop]."""
+        """Read what `spec` wrote, or the [start, stop] of files of an earlier format."""
         if isinstance(spec, list):
             return cls.range(*map(int, spec))
         return cls(int(spec["rows"]), tuple(Run(int(s), int(w), bool(turned)) for s, w, turned in spec["runs"]))
 
 
 def _read(index: Tensor) -> Places | None:
-    """Rows and runs as the first row suggests; whether they hold is to be seen."""
+    """Guess rows and runs from the first row of an index; the caller checks whether they give the index."""
     ends = (index[1:] - index[:-1] != 1).nonzero().flatten()[: MOST + 1].tolist()
     begins = [0, *(end + 1 for end in ends)]
     starts, n = index[begins].tolist(), len(index)
@@ -148,7 +150,10 @@ def _read(index: Tensor) -> Places | None:
 class Layout:
     """A partition of range(size): entry j of block k is entry index[k][j] of the flat vector.
 
-    `places` says so in few numbers where a block is a range, or a weight matrix with its bias.
+    `places` holds the same in a few numbers per block where a block is a range, or a weight matrix with its bias.
+
+        layout = Layout.contiguous([2, 3])
+        layout.gather(torch.arange(5))  # (tensor([0, 1]), tensor([2, 3, 4]))
     """
 
     def __init__(self, size: int, index: Sequence[Tensor | Places]) -> None:
@@ -177,12 +182,12 @@ class Layout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """p_k."""
+        """The number of entries of each block."""
         return tuple(len(place) for place in self.places)
 
     @cached_property
     def _order(self) -> tuple[int, ...] | None:
-        """Blocks by start, if all are ranges."""
+        """The order of blocks in the flat vector if all are ranges, else None."""
         starts = [place.span[0] for place in self.places if place.span is not None]
         if len(starts) < len(self.places):
             return None
@@ -218,7 +223,7 @@ class Layout:
         return all(a.same_as(b) for a, b in zip(self.places, other.places, strict=True))
 
     def describe(self, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
-        """What a file holds, in JSON; indices that cannot be told in few numbers go to the tensors."""
+        """Describe the layout in JSON, for files; explicit indices go to the tensors."""
         blocks: list[Any] = []
         for k, place in enumerate(self.places):
             if place.explicit is not None:
@@ -228,7 +233,7 @@ class Layout:
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
-        """The layout that `describe` told of."""
+        """Make the layout that `describe` described."""
         explicit = [isinstance(item, Mapping) and "tensor" in item for item in description["blocks"]]
         pairs = zip(description["blocks"], explicit, strict=True)
         places = [tensor_of(tensors, item) if written else Places.from_spec(item) for item, written in pairs]

@@ -26,8 +26,9 @@ class LowRank(PSD):
 
     The rows of U need not be orthonormal, nor fewer than P. With C = I + d^½ U D⁻¹ Uᵀ d^½ and M = d^½ C⁻¹ d^½,
     A⁻¹ = D⁻¹ − D⁻¹ Uᵀ M U D⁻¹ and |A| = |D| |C|. Inverses subtract nearly equal numbers where d ≫ D, so they are
-    computed in float64, by the Cholesky factor of C and without M, which is large where the rows of U depend on each
-    other.
+    computed in float64, by the Cholesky factor of C and without M, which is large where the rows of U are dependent.
+
+        LowRank(rows, torch.ones(len(rows)), torch.zeros(rows.shape[1])) + Diagonal(prior)
     """
 
     basis: Tensor
@@ -70,13 +71,13 @@ class LowRank(PSD):
 
     @property
     def _roots(self) -> Tensor:
-        """d^½, float64. Zero is next to nothing, so that its gradient is not infinite times zero."""
+        """d^½, float64, with a tiny number in place of zero, whose square root has no finite gradient."""
         weights = self.values.double()
         return torch.where(weights > 0, weights, weights + NEXT_TO_NOTHING).sqrt()
 
     @property
     def _capacitance(self) -> Tensor:
-        """L with L Lᵀ = C, (k, k) float64. Only a constant one is cached: a cached graph would be freed or missing."""
+        """L with L Lᵀ = C, (k, k) float64. It is cached only without a graph, which could be used only once."""
         tracked = any(tensor.requires_grad for tensor in (self.basis, self.values, self.shift))
         return self._form() if tracked and torch.is_grad_enabled() else self._constant_capacitance
 
@@ -100,7 +101,7 @@ class LowRank(PSD):
         return lower
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Columns of U in float64, a few at a time: the whole may be too large to hold twice."""
+        """Yield a few columns of U at a time in float64: all of it may be too large to hold twice."""
         for start, length in chunks(self.size, 8 * len(self.values)):
             yield slice(start, start + length), self.basis[:, start : start + length].double()
 
@@ -118,7 +119,7 @@ class LowRank(PSD):
     def _apply(self, rows: Rows) -> Tensor:
         """U D⁻¹ Jᵀ, (k, n, r), for float64 rows."""
         precision = self._precision
-        spans = chunks(len(self.values), self.size)  # one byte an entry: larger pieces, since a few vectors cost as one
+        spans = chunks(len(self.values), self.size)  # one byte per entry: larger pieces, as a few vectors cost no more
         parts = [rows.matvec(self.basis.narrow(0, *span).double() / precision) for span in spans]
         return torch.cat(parts) if parts else precision.new_zeros(0, rows.n, rows.r)
 
@@ -194,7 +195,7 @@ class LowRank(PSD):
         return torch.linalg.eigvalsh(half @ half.T).clamp(min=0)
 
     def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
-        return None  # its own products need no basis of all weights
+        return None  # `shifted_products` works within the span of U instead
 
     def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
         """J Jᵀ/ρ − (J V) diag(e/(ρ(e + ρ))) (J V)ᵀ for A = V diag(e) Vᵀ, in float64."""

@@ -16,7 +16,7 @@ from lapwing.linalg.rows import Rows, chunks
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One use of a weight matrix: for each sample, direction and position t a pair of vectors.
+    """One use of a weight matrix: a pair of vectors for each sample, direction and position t.
 
     left (n, r|1, t, q, o), usually the back-propagated gradient; right (n, r|1, t, q, i), usually the input with a
     last column of ones when the bias is folded in. q counts groups. A direction axis of 1 holds for all r; in tied
@@ -36,11 +36,11 @@ class Term:
 
     @property
     def width(self) -> int:
-        """Vectors a sample on the side with fewer directions."""
+        """How many vectors per sample the side with fewer directions has."""
         return self.left.shape[2] * min(self.left.shape[1], self.right.shape[1])
 
     def matrix(self) -> Tensor:
-        """Σ_t left ⊗ right, (n, r|1, q, o, i): one product a sample where only one side has directions."""
+        """Σ_t left ⊗ right, (n, r|1, q, o, i), by one product per sample where only one side has directions."""
         if self.right.shape[1] == 1:
             return _products(self.left, self.right)
         if self.left.shape[1] == 1:
@@ -77,7 +77,7 @@ class Extent:
 
     @property
     def elements(self) -> int:
-        """Numbers a sample: gradients and inputs at all positions, blocks, and one array of their size."""
+        """How many numbers a sample needs: gradients and inputs at all positions, and twice its blocks."""
         return self.q * (self.t * (self.r * self.o + self.i) + 2 * self.r * self.o * self.i)
 
 
@@ -202,7 +202,7 @@ class FactoredRows(Rows):
             block = self.narrow(start, length).dense()
             if root is None or block.requires_grad:
                 pieces.append((block * w) @ block.mT)
-            else:  # no second array of their size
+            else:  # in place: a second array of this size would cost as much again
                 block *= root
                 pieces.append(block @ block.mT)
         return torch.cat(pieces) if pieces else w.new_zeros(0, self.r, self.r)
@@ -263,7 +263,11 @@ class FactoredRows(Rows):
 
 @dataclass(frozen=True, eq=False)
 class MatrixRows(FactoredRows):
-    """Factored rows whose terms are held in memory."""
+    """Factored rows whose terms are held in memory.
+
+    rows = MatrixRows((Term(torch.randn(8, 3, 1, 1, 5), torch.randn(8, 1, 1, 1, 4)),))  # a weight (5, 4)
+    rows.square_sum()  # (20,)
+    """
 
     terms: tuple[Term, ...]
     basis: tuple[Tensor, Tensor] | None = None
@@ -398,14 +402,15 @@ class DeferredRows(FactoredRows):
 
 
 def rotated(terms: tuple[Term, ...], left: Tensor, right: Tensor) -> tuple[Term, ...]:
-    """The sides of every term times left (q, o, o) and right (q, i, i)."""
+    """Multiply the sides of every term by left (q, o, o) and right (q, i, i)."""
     return tuple(Term(_times(t.left, left), _times(t.right, right)) for t in terms)
 
 
 def _times(side: Tensor, matrix: Tensor) -> Tensor:
-    """side (n, r, t, q, a) times matrix (q, a, b) by groups; once where side is one tensor expanded over samples.
+    """Multiply side (n, r, t, q, a) by matrix (q, a, b) in each group.
 
-    Positions that lie next to each other, as those of a convolution, stay there: nothing is transposed by copying.
+    A side that is one tensor, expanded over samples, is multiplied once. Positions that are adjacent in memory (as of a
+    convolution) stay so: nothing is transposed by copying.
     """
     if side.shape[0] > 1 and side.stride(0) == 0:
         return _times(side[:1], matrix).expand(side.shape[0], -1, -1, -1, -1)

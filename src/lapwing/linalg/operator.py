@@ -33,7 +33,7 @@ FORMED = 1024  # weights up to which many shifts are served by the matrix itself
 
 
 class Product(ABC):
-    """A positive semi-definite matrix G by its products and by draws from N(0, G)."""
+    """A positive semi-definite matrix G that is known by its products and by draws from N(0, G)."""
 
     size: int
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Product(ABC):
         """diag G, (P,) float64."""
 
     def white_solution(self, c: Tensor, shift: Tensor, v: Tensor, options: Solver) -> Solution:
-        """(I + c D^{-½} G D^{-½})⁻¹ v without products over all data, where G knows a way."""
+        """Solve (I + c D^{-½} G D^{-½}) x = v without products over all data, where G has such a way."""
         raise UnsupportedOperation("method='batches' needs a curvature of one fit; use method='cg' after update()")
 
 
@@ -117,7 +117,7 @@ class Operator(PSD):
         diag A_w⁻¹ = diag M⁻¹ + E[(A_w⁻¹ M y − y) ∘ y],  y = M^{-½} z   (the same probes; gives every gradient)
 
     The better the sketch, the fewer products: with an exact one nothing is left to iterate. First derivatives in
-    factor, shift and vectors; second ones raise.
+    factor, shift and vectors; second derivatives raise.
     """
 
     product: Product
@@ -296,7 +296,7 @@ class Operator(PSD):
         return (x - y) * y
 
     def determined(self) -> Tensor:
-        """1 − d_p (A⁻¹)_pp, (P,) float64: the share of every weight that G determines. Without subtracting from one."""
+        """1 − d_p (A⁻¹)_pp, (P,) float64: how much of every weight G determines, without subtracting from 1."""
         basis, _ = self.preconditioner._whitened
         share = (basis.square() * self.preconditioner.shares().to(basis)[:, None]).sum(0).double()
         return share - self.corrections().mean(0)
@@ -459,7 +459,7 @@ class Operator(PSD):
 
 
 class _Linear(torch.autograd.Function):
-    """v ↦ G v whose value is known."""
+    """v ↦ G v for a product whose value is known already."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, image: Tensor, matvec: Any) -> Tensor:

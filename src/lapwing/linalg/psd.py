@@ -32,7 +32,7 @@ class PSD(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """P."""
+        """The number of weights P."""
 
     @property
     @abstractmethod
@@ -152,7 +152,7 @@ class PSD(ABC):
     def effective_directions(self, c: Scalar, prior: PSD) -> Tensor:
         """tr(c A (c A + Π)⁻¹), a float64 scalar: how many directions A determines, and not the prior Π.
 
-        Computed as the derivative of log |c A + Π| in log c, which no structure gets by subtraction.
+        Computed as the derivative of log |c A + Π| in log c, which needs no difference of nearly equal numbers.
         """
         with torch.enable_grad():
             log_scale = torch.as_tensor(c).detach().double().log().requires_grad_()
@@ -230,11 +230,11 @@ class PSD(ABC):
         """W with W Wᵀ = J A⁻¹ Jᵀ, (n, r, k)."""
 
     def require_positive_definite(self) -> None:
-        """Raise `NotPositiveDefinite` where A is singular or indefinite; a leaf may know without a log-determinant."""
+        """Raise `NotPositiveDefinite` if A is singular or indefinite; by default, by computing `logdet`."""
         self.logdet()
 
     def flaw(self, signed: bool = False) -> str:
-        """What makes the numbers of this matrix impossible, in words; empty where they are sound. For files.
+        """Say what makes the numbers of a matrix from a file impossible; empty where they are sound.
 
         `signed` allows eigenvalues below zero, as an exact Hessian has them.
         """
@@ -311,8 +311,10 @@ class PSD(ABC):
 class Diagonal(PSD):
     """A = diag(values), values (P,).
 
-    Where entries that carry a graph share numbers, `levels` (G,) and `group` (P,) say so, as `by_group` does: the
-    gradient of equal entries that do not share one differs from entry to entry.
+    `levels` (G,) and `group` (P,), set by `by_group`, tell which entries are the same number. That matters for
+    gradients: entries that are equal but do not share a number have gradients of their own.
+
+        Diagonal(torch.tensor(0.5).expand(10))  # 0.5 I, stored as one number
     """
 
     values: Tensor
@@ -322,7 +324,7 @@ class Diagonal(PSD):
     def __post_init__(self) -> None:
         if self.values.ndim != 1:
             raise ValueError(f"expected a vector of diagonal entries, got shape {tuple(self.values.shape)}")
-        if self.expanded and self.values.requires_grad and self.values.is_leaf:  # one number, and P of them to autograd
+        if self.expanded and self.values.requires_grad and self.values.is_leaf:  # autograd would see P numbers
             object.__setattr__(self, "values", self.values.clone(memory_format=torch.contiguous_format))
 
     @classmethod
@@ -359,9 +361,9 @@ class Diagonal(PSD):
         require_positive(self.values)
 
     def constant(self) -> Tensor | None:
-        """The one number that all entries are, a float64 scalar with its graph; None if they are several.
+        """The number that all entries are, a float64 scalar with its graph; None if entries differ.
 
-        Without a graph, equal numbers are one (see `common`).
+        Without a graph, entries that are equal up to rounding count as one number (see `common`).
         """
         if self.expanded:
             return self.values[0].double()
@@ -387,7 +389,7 @@ class Diagonal(PSD):
         return values.double().mean()
 
     def split(self, layout: Layout) -> tuple[Diagonal, ...]:
-        """The parts of the blocks of a layout; those whose entries share a number are that, expanded."""
+        """Split the diagonal into the blocks of a layout; a block whose entries share a number stores that number."""
         if self.levels is None or self.group is None:
             return tuple(Diagonal(part) for part in layout.gather(self.values))
         return tuple(self._part(group) for group in layout.gather(self.group))
@@ -481,7 +483,7 @@ class Diagonal(PSD):
 
 
 def require_shifts(eigenvalues: Tensor, shifts: Tensor) -> None:
-    """Refuse shifts ρ that leave an indefinite matrix indefinite, and say what to do about it."""
+    """Refuse shifts ρ at which A + ρI is not positive definite, and say what to do."""
     lowest, smallest = eigenvalues.min().item(), shifts.min().item()
     if lowest + smallest > 0:
         return
@@ -494,7 +496,7 @@ def require_shifts(eigenvalues: Tensor, shifts: Tensor) -> None:
 
 
 def unpack_sound(tensors: Mapping[str, Tensor], description: Any, size: int, *, signed: bool = False) -> PSD:
-    """The matrix of a file, of this size; `CorruptFile` where its numbers or shapes are impossible (`PSD.flaw`)."""
+    """Make the matrix of a file, of this size; `CorruptFile` if its numbers or shapes are impossible (`PSD.flaw`)."""
     layout = description.get("layout", {"size": size}) if isinstance(description, Mapping) else {}
     if not isinstance(layout, Mapping) or layout.get("size") != size:  # before anything of that size is made
         raise CorruptFile(f"the stored matrix is not one of {size:,} weights. Save it again.")

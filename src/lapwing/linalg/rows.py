@@ -19,11 +19,11 @@ from lapwing.linalg.layout import Layout
 CHUNK_BYTES = 8 * 2**20
 """Temporaries that hold per-sample blocks stay below this size (or at one sample)."""
 
-PANEL = 128  # columns of a product; smaller ones, and sums of fewer rows, gain nothing
+PANEL = 128  # columns per product of `gram`; smaller matrices and sums of fewer rows gain nothing
 
 
 def chunks(n: int, bytes_per_sample: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of pieces of range(n), each of at most `CHUNK_BYTES`, or one sample."""
+    """Yield (start, length) of pieces of range(n) that hold at most `CHUNK_BYTES`, or one sample."""
     length = max(1, CHUNK_BYTES // max(1, bytes_per_sample))
     for start in range(0, n, length):
         yield start, min(length, n - start)
@@ -40,7 +40,7 @@ class Rows(ABC):
     @property
     @abstractmethod
     def r(self) -> int:
-        """Number of output directions a sample."""
+        """Number of output directions per sample."""
 
     @property
     @abstractmethod
@@ -276,7 +276,7 @@ def added(parts: list[Tensor]) -> Tensor:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """rowsᵀ rows, (*b, m, d) → (*b, d, d). Of a large one the upper half is multiplied, and mirrored."""
+    """Multiply rowsᵀ rows, (*b, m, d) → (*b, d, d). For large d only the upper half is computed, and mirrored."""
     m, d = rows.shape[-2:]
     if rows.requires_grad or d < 2 * PANEL or m < PANEL:
         return rows.mT @ rows

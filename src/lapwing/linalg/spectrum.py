@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lapwing.errors import BadData
 
-SPARE = 8  # columns more than the rank of a sketch
-NOTHING = 64  # times the rounding of the entries, in norm: what is no more than this is outside no range
-PAYS = 0.4  # share of the size that the rank may have: the same time from about a half on
+SPARE = 8  # columns that a sketch has beyond the rank
+NOTHING = 64  # multiples of the rounding of M, in norm, that may lie outside the range that a sketch found
+PAYS = 0.4  # largest rank, as a share of the size, at which a sketch is worth its time
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +25,8 @@ class Spectrum:
     rank-60 400 × 400 matrix gave 169 negative eigenvalues, hence float64. With float32 vectors, whose
     eigenvalues were mended to float64, solves with a shift of 1e-4 of the largest were still 1e-3 wrong.)
 
-    A sum of few outer products, no more than `rank`, is decomposed within their span, which is several times faster; a
-    matrix that turns out to reach beyond is decomposed as a whole.
+    `rank` is an upper bound of the rank of M, where one is known (a sum of that many outer products). If it is small, M
+    is decomposed within its range, which is several times faster; where the bound turns out to be wrong, as a whole.
     """
 
     matrix: Tensor
@@ -34,7 +34,7 @@ class Spectrum:
     rank: int | None = None
 
     @cached_property
-    @torch.inference_mode(False)  # whoever asks first: others may want gradients
+    @torch.inference_mode(False)  # cached, also for callers that want gradients
     def _eigh(self) -> tuple[Tensor, Tensor]:
         if not bool(torch.isfinite(self.matrix).all()):
             raise BadData(
@@ -54,7 +54,7 @@ class Spectrum:
 
     @property
     def _symmetric(self) -> Tensor:
-        """In float64 and in memory of its own."""
+        """The symmetric part of M in float64, in memory of its own."""
         matrix = self.matrix.detach()
         return matrix.to(torch.float64, copy=True).add_(matrix.mT).div_(2)
 
@@ -73,13 +73,13 @@ class Spectrum:
 
     @property
     def significant(self) -> Tensor:
-        """e with zeros where the matrix' own rounding cannot tell it from zero."""
+        """e, with zeros where the rounding of M cannot tell it from zero."""
         return self.values.masked_fill(self.values.abs() <= self._tolerance(self.values), 0.0)
 
     @cached_property
     @torch.inference_mode(False)
     def clamped(self) -> Tensor:
-        """e with negative values at zero."""
+        """e, with zeros in place of negative values."""
         return self.values.clamp(min=0)
 
     @cached_property
@@ -90,8 +90,10 @@ class Spectrum:
 
 
 def eigh_in_place(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors of symmetric matrices (*b, p, p), the vectors in their memory: LAPACK, which has columns
-    in a row, overwrites what it decomposes, and the matrix need not be copied for it."""
+    """Decompose symmetric matrices (*b, p, p) into eigenvalues and eigenvectors, which overwrite the matrices.
+
+    LAPACK stores matrices by columns and overwrites what it decomposes, so a transposed view saves the copy.
+    """
     columns = matrix.contiguous().mT
     values = matrix.new_empty(matrix.shape[:-1])
     torch.linalg.eigh(columns, out=(values, columns))
@@ -99,9 +101,11 @@ def eigh_in_place(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def within_span(matrix: Tensor, columns: int, tolerance: float) -> tuple[Tensor, Tensor] | None:
-    """Eigenvalues, ascending but for rounding below zero, and vectors of symmetric positive matrices (*b, p, p) from a
-    sketch with so many columns (Halko et al. 2011, Alg. 5.3); None where more than `tolerance` of a matrix is left. The
-    matrix is overwritten, if not None by the vectors."""
+    """Decompose positive semi-definite matrices (*b, p, p) of low rank by a sketch (Halko et al. 2011, Alg. 5.3).
+
+    Returns eigenvalues, ascending up to rounding, and eigenvectors; None where a sketch of so many columns leaves more
+    than `tolerance` of a matrix. The memory of the matrix is overwritten, by the eigenvectors if there are any.
+    """
     *batch, p, _ = matrix.shape
     noise = torch.randn(p, columns, dtype=matrix.dtype, generator=torch.Generator().manual_seed(0)).to(matrix.device)
     whole = torch.linalg.qr(matrix @ noise, mode="complete").Q
@@ -112,25 +116,25 @@ def within_span(matrix: Tensor, columns: int, tolerance: float) -> tuple[Tensor,
     if bool((left.norm(dim=(-2, -1)) > tolerance * norm.reshape(-1)).any()):
         return None
     values, vectors = torch.linalg.eigh((small + small.mT) / 2)
-    every = matrix.mT  # columns in memory as those of `eigh`
+    every = matrix.mT  # stored by columns, as those of `eigh`
     every[..., : p - columns] = rest
     every[..., p - columns :] = span @ vectors
     return torch.cat([values.new_zeros(*batch, p - columns), values], -1), every
 
 
-TOGETHER = 32  # numbers that share a logarithm
-PIECE = 2**16  # numbers that are looked at at a time, and stay in the cache
-FEW = 2**14  # not worth more than a call
+TOGETHER = 32  # how many numbers share a logarithm
+PIECE = 2**16  # how many numbers are handled at a time, so that they stay in the cache
+FEW = 2**14  # fewer numbers than this take the plain way
 EPS = torch.finfo(torch.float64).eps
-RELATIVE = 1e-10  # of the sum, that rounding 1 + x may take
+RELATIVE = 1e-10  # share of the sum that may be lost by rounding 1 + x
 
 
 def sum_log1p(x: Tensor) -> Tensor:
     """Σ log(1 + x), a float64 scalar.
 
-    A logarithm costs ten multiplications: so many numbers 1 + x are multiplied before one is taken. Where that could
-    be seen (numbers that lose their digits beside 1, far below zero, products out of range) and where gradients are
-    wanted, each has its own.
+    A logarithm costs as much as ten multiplications, so `TOGETHER` numbers 1 + x are multiplied and share a logarithm.
+    Where that would lose digits (x tiny beside 1, far below zero, products out of range), and where gradients are
+    needed, every number has its own.
     """
     x, n = x.double(), x.numel()
     if n >= FEW and not x.requires_grad and float(x.amin()) > -0.5:

@@ -1,4 +1,4 @@
-"""First-order dependence on something that a constant decomposition has been made with."""
+"""First derivatives in a tensor whose value a constant decomposition was made with."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class _Tangent(torch.autograd.Function):
 
 
 class _Last(torch.autograd.Function):
-    """A gradient that depends on x in a way that is not known: also where nothing else says that it does, so that a
-    second derivative is not taken for zero."""
+    """Mark a gradient as depending on x in an unknown way, so that a second derivative raises and is not zero."""
 
     generate_vmap_rule = True
 
@@ -46,7 +45,10 @@ class _Last(torch.autograd.Function):
 
 
 def tangent(x: Tensor) -> Tensor:
-    """x − x₀ at x = x₀: zero, with the gradient of x. A formula that is right to first order in it gives right first
-    derivatives; a second derivative would be wrong, so asking for one raises."""
+    """Return zeros that have the gradient of x, as x − x₀ has at x = x₀.
+
+    A formula that is right to first order in them gives the right first derivatives. Second derivatives would be wrong,
+    so asking for one raises.
+    """
     result: Tensor = _Tangent.apply(x)
     return result

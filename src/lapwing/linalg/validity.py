@@ -14,7 +14,7 @@ Scalar = float | Tensor
 
 
 def flaw_of_values(name: str, values: Any, *, signed: bool = False) -> str:
-    """Real, finite numbers that are not below zero, unless they are `signed`; a plain number will do."""
+    """Say what is wrong with values that should be finite and, unless `signed`, not negative."""
     values = torch.as_tensor(values)
     if not values.is_floating_point():
         return f"{name} is of type {values.dtype}"
@@ -23,13 +23,13 @@ def flaw_of_values(name: str, values: Any, *, signed: bool = False) -> str:
 
 
 def flaw_of_scalar(name: str, value: Any) -> str:
-    """One number that is not below zero."""
+    """Say what is wrong with a value that should be one number that is not negative."""
     shape = tuple(torch.as_tensor(value).shape)
     return f"{name} has shape {shape}" if shape else flaw_of_values(name, value)
 
 
 def flaw_of_symmetric(name: str, matrix: Tensor, *, signed: bool = False) -> str:
-    """Symmetric matrices (*b, n, n) without eigenvalues below zero, up to rounding, unless they are `signed`."""
+    """Say what is wrong with matrices (*b, n, n) that should be symmetric and, unless `signed`, semi-definite."""
     if found := flaw_of_values(name, matrix, signed=True):
         return found
     matrix = matrix if matrix.dtype.itemsize >= 4 else matrix.float()
@@ -48,7 +48,7 @@ def flaw_of_symmetric(name: str, matrix: Tensor, *, signed: bool = False) -> str
 
 
 def flaw_of_basis(name: str, rows: Tensor, values: Tensor | None = None) -> str:
-    """Orthonormal rows (*b, k, n); those of small `values` (k,), which rounding has spoiled, count the less."""
+    """Say what is wrong with rows (*b, k, n) that should be orthonormal; rows of small `values` (k,) count less."""
     if found := flaw_of_values(name, rows, signed=True):
         return found
     rows = rows if rows.dtype.itemsize >= 4 else rows.float()
@@ -60,18 +60,18 @@ def flaw_of_basis(name: str, rows: Tensor, values: Tensor | None = None) -> str:
 
 
 def flaw_of_ranks(ranks: Any) -> str:
-    """Two whole numbers from zero, or None."""
+    """Say what is wrong with a pair of ranks, each of which should be None or a whole number from zero."""
     fine = len(ranks) == 2 and all(rank is None or (type(rank) is int and rank >= 0) for rank in ranks)
     return "" if fine else f"the ranks are {ranks}"
 
 
 def first_flaw(*found: str) -> str:
-    """The first that is not empty."""
+    """Return the first message that is not empty."""
     return next(filter(None, found), "")
 
 
 def nonnegative(c: Scalar) -> Scalar:
-    """c, if it may scale a positive semi-definite matrix."""
+    """Return c, or refuse one that is negative: a semi-definite matrix would not stay so."""
     value = float(c.detach()) if isinstance(c, Tensor) else float(c)
     if not value >= 0:
         raise ValueError(f"a positive semi-definite matrix can be scaled by a number ≥ 0 only, got {value}")
@@ -79,7 +79,7 @@ def nonnegative(c: Scalar) -> Scalar:
 
 
 def require_positive(eigenvalues: Tensor, remedy: str = "") -> Tensor:
-    """The eigenvalues themselves if all exceed zero; else `NotPositiveDefinite` with the smallest and the remedy."""
+    """Return eigenvalues that are all positive; raise `NotPositiveDefinite` with the remedy otherwise."""
     found = eigenvalues.detach()
     found = found[:1] if found.ndim == 1 and found.stride(0) == 0 else found  # one number, expanded
     smallest = float(found.min()) if found.numel() else 1.0
@@ -89,7 +89,7 @@ def require_positive(eigenvalues: Tensor, remedy: str = "") -> Tensor:
 
 
 def not_positive(smallest: float, remedy: str = "") -> str:
-    """The message for a matrix whose smallest eigenvalue is not above zero."""
+    """Return the message for a matrix whose smallest eigenvalue is not positive."""
     if smallest != smallest:
         return "the matrix holds NaN. Look for overflow in the network's outputs, bad inputs or a NaN prior."
     if smallest < 0:

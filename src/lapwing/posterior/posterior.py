@@ -16,7 +16,13 @@ DENSE_BYTES = 2 * 1024**3
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """N(mean, precision⁻¹). `increase` is what `make_posterior(repair=True)` had to add to the prior precision."""
+    """N(mean, precision⁻¹) over the selected weights.
+
+    `increase` is what `make_posterior(repair=True)` had to add to the prior precision.
+
+        draws = la.posterior.sample(10)  # (10, P)
+        la.posterior.log_prob(draws)
+    """
 
     mean: Tensor
     precision: PSD
@@ -33,13 +39,13 @@ class Posterior:
 
     @outside_autocast
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """n draws as rows, (n, P)."""
+        """Draw n weight vectors as rows, (n, P)."""
         require_generator(generator, self.mean.device)
         return self.mean + self.precision.sample(n, generator=generator)
 
     @outside_autocast
     def log_prob(self, theta: Tensor) -> Tensor:
-        """The log-density at weights (*batch, P), as (*batch)."""
+        """Return the log-density at weights (*batch, P), as (*batch)."""
         offset = theta - self.mean
         distance = (offset * self.precision.matvec(offset)).sum(-1)
         return 0.5 * (self.precision.logdet() - distance - self.size * math.log(2 * math.pi))
@@ -52,7 +58,7 @@ class Posterior:
 
     @outside_autocast
     def covariance(self, memory: int = DENSE_BYTES) -> Tensor:
-        """The dense covariance (P, P), unless it and its working copy need more than `memory` bytes."""
+        """Return the dense covariance (P, P); `TooLarge` if it and a working copy need more than `memory` bytes."""
         needed = 2 * self.size**2 * self.mean.element_size()
         if needed > memory:
             raise TooLarge(
@@ -67,7 +73,7 @@ class Posterior:
 def make_posterior(
     mean: Tensor, curvature: PSD, scale: float | Tensor, prior: PSD, *, repair: bool = False
 ) -> Posterior:
-    """N(mean, (scale·curvature + prior)⁻¹), checked to be positive definite.
+    """Return N(mean, (scale·curvature + prior)⁻¹), checked to be positive definite.
 
     A float32 or Monte Carlo estimate, or an exact Hessian, may leave an eigenvalue at or below zero: that raises
     `NotPositiveDefinite`. With `repair` the smallest sufficient amount is added to the prior precision instead, and
@@ -98,7 +104,7 @@ def _repaired(mean: Tensor, precision: PSD) -> Posterior:
 
 
 def factored_precision(curvature: PSD, scale: float | Tensor, prior: PSD, *, split: float = 1.0) -> PSD:
-    """Scale·curvature + prior with Ritter's factored damping (Scalable Laplace, Eq. 9) of every Kronecker block.
+    """Return scale·curvature + prior with factored damping of every Kronecker block (Ritter et al. 2018, Eq. 9).
 
     (√c/s·G + √τ I) ⊗ (√c·s·A + √τ I) is never below c·G ⊗ A + τ I, so this is a view for prediction and sampling, and
     the evidence does not use it. `split` = √n gives the paper's scaling where G is a sum and A a mean over n data.

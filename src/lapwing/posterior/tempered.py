@@ -33,7 +33,7 @@ class Tempered:
 
     @property
     def prior_scale(self) -> float | Tensor:
-        """What multiplies the prior precision."""
+        """The factor of the prior precision: T if the prior is tempered, else 1."""
         return self.T if self.prior else 1.0
 
     @property
@@ -50,7 +50,7 @@ class Tempered:
 
 
 def resolve_temperature(temperature: float | Tensor | Tempered) -> Tempered:
-    """What the front door accepts as `temperature=`."""
+    """Return what `temperature=` means: a number or a `Tempered`."""
     if isinstance(temperature, Tempered):
         return temperature
     if isinstance(temperature, bool) or not isinstance(temperature, int | float | Tensor):

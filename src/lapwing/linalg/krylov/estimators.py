@@ -12,13 +12,13 @@ from lapwing.linalg.krylov.results import Estimate, Matvec, dots
 
 
 def signs(n: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """n rows of random signs, in the length, dtype and device of `like` (…, P)."""
+    """Draw n rows of random signs with the length, dtype and device of `like` (…, P)."""
     bits = torch.randint(0, 2, (n, like.shape[-1]), generator=generator, device=like.device)
     return (2 * bits - 1).to(like.dtype)
 
 
 def spheres(n: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """n rows uniform on the sphere of radius √P."""
+    """Draw n rows uniformly from the sphere of radius √P."""
     rows = torch.randn(n, like.shape[-1], generator=generator, dtype=like.dtype, device=like.device)
     return rows * (like.shape[-1] ** 0.5 / rows.double().norm(dim=-1, keepdim=True)).to(like.dtype)
 
@@ -55,8 +55,8 @@ def slq_logdet(
     """log |A| = E zᵀ log(A) z for a positive definite A, by Lanczos quadrature (Ubaru, Chen, Saad 2017).
 
     For a preconditioned A, close to the identity, few steps and probes suffice whatever the sketch: no bias but that of
-    the quadrature, which for the logarithm falls exponentially with `steps`. The error holds both: the spread of the
-    probes, and what the last steps' changes, continued as a geometric series, say is left.
+    the quadrature, which for the logarithm falls exponentially with `steps`. The error includes both the spread of the
+    probes and an estimate of what is left after the last step.
     """
     found = lanczos(matvec, spheres(probes, like, generator), min(steps, like.shape[-1]), keep=False)
     each = _logs(found, found.alphas.shape[-1])
@@ -73,7 +73,7 @@ def _logs(found: Tridiagonal, steps: int) -> Tensor:
 
 
 def _truncation(found: Tridiagonal) -> Tensor:
-    """What is left of the series of changes d_m = v_m − v_{m−1}, continued geometrically: d·r/(1 − r), at least d."""
+    """Estimate the rest of the series of changes d_m = v_m − v_{m−1} as a geometric one: d·r/(1 − r), at least d."""
     steps = found.alphas.shape[-1]
     if not bool((found.coupling > 0).any()):  # the Krylov spaces are exhausted: exact
         return found.alphas.new_zeros(())

@@ -37,7 +37,7 @@ class Tridiagonal:
 
 
 def lanczos(matvec: Matvec, start: Tensor, steps: int, *, keep: bool = True) -> Tridiagonal:
-    """m = `steps` steps from each row of `start` (b, P), every new vector orthogonalized twice against all before.
+    """Run `steps` steps from each row of `start` (b, P), every new vector orthogonalized twice against all before.
 
     Without re-orthogonalization ghost copies of converged eigenvalues appear and quadratures go wrong. Needs b·m
     vectors of memory while it runs.
@@ -70,7 +70,7 @@ def lanczos(matvec: Matvec, start: Tensor, steps: int, *, keep: bool = True) -> 
 
 
 def _unit(v: Tensor, norms: Tensor) -> Tensor:
-    """v / norms, zero where the norm is."""
+    """v / norms, with zeros where the norm is zero."""
     inverse = torch.where(norms > 0, 1 / torch.where(norms > 0, norms, 1.0), 0.0)
     return (v.double() * inverse[:, None]).to(v.dtype)
 

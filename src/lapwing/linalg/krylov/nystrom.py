@@ -22,7 +22,7 @@ class Sketch:
     products: int = 0
 
     def flaw(self) -> str:
-        """What makes the numbers impossible, in words; empty where they are sound. For files."""
+        """Say what makes the numbers of a file impossible; empty where they are sound."""
         if self.basis.ndim != 2 or self.values.shape != self.basis.shape[:1]:
             return f"it has vectors of shape {tuple(self.basis.shape)} and values of {tuple(self.values.shape)}"
         return flaw_of_values("its list of eigenvalues", self.values) or flaw_of_basis(

@@ -1,4 +1,4 @@
-"""What an iterative method reached, and what happens where that is not enough."""
+"""Results of iterative methods, with the accuracy they reached and what happens where that is not enough."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Solution:
         return bool((self.residuals <= self.tolerance).all())
 
     def demand(self, policy: Policy, what: str) -> Solution:
-        """This solution if it converged; else raise `NotConverged`, warn, or accept."""
+        """Return this solution if it converged; else raise `NotConverged`, warn, or accept it, as the policy says."""
         if not self.converged and policy != "accept":
             bad = int((self.residuals > self.tolerance).sum())
             report(
@@ -62,14 +62,14 @@ class Estimate:
 
 
 def report(policy: Policy, message: str) -> None:
-    """Raise or warn."""
+    """Raise `NotConverged` or warn, as the policy says."""
     if policy == "raise":
         raise NotConverged(message)
     warnings.warn(message, stacklevel=4)
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
-    """A Bᵀ of blocks of rows (j, P) and (k, P), accumulated in float64 whatever the dtype."""
+    """Multiply A Bᵀ for blocks of rows (j, P) and (k, P), accumulated in float64 whatever the dtype."""
     if a.dtype == torch.float64 and b.dtype == torch.float64:
         return a @ b.T
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)

@@ -14,7 +14,7 @@ from lapwing.errors import NotPositiveDefinite
 from lapwing.linalg.krylov.results import Matvec, Policy, Solution, dots
 from lapwing.linalg.tangent import tangent
 
-TIGHT = 1e-5  # tolerances below need a product of their own to be checked
+TIGHT = 1e-5  # below this tolerance, residuals are checked by one more product
 STALLED = 3  # restarts in a row that did not halve the largest residual
 
 
@@ -47,9 +47,9 @@ def conjugate_gradients(
     one search space, which after j steps holds j·k dimensions: on matrices with few large eigenvalues a block needs
     far fewer steps than its columns alone. Every `check` steps, and before it ends, the residual is computed from A x:
     where the recurrence has drifted from it (lost orthogonality) the search starts anew from there. It is that
-    residual, relative to ‖b‖ and for every column, that must reach `tolerance`. A x is added up from the very products
-    that x is made of, which costs none; for tolerances below 1e-5 and for vectors in float32, where the rounding of
-    that sum could show, it is a product of its own.
+    residual, relative to ‖b‖ and for every column, that must reach `tolerance`. A x is summed from the products that
+    the search makes anyway; for tolerances below 1e-5 and for float32, where the rounding of that sum would matter, it
+    costs one more product.
     `precondition` applies M⁻¹ ≈ A⁻¹, symmetric positive definite.
     """
     norms = rhs.double().norm(dim=-1)
@@ -150,7 +150,7 @@ def _require_positive(values: Tensor) -> None:
 
 
 class _Inverse(torch.autograd.Function):
-    """r ↦ A⁻¹ r for an r that is zero in value: nothing to solve forward, one solve backward."""
+    """r ↦ A⁻¹ r for an r whose value is zero: nothing to solve forward, one solve backward."""
 
     @staticmethod
     def forward(ctx: Any, residual: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
