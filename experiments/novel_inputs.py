@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 from experiments._arguments import Experiment
-from lapwing.extras.sketched import sketched_score
+from experiments._sketched import sketched_score
 from torch import Tensor, nn
 
 import lapwing

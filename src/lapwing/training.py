@@ -15,9 +15,8 @@ from lapwing.curvature import Factor, Structure
 from lapwing.curvature.resume import require_folder
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, require_generator
-from lapwing.evidence.checkpoints import Moment
+from lapwing.evidence.loop import Moment, Schedule, Shuffled, Training, count_data
 from lapwing.evidence.online import BATCH, Online, Subset
-from lapwing.evidence.training import Schedule, Shuffled, Training, count_data
 from lapwing.fitting import fit
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evidence.batch_bound import batch_bound
 from lapwing.evidence.fixed_point import move
 from lapwing.evidence.groups import partition
+from lapwing.evidence.online import batch_bound
 from lapwing.model import Batches, Network, Params
 
 

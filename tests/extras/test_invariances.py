@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.errors import BadData
-from lapwing.evidence.batch_bound import batch_bound
+from lapwing.evidence.online import batch_bound
 from lapwing.extras.invariances import Affine, Averaged, invariant_bound
 from lapwing.model import Batches, Network, Params
 

@@ -95,23 +95,66 @@ def test_a_layer_without_a_bias_and_inputs_of_zero() -> None:
     assert bool(torch.isfinite(la.predict(torch.zeros_like(x)).probs).all())
 
 
-class Scale(nn.Module):
+TAILS = {
+    "scale": lambda f: 0.5 * f,
+    "slice": lambda f: f[:, :2],
+    "relu": lambda f: f.relu(),
+    "clamp": lambda f: f.clamp(-50, 50),
+    "log-probabilities": lambda f: f.log_softmax(-1),
+    "centered": lambda f: f - f.mean(-1, keepdim=True),
+}
+
+
+class Tail(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
     def forward(self, f: Tensor) -> Tensor:
-        return 0.5 * f
+        return TAILS[self.name](f)
 
 
-class Slice(nn.Module):
-    def forward(self, f: Tensor) -> Tensor:
-        return f[:, :2]
-
-
-@pytest.mark.parametrize("tail", [Scale(), Slice()])
-def test_a_network_with_something_after_its_last_layer_takes_the_general_path(tail: nn.Module) -> None:
-    la, x = fitted("two classes" if isinstance(tail, Slice) else "classification", net=Net(3, tail=tail))
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.filterwarnings("ignore")  # about networks that do not return logits
+def test_a_network_with_something_after_its_last_layer_takes_the_general_path(name: str) -> None:
+    net = Net(3, tail=Tail(name))
+    nn.init.zeros_(net.last.bias)  # so that twice the outputs are those of twice the inputs
+    la, x = fitted("two classes" if name == "slice" else "classification", net=net)
     assert la._predictive.last_layer is None
     assert bool(torch.isfinite(la.predict(x).probs).all())
     with pytest.raises(lapwing.UnsupportedOperation, match="last_layer"):
         la.predictor()
+
+
+class Twice(Net):
+    """Calls its last layer twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x)) + self.last(self.body(-x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_that_is_called_twice(bias: bool) -> None:
+    la, x = fitted(net=Twice(3, bias=bias))
+    assert la._predictive.last_layer is None
+    torch.testing.assert_close(la.predict(x).function.mean, la.network.module(x))
+
+
+def test_half_precision() -> None:
+    la, x = fitted(net=Net(3).bfloat16())
+    x = x.bfloat16()
+    short, general = la.predict(x).function, la._predictive.linearized(x).function(x)
+    torch.testing.assert_close(short.mean, general.mean, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(short.covariance.float(), general.covariance.float(), rtol=5e-2, atol=2e-2)
+
+
+def test_another_prior_shares_the_copy_of_the_network() -> None:
+    la, x = fitted()
+    other = la.replace(prior=50.0)
+    _ = la.predict(x), other.predict(x)
+    assert la._predictive.last_layer.body is other._predictive.last_layer.body
+    general = other._predictive.linearized(x).function(x)
+    torch.testing.assert_close(other.predict(x).function.covariance, general.covariance, rtol=1e-4, atol=1e-6)
 
 
 def test_all_weights_have_no_predictor() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing import storage
-from lapwing.evidence.checkpoints import Checkpoint
+from lapwing.evidence.loop import Checkpoint
 from lapwing.storage import load_tree, save_tree
 
 STRUCTURES = ("diag", "blockdiag", "kron", "ekfac", "full", "lowrank", "functional", "nystrom", "valla")

@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 from lapwing.curvature import Kron, estimate_curvature, pose
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData
-from lapwing.evidence.batch_bound import bracket_bound
 from lapwing.evidence.fixed_point import move
 from lapwing.evidence.groups import Groups, partition
+from lapwing.evidence.online import bracket_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan, select_names
 from lapwing.posterior import Belief, Prior

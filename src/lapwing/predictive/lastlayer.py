@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from lapwing.predictive.function import GaussianFunction
 from lapwing.predictive.linearized import CLOSED_FORM, output_spread
 from lapwing.predictive.novelty import information_bound, information_gain
 
+_BODIES: WeakKeyDictionary[Network, nn.Module | None] = WeakKeyDictionary()  # one copy for all priors of a network
+
 SHARE = 4
 """The part of the memory budget that the root of a dense covariance may take."""
 
@@ -32,9 +35,11 @@ class Beside(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
+        self.shift: Tensor | None = None  # (o + i,), while the network is looked at
 
     def forward(self, a: Tensor) -> Tensor:
-        return torch.cat([linear(a, self.weight, self.bias), a], -1)
+        both = torch.cat([linear(a, self.weight, self.bias), a], -1)
+        return both if self.shift is None else both + self.shift
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +93,10 @@ class SharedRoot(nn.Module):
         )
         self.register_buffer("variances", variances.detach().clone(memory_format=torch.contiguous_format))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
     def forward(self, a: Tensor) -> Root:
         return Root(shared=(self.left, output_spread(self.right, self.variances, a), self.inverse))
 
@@ -101,6 +110,10 @@ class DenseRoot(nn.Module):
         super().__init__()
         self.outputs = white.shape[0]
         self.register_buffer("white", white.detach().transpose(0, 1).flatten(1).contiguous())  # (i, o · P)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.white.dtype
 
     def forward(self, a: Tensor) -> Root:
         return Root((a @ self.white).unflatten(-1, (self.outputs, -1)))
@@ -138,7 +151,7 @@ class LastLayer(nn.Module):
         return self._apart(output_tensor(self.body(*args, **kwargs)))
 
     def _apart(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        f, a = both[..., : self._shape[0]], both[..., self._shape[0] :]
+        f, a = both[..., : self._shape[0]], both[..., self._shape[0] :].to(self.root.dtype)
         if self._bias:
             a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
         return self._outputs(f), a
@@ -176,11 +189,10 @@ def last_layer_of(network: Network, precision: PSD, memory: int, example: Inputs
     root = root_of(precision, shape, memory, bias)
     if root is None:
         return None
-    body = _with_features(network, layer)
-    if body is None:
-        return None
-    found = LastLayer(body, root, network.outputs, shape, bias).eval()
-    return found if _is_last(found, network, layer, example) else None
+    if network not in _BODIES:
+        _BODIES[network] = _body(network, layer, example)
+    body = _BODIES[network]
+    return None if body is None else LastLayer(body, root, network.outputs, shape, bias).eval()
 
 
 def _linear(network: Network) -> nn.Linear | None:
@@ -198,32 +210,53 @@ def _linear(network: Network) -> nn.Linear | None:
     return layer if all(uses.count(id(p)) == 1 for p in layer.parameters()) else None  # type: ignore[return-value]
 
 
-def _with_features(network: Network, layer: nn.Linear) -> nn.Module | None:
-    """A copy of the network that shares its weights, with the last layer's inputs beside its outputs."""
+def _body(network: Network, layer: nn.Linear, example: Inputs) -> nn.Module | None:
+    """A copy of the network that shares its weights, with the last layer's inputs beside its outputs.
+
+    None where the network cannot be copied, or where its outputs are not those of the layer as they are.
+    """
     module = network.module
     if any(written_by_forward(each) for each in module.modules()):
         return None  # a forward pass that writes to its module is not for several threads
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
-    memo[id(layer)] = Beside(copy.deepcopy(layer, dict(memo)))
+    beside = memo[id(layer)] = Beside(copy.deepcopy(layer, dict(memo)))
     try:
-        return copy.deepcopy(module, memo).eval()
-    except Exception:  # what cannot be copied takes the general path
+        body = copy.deepcopy(module, memo).eval()
+        return body if _is_last(body, beside, network, layer, example) else None
+    except Exception:  # what cannot be copied, or does not take the wider outputs, goes the general way
         return None
 
 
-def _is_last(found: LastLayer, network: Network, layer: nn.Linear, example: Inputs) -> bool:
-    """Whether the outputs are those of the layer as they are, and the covariance that of the general path."""
+def _is_last(body: nn.Module, beside: Beside, network: Network, layer: nn.Linear, example: Inputs) -> bool:
+    """Whether outputs and features leave the network as they leave the layer, whatever their values.
+
+    They are shifted there by numbers of several sizes and signs, which must come out unchanged. So a scale, a slice, a
+    sum of two calls or a clamp that the values of the example do not reach are noticed.
+    """
     with torch.no_grad():
-        try:
-            both = output_tensor(call(found.body, example))
-        except Exception:
+        both, own = output_tensor(call(body, example)), network.forward(example)
+        o = layer.out_features
+        if both.shape[-1] != o + layer.in_features:
             return False
-        if both.shape[-1] != layer.out_features + layer.in_features:
+        f = network.outputs(both[..., :o])
+        direct = network.outputs(linear(both[..., o:].to(layer.weight.dtype), layer.weight, layer.bias))
+        if f.shape != own.shape or f.dtype != own.dtype or not close(f, own) or not close(direct.to(own), own):
             return False
-        f, _ = found(example)
-        own = network.forward(example)
-        direct = network.outputs(linear(both[..., layer.out_features :], layer.weight, layer.bias))
-    return f.shape == own.shape and torch.allclose(f, own, 1e-4, 1e-5) and torch.allclose(direct, own, 1e-4, 1e-5)
+        for size in (1.0, -1.0, 100.0, -100.0):
+            beside.shift = size * torch.linspace(0.5, 1.5, both.shape[-1]).to(both)
+            try:
+                found = output_tensor(call(body, example))
+            finally:
+                shift, beside.shift = beside.shift, None
+            if found.shape != both.shape or not close(found, both + shift):
+                return False
+    return True
+
+
+def close(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors agree to the precision of their type."""
+    rtol = 1e-4 if x.dtype in (torch.float32, torch.float64) else 2e-2
+    return torch.allclose(x, y, rtol, rtol * float(y.abs().max().clamp(min=1e-3)))
 
 
 def root_of(precision: PSD, shape: tuple[int, int], memory: int, bias: bool) -> SharedRoot | DenseRoot | None:
