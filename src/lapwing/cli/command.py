@@ -59,17 +59,17 @@ class Command:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --weights and --device."""
-    parser.add_argument("model", metavar="MODEL", help="the network: path/to/file.py:name or package.module:name")
-    parser.add_argument(
-        "--weights", type=Path, metavar="FILE", help="file with the weights: .safetensors, or a state dict in .pt"
-    )
-    parser.add_argument("--device", help="device to compute on, such as cuda (default: that of the model)")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the network: path/to/file.py:name or package.module:name")
+    add("--weights", type=Path, metavar="FILE", help="file with the weights: .safetensors, or a state dict in .pt")
+    add("--device", help="device to compute on, such as cuda (default: that of the model)")
 
 
 def add_posterior(parser: argparse.ArgumentParser) -> None:
     """Add POSTERIOR, and --train, which a matrix-free posterior needs."""
-    parser.add_argument("posterior", type=Path, metavar="POSTERIOR", help="the file that `lapwing fit` wrote")
-    parser.add_argument("--train", metavar="DATA", help="training data, needed only for structure matrixfree")
+    add = parser.add_argument
+    add("posterior", type=Path, metavar="POSTERIOR", help="the file that `lapwing fit` wrote")
+    add("--train", metavar="DATA", help="training data, needed only for structure matrixfree")
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
@@ -86,50 +86,32 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
     """Add the likelihood, the weights that take part, the size of the data set and the memory."""
-    parser.add_argument(
-        "--likelihood", choices=named(Likelihood), required=required, help="what the outputs of the network mean"
-    )
-    parser.add_argument(
-        "--select",
-        type=names,
-        default=("all",),
-        metavar="NAMES",
-        help="weights: all (default), last_layer, or names and globs",
-    )
-    parser.add_argument(
-        "--n-data", type=above_zero, metavar="N", help="size of the data set, if the data are only a part of it"
-    )
-    parser.add_argument(
-        "--memory", type=memory, metavar="SIZE", help="memory to use, such as 4GB (default: half of what is free)"
-    )
+    add = parser.add_argument
+    add("--likelihood", choices=named(Likelihood), required=required, help="what the outputs of the network mean")
+    add("--select", type=names, default=("all",), metavar="NAMES", help="all (default), last_layer, or names and globs")
+    add("--n-data", type=above_zero, metavar="N", help="size of the data set, if the data are only a part of it")
+    add("--memory", type=memory, metavar="SIZE", help="memory to use, such as 4GB (default: half of what is free)")
 
 
 def add_factor(parser: argparse.ArgumentParser) -> None:
     """Add structure and factor of the curvature."""
-    structures, factors = named(Structure), named(Factor)
-    parser.add_argument(
-        "--structure", choices=sorted(structures), default="auto", help="form of the curvature (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--factor",
-        choices=sorted(["auto", *factors]),
-        default="ggn",
-        help="how the curvature is computed (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tolerance", type=float, metavar="SHARE", help="share of the GGN to leave out; 1e-3 is several times faster"
-    )
+    add = parser.add_argument
+    kinds, factors = sorted(named(Structure)), sorted(["auto", *named(Factor)])
+    add("--structure", choices=kinds, default="auto", help="form of the curvature (default: %(default)s)")
+    add("--factor", choices=factors, default="ggn", help="how the curvature is computed (default: %(default)s)")
+    add("--tolerance", type=float, metavar="SHARE", help="share of the GGN to leave out; 1e-3 is several times faster")
 
 
 def add_tuning(parser: argparse.ArgumentParser) -> None:
     """Add the options of tuning."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--learn",
         type=learned,
         metavar="NAMES",
         help=f"what to choose, with commas: {', '.join(LEARNED)} (default: what applies)",
     )
-    parser.add_argument(
+    add(
         "--tune-prior",
         choices=("scalar", "layerwise", "parameterwise"),
         default="scalar",
@@ -139,8 +121,9 @@ def add_tuning(parser: argparse.ArgumentParser) -> None:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add --out for a posterior, and --force."""
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, such as model.lapwing")
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE", help="file to write, such as model.lapwing")
+    add("--force", action="store_true", help="replace FILE if it exists")
 
 
 def model_of(options: argparse.Namespace) -> nn.Module:

@@ -193,18 +193,15 @@ def train_network(scenario: Scenario, seed: int) -> nn.Module:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--data",
         choices=sorted(SCENARIOS),
         default="digits",
         help="digits: the 8×8 digits of scikit-learn without 8 and 9 (default); mnist, fashion: from LAPWING_DATA",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-output"), help="folder for the report (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the split, the training and all draws (default: %(default)s)"
-    )
+    add("--out", type=Path, default=Path("demo-output"), help="folder for the report (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the split, the training and all draws (default: %(default)s)")
 
 
 def _run(options: argparse.Namespace) -> None:

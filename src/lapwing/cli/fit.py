@@ -14,28 +14,23 @@ from lapwing.laplace import Laplace
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     command.add_model(parser)
-    parser.add_argument("data", metavar="DATA", help=f"the training data: {command.DATA}")
+    add("data", metavar="DATA", help=f"the training data: {command.DATA}")
     command.add_output(parser)
     command.add_fit(parser, required=True)
     command.add_factor(parser)
-    parser.add_argument(
-        "--prior", type=float, default=1.0, metavar="TAU", help="prior precision of the weights (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="power of the likelihood (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--noise", type=float, metavar="SD", help="standard deviation of the noise in regression (default: estimated)"
-    )
+    add("--prior", type=float, default=1.0, metavar="TAU", help="prior precision of the weights (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="power of the likelihood (default: %(default)s)")
+    add("--noise", type=float, metavar="SD", help="standard deviation of the noise in regression (default: estimated)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tune", metavar="DATA", help="held-out data, on which prior and temperatures are chosen")
     how.add_argument(
         "--tune-evidence", action="store_true", help="choose prior and noise by the evidence, without held-out data"
     )
     command.add_tuning(parser)
-    parser.add_argument("--checkpoint", metavar="DIR", help="folder from which an interrupted fit goes on")
-    parser.add_argument("--seed", type=command.seed, default=0, help="seed of all random draws (default: %(default)s)")
+    add("--checkpoint", metavar="DIR", help="folder from which an interrupted fit goes on")
+    add("--seed", type=command.seed, default=0, help="seed of all random draws (default: %(default)s)")
     command.add_reading(parser)
 
 

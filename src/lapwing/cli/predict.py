@@ -25,18 +25,13 @@ Fields = Mapping[str, Tensor]
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     command.add_model(parser)
     command.add_posterior(parser)
-    parser.add_argument("data", metavar="DATA", help=f"inputs: {command.DATA}; targets are not read")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="file to write: .csv, .npz or .safetensors"
-    )
-    parser.add_argument(
-        "--level", type=share, default=0.95, help="probability of the intervals in regression (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--novelty", action="store_true", help="add a score of how unlike the training data an input is; takes longer"
-    )
+    add("data", metavar="DATA", help=f"inputs: {command.DATA}; targets are not read")
+    add("--out", type=Path, required=True, metavar="FILE", help="file to write: .csv, .npz or .safetensors")
+    add("--level", type=share, default=0.95, help="probability of the intervals in regression (default: %(default)s)")
+    add("--novelty", action="store_true", help="add a score of how unlike the training data an input is; takes longer")
     command.add_reading(parser)
 
 

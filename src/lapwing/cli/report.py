@@ -10,10 +10,11 @@ from lapwing.evaluation.evaluate import evaluate
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     command.add_model(parser)
     command.add_posterior(parser)
-    parser.add_argument("data", metavar="DATA", help=f"test data: {command.DATA}")
-    parser.add_argument(
+    add("data", metavar="DATA", help=f"test data: {command.DATA}")
+    add(
         "--ood",
         type=named,
         action="append",
@@ -21,7 +22,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DATA",
         help="data unlike the training data; may be given several times",
     )
-    parser.add_argument(
+    add(
         "--out",
         type=Path,
         default=Path("report.html"),

@@ -35,11 +35,10 @@ def headline(path: Path) -> str:
 
 
 def _reproduce_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="print the name of each experiment and its question")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of an experiment, as --list prints it")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; `NAME --help` lists them"
-    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="print the name of each experiment and its question")
+    add("name", nargs="?", metavar="NAME", help="name of an experiment, as --list prints it")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; `NAME --help` lists them")
 
 
 def _reproduce(options: argparse.Namespace) -> None:
@@ -62,17 +61,14 @@ def _reproduce(options: argparse.Namespace) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="small data, few measurements: ten minutes on two cores")
-    parser.add_argument(
-        "--out", type=Path, default=Path("bench-output"), help="folder for the results (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--threads", type=int, nargs="+", default=[1], help="1 (default) measures CPU time, more measure wall time"
-    )
-    parser.add_argument("--workload", help="only these networks, separated by commas, such as lenet,resnet20")
-    parser.add_argument("--operation", help="only operations whose name begins like this, such as fit-kron")
-    parser.add_argument("--ours-only", action="store_true", help="leave out the peers")
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small data, few measurements: ten minutes on two cores")
+    add("--out", type=Path, default=Path("bench-output"), help="folder for the results (default: %(default)s)")
+    add("--threads", type=int, nargs="+", default=[1], help="1 (default) measures CPU time, more measure wall time")
+    add("--workload", help="only these networks, separated by commas, such as lenet,resnet20")
+    add("--operation", help="only operations whose name begins like this, such as fit-kron")
+    add("--ours-only", action="store_true", help="leave out the peers")
+    add("--resume", action="store_true", help="go on with an interrupted run")
 
 
 def _bench(options: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ OTHER_OPERATIONS = "the new data use other operations of the network than the da
 
 
 class Accumulator(ABC):
-    """Sums over data, kept as named tensors, so that shards, processes and resumed runs merge exactly."""
+    """Sums over data, kept as named tensors, so that those of processes and of interrupted fits add up exactly."""
 
     tensors: dict[str, Tensor]
 
@@ -37,11 +37,6 @@ class Accumulator(ABC):
     @abstractmethod
     def finish(self) -> PSD:
         """Return the curvature of the data so far. It may reuse the memory of the sums, which are then gone."""
-
-    def merge(self, other: Accumulator) -> None:
-        """Add the sums of another accumulator of the same kind."""
-        for name, value in other.tensors.items():
-            self.tensors[name] = self.tensors[name] + value.to(self.tensors[name])
 
 
 @dataclass(frozen=True, eq=False)

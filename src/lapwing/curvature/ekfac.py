@@ -10,7 +10,16 @@ from torch import Tensor
 
 from lapwing.curvature.curvature import Accumulator, Estimate, Structure
 from lapwing.curvature.factor import GGN, Factor
-from lapwing.curvature.kron import SHOWN, KroneckerFactor, KroneckerSums, Sharing, kept_alike, kept_as, sums_of
+from lapwing.curvature.kron import (
+    SHOWN,
+    KroneckerFactor,
+    KroneckerSums,
+    Sharing,
+    bytes_of,
+    kept_alike,
+    kept_as,
+    sums_of,
+)
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
@@ -97,16 +106,8 @@ class EKFAC(Structure):
         return 2
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        total = 0
-        for block in plan.blocks:
-            kept = kept_as(block)
-            if kept == "kron":
-                assert block.shape is not None
-                q, o, i = block.shape
-                total += q * ((o**2 + i**2) * (2 * itemsize + 16) + 2 * o * i * 8)
-            else:
-                total += (block.size**2 if kept == "dense" else block.size) * (itemsize + 16)
-        return total
+        moments = sum(16 * block.size for block in plan.blocks if kept_as(block) == "kron")
+        return sum(bytes_of(block, itemsize) for block in plan.blocks) + moments
 
     def estimate(self, problem: Problem) -> Estimate:
         basis, notes = self._basis(problem)

@@ -35,10 +35,6 @@ class RowsAccumulator(Accumulator):
         rows = jacobian.dense().flatten(0, 1)
         self.parts.append(rows[(rows != 0).any(-1)])
 
-    def merge(self, other: Accumulator) -> None:
-        assert isinstance(other, RowsAccumulator)
-        self.parts.extend(part.to(self.parts[0]) for part in other.parts)
-
     def finish(self) -> LowRankMatrix:
         rows = torch.cat(self.parts)
         if not len(rows):

@@ -52,6 +52,16 @@ KINDS = {"kron": (True, False), "dense": (False, False), "diag": (False, True)}
 """Whether a block is factored, and whether it is diagonal."""
 
 
+def bytes_of(block: Block, itemsize: int) -> int:
+    """Memory of a block: its factors, their spectra and work in float64."""
+    kept = kept_as(block)
+    if kept != "kron":
+        return (block.size**2 if kept == "dense" else block.size) * (itemsize + 16)
+    assert block.shape is not None
+    q, o, i = block.shape
+    return q * (o**2 + i**2) * (2 * itemsize + 16)
+
+
 def kept_alike(problem: Problem, matrix: PSD) -> bool:
     """Whether the blocks of a matrix have the forms in which a Kronecker structure keeps those of the problem."""
     pairs = zip(problem.plan.blocks, matrix.diagonal_blocks(), strict=True)
@@ -323,16 +333,7 @@ class Kron(Structure):
             raise UnsupportedOperation(f"sharing is 'auto', 'expand' or 'reduce', got {self.sharing!r}")
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        total = 0
-        for block in plan.blocks:
-            kept = kept_as(block)
-            if kept == "kron":
-                assert block.shape is not None
-                q, o, i = block.shape
-                total += q * (o**2 + i**2) * (2 * itemsize + 16)
-            else:
-                total += (block.size**2 if kept == "dense" else block.size) * (itemsize + 16)
-        return total
+        return sum(bytes_of(block, itemsize) for block in plan.blocks)
 
     def estimate(self, problem: Problem) -> Estimate:
         accumulator = sums_of(problem, self.sharing)

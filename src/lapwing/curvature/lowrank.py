@@ -39,10 +39,6 @@ class LowRankAccumulator(Accumulator):
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         self.absorb(jacobian.dense().flatten(0, 1))
 
-    def merge(self, other: Accumulator) -> None:
-        self.absorb(other.tensors["rows"].to(self.tensors["rows"]))
-        self.tensors["dropped"] = self.tensors["dropped"] + other.tensors["dropped"]
-
     def absorb(self, rows: Tensor) -> None:
         for piece in rows.split(max(self.rank, 32)):
             stacked = torch.cat([self.tensors["rows"], piece])

@@ -14,10 +14,9 @@ from torch import Tensor
 from lapwing.errors import LapwingError
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.linalg.layout import Layout
-from lapwing.linalg.psd import PSD, Diagonal
+from lapwing.linalg.psd import PSD, Diagonal, Scalar, require_positive
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows, added
 from lapwing.linalg.spectrum import PIECE, sum_log1p
-from lapwing.linalg.validity import Scalar, require_positive
 from lapwing.storage import register, unpack
 
 A = TypeVar("A")

@@ -9,19 +9,10 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NotPositiveDefinite
-from lapwing.linalg.psd import PSD, Diagonal
+from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, not_positive, require_positive
 from lapwing.linalg.rows import DenseRows, Rows
 from lapwing.linalg.spectrum import Spectrum
-from lapwing.linalg.validity import (
-    Scalar,
-    first_flaw,
-    flaw_of_scalar,
-    flaw_of_symmetric,
-    flaw_of_values,
-    nonnegative,
-    not_positive,
-    require_positive,
-)
+from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_symmetric, flaw_of_values
 from lapwing.storage import register
 
 

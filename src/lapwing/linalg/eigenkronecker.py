@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior
-from lapwing.linalg.psd import PSD, Diagonal
+from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import DenseRows, Rows, chunks
 from lapwing.linalg.spectrum import sum_log1p
 from lapwing.linalg.tangent import tangent
-from lapwing.linalg.validity import Scalar, first_flaw, flaw_of_basis, flaw_of_values, nonnegative, require_positive
+from lapwing.linalg.validity import first_flaw, flaw_of_basis, flaw_of_values
 from lapwing.storage import register
 
 

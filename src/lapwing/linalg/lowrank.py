@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NotPositiveDefinite
-from lapwing.linalg.psd import PSD, Diagonal, require_shifts
+from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive, require_shifts
 from lapwing.linalg.rows import Rows, chunks
-from lapwing.linalg.validity import Scalar, first_flaw, flaw_of_values, nonnegative, require_positive
+from lapwing.linalg.validity import first_flaw, flaw_of_values
 from lapwing.storage import register
 
 NEXT_TO_NOTHING = 1e-100

@@ -25,9 +25,8 @@ from lapwing.linalg.krylov import (
     slq_logdet,
     spheres,
 )
-from lapwing.linalg.psd import PSD, Diagonal
+from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, chunks
-from lapwing.linalg.validity import Scalar, nonnegative, require_positive
 
 FORMED = 1024  # weights up to which many shifts are served by the matrix itself
 

@@ -15,8 +15,11 @@ from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
-from lapwing.linalg.validity import Scalar, flaw_of_values, nonnegative, require_positive
+from lapwing.linalg.validity import flaw_of_values
 from lapwing.storage import move, nbytes, register, unpack
+
+Scalar = float | Tensor
+"""A number or a tensor without dimensions; gradients flow through the latter."""
 
 WRITTEN_OUT = 2048  # weights up to which a matrix without an eigenbasis of its own is decomposed as a dense one
 
@@ -506,3 +509,34 @@ def unpack_sound(tensors: Mapping[str, Tensor], description: Any, size: int, *, 
     if found := matrix.flaw(signed):
         raise CorruptFile(f"the stored {type(matrix).__name__} is impossible: {found}. Save it again.")
     return matrix
+
+
+def nonnegative(c: Scalar) -> Scalar:
+    """Return c, or refuse one that is negative: a semi-definite matrix would not stay so."""
+    value = float(c.detach()) if isinstance(c, Tensor) else float(c)
+    if not value >= 0:
+        raise ValueError(f"a positive semi-definite matrix can be scaled by a number ≥ 0 only, got {value}")
+    return c
+
+
+def require_positive(eigenvalues: Tensor, remedy: str = "") -> Tensor:
+    """Return eigenvalues that are all positive; raise `NotPositiveDefinite` with the remedy otherwise."""
+    found = eigenvalues.detach()
+    found = found[:1] if found.ndim == 1 and found.stride(0) == 0 else found  # one number, expanded
+    smallest = float(found.min()) if found.numel() else 1.0
+    if not smallest > 0:
+        raise NotPositiveDefinite(not_positive(smallest, remedy))
+    return eigenvalues
+
+
+def not_positive(smallest: float, remedy: str = "") -> str:
+    """Return the message for a matrix whose smallest eigenvalue is not positive."""
+    if smallest != smallest:
+        return "the matrix holds NaN. Look for overflow in the network's outputs, bad inputs or a NaN prior."
+    if smallest < 0:
+        remedy = remedy or (
+            f"raise the prior precision by more than {-smallest:.3g}, or use the GGN, which is never indefinite"
+        )
+        return f"the matrix is indefinite: its smallest eigenvalue is {smallest:.3g}. To go on, {remedy}."
+    remedy = remedy or "add a prior with positive precision (curvature alone is singular in directions without data)"
+    return f"the matrix is singular: its smallest eigenvalue is {smallest:.3g}. To go on, {remedy}."

@@ -1,4 +1,4 @@
-"""Checks of numbers: those from a file (each check says in words what is wrong), scales and eigenvalues."""
+"""Checks of numbers from a file: each says in words what is wrong, or nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from lapwing.errors import NotPositiveDefinite
-
-Scalar = float | Tensor
-"""A number or a tensor without dimensions; gradients flow through the latter."""
 
 
 def flaw_of_values(name: str, values: Any, *, signed: bool = False) -> str:
@@ -68,34 +63,3 @@ def flaw_of_ranks(ranks: Any) -> str:
 def first_flaw(*found: str) -> str:
     """Return the first message that is not empty."""
     return next(filter(None, found), "")
-
-
-def nonnegative(c: Scalar) -> Scalar:
-    """Return c, or refuse one that is negative: a semi-definite matrix would not stay so."""
-    value = float(c.detach()) if isinstance(c, Tensor) else float(c)
-    if not value >= 0:
-        raise ValueError(f"a positive semi-definite matrix can be scaled by a number ≥ 0 only, got {value}")
-    return c
-
-
-def require_positive(eigenvalues: Tensor, remedy: str = "") -> Tensor:
-    """Return eigenvalues that are all positive; raise `NotPositiveDefinite` with the remedy otherwise."""
-    found = eigenvalues.detach()
-    found = found[:1] if found.ndim == 1 and found.stride(0) == 0 else found  # one number, expanded
-    smallest = float(found.min()) if found.numel() else 1.0
-    if not smallest > 0:
-        raise NotPositiveDefinite(not_positive(smallest, remedy))
-    return eigenvalues
-
-
-def not_positive(smallest: float, remedy: str = "") -> str:
-    """Return the message for a matrix whose smallest eigenvalue is not positive."""
-    if smallest != smallest:
-        return "the matrix holds NaN. Look for overflow in the network's outputs, bad inputs or a NaN prior."
-    if smallest < 0:
-        remedy = remedy or (
-            f"raise the prior precision by more than {-smallest:.3g}, or use the GGN, which is never indefinite"
-        )
-        return f"the matrix is indefinite: its smallest eigenvalue is {smallest:.3g}. To go on, {remedy}."
-    remedy = remedy or "add a prior with positive precision (curvature alone is singular in directions without data)"
-    return f"the matrix is singular: its smallest eigenvalue is {smallest:.3g}. To go on, {remedy}."

@@ -1,9 +1,8 @@
 """Priors, tempering, the belief that they form with a curvature, and the Gaussian posterior over the weights."""
 
-from lapwing.posterior.belief import Belief
+from lapwing.posterior.belief import Belief, Tempered, resolve_temperature
 from lapwing.posterior.posterior import Posterior, factored_precision, make_posterior
 from lapwing.posterior.prior import Prior, resolve_prior
-from lapwing.posterior.tempered import Tempered, resolve_temperature
 
 __all__ = [
     "Belief",
