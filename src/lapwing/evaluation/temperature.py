@@ -35,7 +35,7 @@ class TemperatureScaled:
 
     @classmethod
     def fit(cls, model: nn.Module, data: Any, likelihood: str | Likelihood = "classification") -> "TemperatureScaled":
-        """The temperature of smallest validation NLL, between 0.01 and 100; `data` as in `lapwing.fit`."""
+        """Find the temperature of smallest validation NLL between 0.01 and 100; `data` as in `lapwing.fit`."""
         require_one_process("temperature scaling")
         likelihood = resolve_likelihood(likelihood)
         if not likelihood.has_logits:
@@ -53,7 +53,7 @@ class TemperatureScaled:
 
 @outside_autocast
 def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
-    """All outputs f (N, *event, C) and targets of the data, in float64."""
+    """Return all outputs f (N, *event, C) and targets of the data, in float64."""
     outputs, targets = [], []
     with borrowed(model) as module, torch.no_grad():
         for batch in Batches(data, model, device_of(model)):
@@ -79,7 +79,7 @@ def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the first parameter or buffer; the CPU for a model without any."""
+    """Return the device of the first parameter or buffer; the CPU for a model without any."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
