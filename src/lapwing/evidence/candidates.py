@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,8 +77,8 @@ class Candidates:
 
     Without logit temperatures, one is fitted to each point of the grid. `dispersion`, `logit_temperature` and
     `temperature` are the values in force, used where they are not learned. `optional` names are learned only where
-    that helps; `given` names take no values but the user's candidates. `shown` converts a dispersion to the unit that
-    users read.
+    that helps; `given` names take no values but the user's candidates. `unit` is the
+    name of the dispersion and the power of it that users read.
     """
 
     learned: tuple[str, ...]
@@ -91,7 +91,7 @@ class Candidates:
     temperature: float = 1.0
     optional: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
-    shown: Callable[[float], float] = math.sqrt
+    unit: tuple[str, float] = ("noise", 0.5)
 
     @classmethod
     def of(
@@ -119,7 +119,7 @@ class Candidates:
             now.temperature,
             optional,
             tuple(name for name in learned if name in grid),
-            likelihood.shown_dispersion,
+            likelihood.shown_as,
         )
 
     def settled(self, sweep: Sweep) -> "Candidates":
@@ -151,9 +151,10 @@ class Candidates:
 
     def edges(self, setting: Setting) -> list[str]:
         """Return a warning per quantity that was chosen at the edge of its grid."""
-        phi = None if setting.dispersion is None else self.shown(setting.dispersion)
+        power = self.unit[1]
+        phi = None if setting.dispersion is None else setting.dispersion**power
         tried: dict[str, tuple[Sequence[float], float | None]] = {
-            "noise": ([self.shown(each) for each in self._dispersions], phi),
+            "noise": ([each**power for each in self._dispersions], phi),
             "logit_temperature": (self.logit_temperatures or LOGIT_RANGE, setting.logit_temperature),
         }
         if not setting.deterministic:
@@ -162,14 +163,15 @@ class Candidates:
         found = []
         for name in (each for each in LEARNABLE if each in self.learned and each in tried):
             values, value = tried[name]
-            found.append("" if value is None else edge(name, value, values))
+            said = self.unit[0] if name == "noise" else name
+            found.append("" if value is None else edge(said, value, values))
         return [text for text in found if text]
 
     def settings(self, sweep: Sweep, rivals: Mapping[str, Tensor], near: float) -> list[Setting]:
         """Return all settings of the grid; logit temperatures that are fitted stay close to `near`."""
         divisors = self.logit_temperatures or (1.0,)
         product = itertools.product(self.precisions, self.temperatures, self.dispersions, divisors)
-        found = [Setting(tau, T, phi, logit_temperature=s) for tau, T, phi, s in product]
+        found = [Setting(tau, T, phi, logit_temperature=s, unit=self.unit) for tau, T, phi, s in product]
         return found if self.logit_temperatures else self._with_logits(sweep, found, rivals, near)
 
     def near(self, sweep: Sweep) -> float:
@@ -229,7 +231,7 @@ def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[f
     if first is None:
         raise BadData("the validation data hold no batch")
     fitted = likelihood.best_dispersion(first[0], first[1])
-    tried = [likelihood.shown_dispersion(fitted * 2 ** (k / 2)) for k in range(-10, 5)]
+    tried = [(fitted * 2 ** (k / 2)) ** likelihood.dispersion_unit for k in range(-10, 5)]
     return tried, itertools.chain([first], rest)
 
 

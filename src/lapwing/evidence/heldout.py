@@ -45,7 +45,7 @@ RIDGE = 1e-12
 AT_ONCE = 64  # shifts whose coefficients are fitted together
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
-SCALING, REFITTED = "temperature scaling", "MAP, noise fitted"
+SCALING = "temperature scaling"
 OVERFLOW = 80.0  # exponents beyond this overflow in float32, with room for a sum
 NODE, WIDEST = 10, 5.2  # the rule for one logit uses every tenth node, up to this many standard deviations
 JITTER = 1e-6  # share of the mean variance added to the diagonal: the covariance of f may be singular
@@ -413,7 +413,8 @@ def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> d
     if likelihood.has_logits:
         rivals[SCALING] = (f / best_logit_temperature(f, y, likelihood), likelihood)
     elif likelihood.dispersion_name and noise:
-        rivals[REFITTED] = (f, likelihood.with_dispersion(likelihood.best_dispersion(f, y)))
+        best = likelihood.with_dispersion(likelihood.best_dispersion(f, y))
+        rivals[f"MAP, {likelihood.dispersion_name} fitted"] = (f, best)
     return {name: counted(f, y, law, -law.log_prob(g, y).double().reshape(-1)) for name, (g, law) in rivals.items()}
 
 

@@ -52,10 +52,10 @@ class Progress:
 class Online:
     """Prior and noise learned by the evidence inside a training loop of your own.
 
-    `prior` says what is learned: "scalar", "layerwise", "unit", "input" or "parameterwise" precisions, starting at
-    `start`; a number or a `Prior` stays as it is. `learn` is any of "prior" and "noise" (both where possible).
-    `structure` and `factor` are those of `fit`, or structure="batch" for the stochastic bound of one batch. A step
-    reads up to `samples` data and stands for `n_data`, the size of the training set; it moves logarithms by at most
+    `prior` says which precisions are learned: "scalar", "layerwise", "unit", "input" or "parameterwise", starting at
+    `start`; a number or a `Prior` is kept fixed. `learn` is any of "prior" and "noise", by default both if possible.
+    `structure` and `factor` mean the same as in `fit`; structure="batch" uses the stochastic bound of one batch. A step
+    reads up to `samples` data, which stand for the `n_data` of the training set, and moves logarithms by at most
     `reach` ("batch": Adam with learning rate `reach`/10). Nothing here changes: `step` returns a new object.
 
         online = lapwing.Online("classification", n_data=60_000)

@@ -184,7 +184,8 @@ def _limit(sweep: Sweep, dispersion: float | None, logit_temperature: float) -> 
     f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
     likelihood = likelihood if dispersion is None else likelihood.with_dispersion(dispersion)
     empty = torch.empty(0, dtype=torch.float64)
-    setting = Setting(empty, 1.0, dispersion, deterministic=True, logit_temperature=logit_temperature)
+    unit = likelihood.shown_as
+    setting = Setting(empty, 1.0, dispersion, deterministic=True, logit_temperature=logit_temperature, unit=unit)
     losses = -likelihood.log_prob(f / logit_temperature, y).double().reshape(-1)
     return setting, counted(f, y, likelihood, losses)
 

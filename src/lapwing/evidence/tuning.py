@@ -140,7 +140,7 @@ class Tuning:
         **more: Any,
     ) -> "Tuning":  # fmt: skip
         """Build the result for a belief; prior, temperature and likelihood follow from `settings[best]`."""
-        unit = belief.likelihood.dispersion_name, belief.likelihood.dispersion_unit
+        unit = belief.likelihood.shown_as
         settings = [replace(each, unit=unit) for each in settings]
         chosen = settings[best]
         precision = chosen.precision

@@ -1,8 +1,8 @@
-"""Learning which transformations do not matter, by the stochastic bound of the evidence (Immer et al. 2022, 2023).
+"""Learn which transformations do not matter, by a stochastic bound of the evidence (Immer et al. 2022, 2023).
 
 The network predicts with the mean of its outputs over random copies of the input. The evidence of that network depends
-on the ranges of the copies: wider ones make its outputs vary less with the weights (a smaller log-determinant), too
-wide ones cost fit. Both terms are differentiable in the ranges.
+on the ranges of the copies: wider ranges make its outputs vary less with the weights (a smaller log-determinant), and
+ranges that are too wide fit the data worse. Both terms are differentiable in the ranges.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def learn_invariances(
     """Train a network on images while the evidence learns the ranges of an affine augmentation and layerwise priors.
 
     Each step draws `copies` of every image and descends on the log joint of their mean output (Adam, `lr`, decayed to
-    zero). After `burnin` steps (a tenth) every `every`-th step moves the ranges (Adam, `range_lr`, on their softplus
-    scale) up the stochastic bound of `evidence_batch` images. The bound is loose for small batches and would choose
-    too large precisions, so these come from the evidence with Kronecker factors, once an epoch. The module is trained
-    in place.
+    zero). After `burnin` steps (by default a tenth of them), every `every`-th step moves the ranges (Adam, `range_lr`,
+    on their softplus scale) to increase the stochastic bound of `evidence_batch` images. For small batches the bound is
+    loose and would choose precisions that are too large, so these come from the evidence with Kronecker factors, once
+    per epoch. The module is trained in place.
 
         augment = lapwing.Affine(rotation=5.0)
         found = lapwing.learn_invariances(model, (images, labels), "classification", augment, epochs=30)

@@ -21,7 +21,7 @@ from lapwing.curvature.problem import Problem
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
 from lapwing.model import Block, BlockRows, Linearization, RecordedPass, batch_size, take
-from lapwing.model.agreement import tolerance
+from lapwing.model.inputs import tolerance
 from lapwing.model.linearization import pull
 from lapwing.model.rules import RULES, MatrixRule, Rule
 from lapwing.model.tape import first_reached

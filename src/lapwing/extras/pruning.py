@@ -59,8 +59,8 @@ SCORES: dict[str, Callable[[Tensor, PSD, torch.Generator | None], Tensor]] = {
 class Pruned:
     """A pruned copy of the network. The original is untouched; fine-tune the copy and fit again.
 
-    `masks` hold, for each selected parameter, False where a weight is zero now. After structured pruning `removed` are
-    the units taken out of each layer, `module` is the smaller network and `masked` the same function at the old size.
+    `masks` are False where a weight of a selected parameter is zero now. After structured pruning, `removed` lists the
+    units taken out of each layer, `module` is the smaller network and `masked` the same function at the old size.
     """
 
     module: nn.Module
@@ -93,12 +93,12 @@ def prune(
     structured: bool = False,
     generator: torch.Generator | None = None,
 ) -> Pruned:
-    """Take out the share `sparsity` of the weights, or with `structured` of the hidden units, that matter least.
+    """Remove the least important weights, or with `structured` hidden units; `sparsity` is the share to remove.
 
     `by` is "posterior" (θ²·H_pp, H the posterior precision), "signal" (θ²/Σ_pp), "magnitude" or "random". Scores are
-    compared across layers; with priors per weight or unit chosen by the evidence (`train(prior="unit")`) what the data
-    do not need has a score near zero. Biases are not pruned one by one. Structured pruning sums the scores of what
-    feeds a unit and returns a smaller module; it takes stacks of Linear and Conv layers (`nn.Sequential`).
+    compared across layers. With priors per weight or unit chosen by the evidence (`train(prior="unit")`), what the data
+    do not need has a score near zero. Biases are not pruned one by one. Structured pruning sums the scores of the
+    weights that feed a unit and returns a smaller module; it takes stacks of Linear and Conv layers (`nn.Sequential`).
 
         pruned = lapwing.prune(trained.laplace, 0.9)
         small = lapwing.prune(trained.laplace, 0.5, structured=True).module
@@ -224,13 +224,13 @@ class Layer:
         return self.module.weight.shape[0]
 
     def columns(self, units: Tensor, before: Layer) -> Tensor:
-        """Columns of this layer's weight that read the given units of the layer before it."""
+        """Return the columns of this layer's weight that read the given units of the previous layer."""
         repeats = self.module.weight.shape[1] // before.units  # positions of a unit after Flatten
         return (units[:, None] * repeats + torch.arange(repeats, device=units.device)).reshape(-1)
 
 
 def layers_of(module: nn.Module) -> list[Layer]:
-    """The layers of a stack, in order; refuses everything that is not one."""
+    """Return the layers of a stack in order; refuse a module that is not a stack."""
     found: list[Layer] = []
     for name, part in _leaves(module, ""):
         if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -268,7 +268,7 @@ def _require_whole(name: str, part: nn.Module) -> None:
 
 
 def shrunk(module: nn.Module, removed: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of the stack without the given units of each layer."""
+    """Copy the stack without the given units of each layer."""
     small = copy.deepcopy(module)
     parts = dict(small.named_modules())
     layers = layers_of(small)
@@ -308,7 +308,7 @@ def _cut(part: nn.Module, axis: int, keep: Tensor) -> None:
 
 
 def _rename(part: nn.Module) -> None:
-    """Let the sizes that a layer prints be those of its weight."""
+    """Set the sizes that a layer prints to the sizes of its weight."""
     if isinstance(part, nn.Linear):
         part.out_features, part.in_features = part.weight.shape
     elif isinstance(part, CONV):

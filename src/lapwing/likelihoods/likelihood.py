@@ -261,9 +261,10 @@ class Likelihood(ABC):
             )
         return tuple("noise" if name in asked else name for name in names)
 
-    def shown_dispersion(self, dispersion: float) -> float:
-        """Return a dispersion as users read it, such as the standard deviation σ for σ²."""
-        return dispersion**self.dispersion_unit
+    @property
+    def shown_as(self) -> tuple[str, float]:
+        """The name of the dispersion, and the power of it that users read, such as ½ for a standard deviation."""
+        return self.dispersion_name, self.dispersion_unit
 
     def dispersion_from(self, shown: float) -> float:
         """Return the dispersion that users write like this."""
@@ -451,31 +452,15 @@ def _interpolated(values: Tensor, phi: Tensor, bounds: tuple[float, float], name
 
 
 def _highest(value: Callable[[Tensor], Tensor], likelihood: Likelihood) -> float:
-    """Return the dispersion in the range of a likelihood where a function is largest: a grid, then golden sections."""
+    """Return the dispersion in the range of a likelihood where a function is largest, by ever finer grids."""
     low, high = map(math.log, likelihood.dispersion_range)
-
-    def at(u: float) -> float:
-        found = value(torch.tensor(u, dtype=torch.float64).exp()).item()
-        return found if math.isfinite(found) else -math.inf
-
     with torch.no_grad():
-        grid = [low + (high - low) * k / (NODES - 1) for k in range(NODES)]
-        values = [at(u) for u in grid]
-        top = values.index(max(values))
-        a, b = grid[max(top - 1, 0)], grid[min(top + 1, NODES - 1)]
-        ratio = (math.sqrt(5) - 1) / 2
-        left, right = b - ratio * (b - a), a + ratio * (b - a)
-        at_left, at_right = at(left), at(right)
-        while b - a > 1e-7:
-            if at_left >= at_right:
-                b, right, at_right = right, left, at_left
-                left = b - ratio * (b - a)
-                at_left = at(left)
-            else:
-                a, left, at_left = left, right, at_right
-                right = a + ratio * (b - a)
-                at_right = at(right)
-    return math.exp((a + b) / 2)
+        while high - low > 1e-7:
+            grid = torch.linspace(low, high, 33, dtype=torch.float64)
+            values = torch.stack([value(u.exp()).detach().cpu() for u in grid]).nan_to_num(-torch.inf)
+            top = int(values.argmax())
+            low, high = grid[max(top - 1, 0)].item(), grid[min(top + 1, 32)].item()
+    return math.exp((low + high) / 2)
 
 
 def promote(f: Tensor) -> Tensor:

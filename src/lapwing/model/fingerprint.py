@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel
-from lapwing.model.agreement import close
 from lapwing.model.copies import ATOMIC, written_by_forward
-from lapwing.model.inputs import Inputs, batch_size, map_tensors, take, tensors_in
+from lapwing.model.inputs import Inputs, batch_size, close, map_tensors, take, tensors_in
 from lapwing.model.module import borrowed, call, output_tensor
 from lapwing.model.params import Params
 

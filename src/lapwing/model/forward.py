@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lapwing.model.agreement import close
+from lapwing.model.inputs import close
 from lapwing.model.kernels import differentiable_kernels, elementary_attention
 from lapwing.model.linearization import pull
 from lapwing.model.module import warnings_here

@@ -1,12 +1,13 @@
 """Inputs of a network: nested tuples, lists and mappings of tensors, and which of the tensors hold samples.
 
 A tensor whose first dimension is the number of samples usually has one entry per sample. It may also be shared by all
-samples by chance; `Roles` finds out, and tells whether the outputs of a sample depend on the others of its batch.
+samples by chance; `Roles` finds out, and tells whether the outputs of a sample depend on the others of its batch. For
+that, outputs are compared within the precision that a network really computes in (`close`, `tolerance`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -16,16 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lapwing.errors import BadData, UnsupportedModel
-from lapwing.model.agreement import Types, close, tolerance
 
 Inputs = Any  # a tensor, a tuple of tensors (called as model(*x)) or a dict (called as model(**x))
 Path = tuple[str | int, ...]
 """Where a tensor is in nested inputs: the keys and numbers that lead to it."""
 
 PLAIN = (str, bytes, Number, type(None), Enum, slice, range, torch.dtype, torch.device)  # equal if their text is
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # others: 5e-2; relative to the largest entry
 FEW = 4  # samples that are run without the others of their batch
 
 APART = (
@@ -298,3 +300,36 @@ def _same(f: Tensor, few: Inputs, run: Run) -> bool:
 def _spread(n: int, count: int) -> Tensor:
     """Return indices of samples spread over the whole batch, with the last: where capacity is limited, it loses."""
     return torch.linspace(n - 1, 0, count).round().long().flip(0)
+
+
+class Types(TorchFunctionMode):
+    """Remembers the floating-point types of what operations return while a pass runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for result in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(result, Tensor) and result.is_floating_point():
+                self.seen.add(result.dtype)
+        return out
+
+
+def tolerance(types: Iterable[torch.dtype]) -> float:
+    """Return how far numbers of the least precise of some types may differ, relative to the largest entry."""
+    narrowest = min(types, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float64)
+    return TOLERANCES.get(narrowest, 5e-2)
+
+
+def close(a: Tensor, b: Tensor, rtol: float) -> bool:
+    """Whether two tensors are equal up to rtol of the largest entry; integers must be exactly equal."""
+    if a.shape != b.shape:
+        return False
+    a, b = a.detach(), b.detach()
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    finite = b[b.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return bool(((a == b) | ((a - b).abs() <= rtol * scale)).all())

@@ -10,11 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import LapwingError, UnsupportedModel
-from lapwing.model.agreement import Types, close, tolerance
 from lapwing.model.blockrows import RecordedPass
 from lapwing.model.copies import written_by_forward
 from lapwing.model.forward import Recording, Values, agrees, push_forward
-from lapwing.model.inputs import Inputs, Roles, batch_size, detached, map_tensors, refusal, take
+from lapwing.model.inputs import (
+    Inputs,
+    Roles,
+    Types,
+    batch_size,
+    close,
+    detached,
+    map_tensors,
+    refusal,
+    take,
+    tolerance,
+)
 from lapwing.model.kernels import FixedNorms, differentiable_kernels
 from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.module import arguments, borrowed, call, explained, in_use, output_tensor, private, without_fast_path

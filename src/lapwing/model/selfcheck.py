@@ -14,9 +14,19 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import Rows
-from lapwing.model.agreement import Types, close, tolerance
 from lapwing.model.blockrows import Gradients, RecordedPass
-from lapwing.model.inputs import APART, NOT_DETERMINISTIC, Inputs, batch_size, map_tensors, take, tensors_in
+from lapwing.model.inputs import (
+    APART,
+    NOT_DETERMINISTIC,
+    Inputs,
+    Types,
+    batch_size,
+    close,
+    map_tensors,
+    take,
+    tensors_in,
+    tolerance,
+)
 from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.module import call, output_tensor, warnings_here
 from lapwing.model.params import Params
