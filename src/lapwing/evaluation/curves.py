@@ -22,7 +22,7 @@ CHUNK = 2**22  # elements of f that one Monte Carlo step holds
 
 @dataclass(frozen=True, eq=False)
 class TemperatureCurve:
-    """One number for each of the temperatures T (m,): what the posterior at T does to predictions.
+    """Scores of the predictions of a posterior at temperatures T (m,), one number per temperature.
 
     `entropy` is the mean over the test items, `outside` maps each other data set to its mean entropy and `auroc` to how
     well the entropy tells it from the test items. `accuracy` is None where the targets are no classes.
@@ -44,7 +44,7 @@ class TemperatureCurve:
         return {"T": self.temperatures, "nll": self.nll} | accuracy | {"entropy": self.entropy} | outside | areas
 
     def table(self) -> str:
-        """One line a temperature."""
+        """Return the curve as text, one line per temperature."""
         columns = self.columns
         rows = [
             list(columns),

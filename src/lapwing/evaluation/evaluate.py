@@ -84,7 +84,7 @@ class Run:
 
 
 def run_of(model: Any, likelihood: Likelihood | None) -> Run:
-    """A network, a temperature-scaled network, or an object with `.predict`, as a `Run`."""
+    """Return a network, a temperature-scaled network, or an object with `.predict` as a `Run`."""
     if hasattr(model, "predict"):
         module = getattr(getattr(model, "network", None), "module", None)
         module = module if isinstance(module, nn.Module) else nn.Identity()
@@ -104,7 +104,7 @@ def split_of(model: Any) -> Callable[[Any], tuple] | None:
 
 
 def point_prediction(model: nn.Module | TemperatureScaled, inputs: Any, likelihood: Likelihood) -> Prediction:
-    """p(y | f(x)) for a network without a posterior: the distribution of f is one point."""
+    """Return p(y | f(x)) for a network without a posterior: the distribution of f is one point."""
     module = model.model if isinstance(model, TemperatureScaled) else model
     temperature = model.temperature if isinstance(model, TemperatureScaled) else 1.0
     with borrowed(module) as own, torch.no_grad(), explained(inputs):
@@ -114,7 +114,7 @@ def point_prediction(model: nn.Module | TemperatureScaled, inputs: Any, likeliho
 
 
 def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | None) -> Likelihood | None:
-    """The one asked for, else that of the first model that has one; likewise where what was asked for has no noise."""
+    """Return the likelihood asked for; without one, or without its noise, that of the first model that has one."""
     asked = None if likelihood is None else resolve_likelihood(likelihood)
     if asked is not None and asked.known:
         return asked
@@ -147,19 +147,19 @@ class Reader:
         return Batches(data, self.run.module, self.run.device, self.split)
 
     def labeled(self) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of each batch."""
+        """Yield (inputs, targets) of each batch."""
         for batch in self._bar(self._batches):
             yield batch.inputs, batch.targets
 
     def unlabeled(self) -> Iterator[tuple[Any, None]]:
-        """(inputs, None) of each batch that is not empty, whether it has targets or not."""
+        """Yield (inputs, None) of each batch that is not empty, whether it has targets or not."""
         batches = self._batches
         for inputs in self._bar(batches.unlabeled()):
             if batch_size(inputs):
                 yield batches.placed(inputs), None
 
     def _bar(self, source: Iterable[Any]) -> Iterable[Any]:
-        """Always, never, or (None) on a terminal and only if it takes a second."""
+        """Show a bar always, never, or (None) on a terminal if it takes a second."""
         hide, total = (None if self.progress is None else not self.progress), self._batches.length
         return tqdm(source, self.label, total, leave=False, disable=hide, delay=0 if self.progress else 1)
 
@@ -207,7 +207,7 @@ class Scores:
 
 
 def one_batch(run: Run, inputs: Any, targets: Any | None, novelty: bool = True) -> Scores:
-    """Scores of one batch, flat, in float64 on the CPU; what the likelihood ignores is left out."""
+    """Score one batch, flat, in float64 on the CPU; items that the likelihood ignores are left out."""
     prediction = run.predict(inputs)
     y = prediction.likelihood.targets(prediction.function.mean, targets) if targets is not None else None
     mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)
@@ -224,7 +224,7 @@ def one_batch(run: Run, inputs: Any, targets: Any | None, novelty: bool = True) 
 
 
 def flat(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Counted entries in one row. A mask is for items; scores of parts of items come with likelihoods without one."""
+    """Return the entries that count in one row. Only likelihoods that score whole items have a mask."""
     values = values.detach()
     return (values if mask is None else values[mask]).flatten().double().cpu()
 
@@ -237,7 +237,7 @@ def novelty_of(prediction: Prediction) -> Tensor | None:
 
 
 def gallery_of(prediction: Prediction, inputs: Any, y: Tensor | None, uncertainty: Tensor) -> Gallery | None:
-    """The most uncertain pictures of a batch, where inputs are pictures and there is one uncertainty each."""
+    """Return the most uncertain pictures of a batch; None where inputs are no pictures."""
     if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
         return None
     scores = uncertainty.detach().reshape(len(inputs), -1).double().mean(-1).cpu()
@@ -247,7 +247,7 @@ def gallery_of(prediction: Prediction, inputs: Any, y: Tensor | None, uncertaint
 
 
 def merge(galleries: list[Gallery]) -> Gallery:
-    """The most uncertain of several galleries."""
+    """Return the most uncertain pictures of several galleries."""
     images, scores = torch.cat([g.images for g in galleries]), torch.cat([g.scores for g in galleries])
     captions = [caption for g in galleries for caption in g.captions]
     order = scores.argsort(descending=True)[:PICTURES]

@@ -45,7 +45,7 @@ def measure(function: Callable[[], Result], device: torch.device) -> tuple[Resul
 
 
 def _start(device: torch.device) -> int:
-    """Forget earlier peaks; the bytes in use now."""
+    """Forget earlier peaks and return the bytes in use now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -38,31 +38,31 @@ __all__ = [
 
 
 def nll(probs: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log probability of the targets, −Σ_k q_k log p_k, in nats."""
+    """Return the mean negative log probability of the targets, −Σ_k q_k log p_k, in nats."""
     probs, targets = _classes(probs, targets)
     return -(torch.special.xlogy(targets, probs)).sum(-1).mean()
 
 
 def gaussian_nll(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
-    """Mean of ½ log 2πσ² + (y − μ)² / 2σ² over all items and outputs."""
+    """Return the mean of ½ log 2πσ² + (y − μ)² / 2σ² over all items and outputs."""
     mean, stddev, targets = _values(mean, stddev, targets)
     return (0.5 * math.log(2 * math.pi) + stddev.log() + 0.5 * ((targets - mean) / stddev) ** 2).mean()
 
 
 def accuracy(probs: Tensor, targets: Tensor) -> Tensor:
-    """Share of items whose most probable class is the target (for soft labels: its most probable class)."""
+    """Return the share of items whose most probable class is the target (for soft labels: its most probable class)."""
     probs, targets = _classes(probs, targets)
     return (probs.argmax(-1) == targets.argmax(-1)).double().mean()
 
 
 def brier(probs: Tensor, targets: Tensor) -> Tensor:
-    """Mean of Σ_k (p_k − q_k)² (Brier 1950: the sum over all classes, so 2(p − y)² for two)."""
+    """Return the mean of Σ_k (p_k − q_k)² (Brier 1950: the sum over all classes, so 2(p − y)² for two)."""
     probs, targets = _classes(probs, targets)
     return (probs - targets).square().sum(-1).mean()
 
 
 def ece(probs: Tensor, targets: Tensor, bins: int = 15) -> Tensor:
-    """Expected calibration error of the top class: Σ_b n_b/N · |accuracy_b − confidence_b|.
+    """Return the expected calibration error of the top class: Σ_b n_b/N · |accuracy_b − confidence_b|.
 
     `bins` equal-width bins ((b−1)/bins, b/bins] (Guo et al. 2017, Eq. 3, who use 15).
     """
@@ -86,7 +86,7 @@ class Reliability:
 
 
 def reliability(confidence: Tensor, correct: Tensor, bins: int = 15) -> Reliability:
-    """Items sorted into `bins` equal-width bins of confidence, ((b−1)/bins, b/bins].
+    """Sort items into `bins` equal-width bins of confidence, ((b−1)/bins, b/bins].
 
     `confidence` is the probability of what was predicted and `correct` whether it came true; any shape.
     """
@@ -102,18 +102,18 @@ def reliability(confidence: Tensor, correct: Tensor, bins: int = 15) -> Reliabil
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """−Σ_k p_k log p_k per item, in nats: (*batch, K) to (*batch)."""
+    """Return −Σ_k p_k log p_k per item, in nats: (*batch, K) to (*batch)."""
     return torch.special.entr(probs).sum(-1)
 
 
 def rmse(mean: Tensor, targets: Tensor) -> Tensor:
-    """Root of the mean squared error over all items and outputs, in the targets' units."""
+    """Return the root of the mean squared error over all items and outputs, in the targets' units."""
     mean, targets = _values(mean, targets)
     return (mean - targets).square().mean().sqrt()
 
 
 def crps(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
-    """Mean continuous ranked probability score of Gaussian predictions, in the targets' units.
+    """Return the mean continuous ranked probability score of Gaussian predictions, in the targets' units.
 
     σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π] with z = (y − μ)/σ (Gneiting and Raftery 2007, Eq. 21 with
     the sign reversed: less is better).
@@ -123,7 +123,7 @@ def crps(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
 
 
 def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
-    """The same score from draws: E|X − y| − ½ E|X − X′| with samples (n, *batch), n ≥ 2.
+    """Return the same score from draws: E|X − y| − ½ E|X − X′| with samples (n, *batch), n ≥ 2.
 
     The second term averages over pairs of different draws (divided by n(n − 1)), which makes it unbiased.
     """
@@ -135,13 +135,13 @@ def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
 
 
 def coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> Tensor:
-    """Share of targets with lower ≤ y ≤ upper; compare with the level of the interval."""
+    """Return the share of targets with lower ≤ y ≤ upper; compare with the level of the interval."""
     lower, upper, targets = _values(lower, upper, targets)
     return ((lower <= targets) & (targets <= upper)).double().mean()
 
 
 def auroc(inside: Tensor, outside: Tensor) -> Tensor:
-    """Probability that an outside item scores higher than an inside one, ties counting half.
+    """Return the probability that an outside item scores higher than an inside one, ties counting half.
 
     Scores are any shape and grow with strangeness (entropy, novelty). 1 separates perfectly, ½ is chance.
     """
@@ -153,7 +153,7 @@ def auroc(inside: Tensor, outside: Tensor) -> Tensor:
 
 
 def fpr95(inside: Tensor, outside: Tensor, rate: float = 0.95) -> Tensor:
-    """Share of outside items that pass for inside at the threshold that keeps `rate` of the inside items.
+    """Return the share of outside items that pass for inside at the threshold that keeps `rate` of the inside items.
 
     Inside is the positive class (Liang et al. 2018): the threshold is the smallest score t with at least `rate` of the
     inside scores ≤ t; an outside item passes if its score is ≤ t. Less is better.
@@ -165,7 +165,7 @@ def fpr95(inside: Tensor, outside: Tensor, rate: float = 0.95) -> Tensor:
 
 
 def _classes(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Float64 probabilities (*b, K) and targets as soft labels of the same shape."""
+    """Return float64 probabilities (*b, K) and targets as soft labels of the same shape."""
     if probs.ndim < 2 or not probs.numel():
         raise BadData(f"expected probabilities of shape (*batch, classes) that are not empty, got {tuple(probs.shape)}")
     if not probs.isfinite().all():
@@ -184,7 +184,7 @@ def _classes(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Float64 tensors of one shape; a wrong broadcast, (n, 1) against (n,), is the classic silent error."""
+    """Return float64 tensors of one shape; a wrong broadcast, (n, 1) against (n,), is the classic silent error."""
     predicted, targets = torch.broadcast_tensors(*(t.double() for t in tensors[:-1])), tensors[-1].double()
     _same(predicted[0], targets)
     if not targets.numel():

@@ -55,7 +55,7 @@ STYLE = {
 
 
 def reliability(curves: Mapping[str, tuple[Tensor, Tensor]], bins: int = 15) -> Figure:
-    """Accuracy against confidence for each model, with the share of items in each bin below.
+    """Plot accuracy against confidence for each model, with the share of items in each bin below.
 
     `curves` maps names to (confidence, correct), one entry an item. On the diagonal a model is calibrated; the
     calibration error is written into each panel.
@@ -87,7 +87,7 @@ def _reliability_panel(axes: Axes, below: Axes, table: metrics.Reliability, name
 def entropies(
     inside: Mapping[str, Tensor], outside: Mapping[str, Mapping[str, Tensor]], *, label: str = "entropy"
 ) -> Figure:
-    """Histograms of an uncertainty on test items and on items from elsewhere, one panel a model.
+    """Plot histograms of an uncertainty on test items and on items from elsewhere, one panel per model.
 
     `inside` maps model names to scores (N,); `outside` maps model names to {data set: scores}. Well separated
     histograms are what out-of-distribution detection needs.
@@ -118,7 +118,7 @@ def _histogram(axes: Axes, scores: Tensor, edges: Tensor, color: str, label: str
 
 
 def ecdf(curves: Mapping[str, Tensor], label: str = "entropy") -> Figure:
-    """Share of items with a score of at most x, one line a model (Louizos and Welling 2017, Fig. 2).
+    """Plot the share of items with a score of at most x, one line per model (Louizos and Welling 2017, Fig. 2).
 
     On out-of-distribution items a lower line, one that rises late, is better.
     """
@@ -136,7 +136,7 @@ def ecdf(curves: Mapping[str, Tensor], label: str = "entropy") -> Figure:
 
 
 def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -> Figure:
-    """Observed against nominal coverage of central intervals; below the diagonal a model is overconfident."""
+    """Plot observed against nominal coverage of central intervals; below the diagonal a model is overconfident."""
     with _style():
         figure, ((axes,),) = _grid(1, width=4.0)
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
@@ -148,7 +148,7 @@ def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -
 
 
 def surface(tuning: Tuning) -> Figure:
-    """What each setting that was tried scored, over prior precision and temperature; the chosen one is marked.
+    """Plot the score of each setting that was tried over prior precision and temperature, and mark the chosen one.
 
     Colors end at twice the distance from the lowest score to the worst baseline, so that hopeless settings do not
     hide the rest. Example: `plots.surface(la.tuning)`.
@@ -183,7 +183,7 @@ def surface(tuning: Tuning) -> Figure:
 
 
 def temperature(curve: TemperatureCurve) -> Figure:
-    """NLL, accuracy and entropy on test and other data against the temperature (Generalized Laplace, section 5)."""
+    """Plot NLL, accuracy and entropy of all data against the temperature (Generalized Laplace, section 5)."""
     panels: dict[str, dict[str, Tensor]] = {"NLL": {"test": curve.nll}}
     if curve.accuracy is not None:
         panels["accuracy"] = {"test": curve.accuracy}
@@ -205,7 +205,7 @@ def temperature(curve: TemperatureCurve) -> Figure:
 def uncertain_images(
     images: Tensor, scores: Tensor, captions: Sequence[str] | None = None, *, count: int = 16
 ) -> Figure:
-    """The `count` images of highest score, highest first, each with its score or its caption.
+    """Show the `count` images of highest score, highest first, each with its score or its caption.
 
     `images` is (N, H, W), (N, 1, H, W) or (N, 3, H, W); each is stretched to its own range of gray or color.
     """
@@ -228,7 +228,7 @@ def uncertain_images(
 
 
 def _stretch(image: Tensor) -> Tensor:
-    """(C, H, W) to (H, W) or (H, W, 3) in [0, 1]."""
+    """Convert (C, H, W) to (H, W) or (H, W, 3) in [0, 1]."""
     low, high = image.min(), image.max()
     image = (image - low) / (high - low) if high > low else torch.zeros_like(image)
     return image[0] if image.shape[0] == 1 else image.movedim(0, -1)
@@ -247,12 +247,12 @@ def _matplotlib() -> ModuleType:
 
 
 def _style() -> Any:
-    """A context in which figures have the house style; the user's settings come back afterwards."""
+    """Return a context in which figures have the house style; the user's settings come back afterwards."""
     return _matplotlib().rc_context(STYLE)
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure outside pyplot: no global list keeps it alive and no window opens."""
+    """Return a figure outside pyplot: no global list keeps it alive and no window opens."""
     _matplotlib()
     from matplotlib.figure import Figure
 
@@ -260,7 +260,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _grid(panels: int, rows_each: int = 1, width: float = PANEL) -> tuple[Figure, list[tuple[Axes, ...]]]:
-    """Panels of `rows_each` axes on top of each other, up to three panels a row."""
+    """Return panels of `rows_each` axes on top of each other, up to three panels per row."""
     if not panels:
         raise BadData("there is nothing to draw: pass at least one model")
     columns = min(PER_ROW, panels)

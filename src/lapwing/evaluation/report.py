@@ -98,7 +98,7 @@ class Report:
         return list(self.results.values())[-1].kind
 
     def columns(self) -> tuple[Column, ...]:
-        """The columns that at least one model fills, in order."""
+        """Return the columns that at least one model fills, in order."""
         places = list(next(iter(self.results.values())).outside)
         outside = tuple(
             Column(f"{name} {place}", more)
@@ -109,7 +109,7 @@ class Report:
         return tuple(c for c in (*SCORES, *outside, *COST_COLUMNS) if any(c.name in row for row in rows))
 
     def row(self, name: str) -> dict[str, float]:
-        """The values of one model by column."""
+        """Return the values of one model by column."""
         result = self.results[name]
         row = summary(result.items, self.bins)
         for place, outside in result.outside.items():
@@ -123,7 +123,7 @@ class Report:
         return row
 
     def table(self, *columns: str) -> str:
-        """The report as plain text, one line a model; `columns` such as "nll" or "auroc notMNIST" choose and order."""
+        """Return the report as text, one line per model; `columns` such as "nll", "auroc notMNIST" choose and order."""
         chosen = self._chosen(columns)
         lines = [["", *(title(c.name) for c in chosen)]]
         for name in self.results:
@@ -138,7 +138,7 @@ class Report:
     __str__ = table
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in the table, ready for JSON: {"task", "bins", "models": {name: {…, "ood": {place: {…}}}}}."""
+        """Return the whole table, ready for JSON: {"task", "bins", "models": {name: {…, "ood": {place: {…}}}}}."""
         models = {}
         for name, result in self.results.items():
             row = self.row(name)
@@ -151,7 +151,7 @@ class Report:
         return {"task": self.kind.kind, "bins": self.bins, "models": models}
 
     def figures(self) -> dict[str, Figure]:
-        """The pictures by name. Those of images show the last model, the one that is usually looked at."""
+        """Return the pictures by name. Those of images show the last model, which is usually the one of interest."""
         return {name: figure for name, _, figure in self._pictures()}
 
     def to_html(self, path: str | Path, *, heading: str = "Evaluation", notes: tuple[str, ...] = ()) -> Path:
@@ -192,7 +192,7 @@ class Report:
         return tuple(known[name] for name in names) if names else tuple(known.values())
 
     def _best(self, column: Column) -> set[str]:
-        """The models that share the best printed value."""
+        """Return the models that share the best printed value."""
         if column.more_is_better is None:
             return set()
         values = {name: self.row(name).get(column.name, math.nan) for name in self.results}
@@ -351,7 +351,7 @@ def render(
     legend: str,
     pictures: Sequence[tuple[str, str, Figure]],
 ) -> str:
-    """The page. Rows are (cell, whether it is the best of its column); pictures are (title, text, figure)."""
+    """Return the page. Rows are (cell, whether it is the best of its column); pictures are (title, text, figure)."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:

@@ -35,7 +35,7 @@ class TemperatureScaled:
 
     @classmethod
     def fit(cls, model: nn.Module, data: Any, likelihood: str | Likelihood = "classification") -> "TemperatureScaled":
-        """The temperature of smallest validation NLL, between 0.01 and 100; `data` as in `lapwing.fit`."""
+        """Find the temperature of smallest validation NLL between 0.01 and 100; `data` as in `lapwing.fit`."""
         require_one_process("temperature scaling")
         likelihood = resolve_likelihood(likelihood)
         if not likelihood.has_logits:
@@ -53,7 +53,7 @@ class TemperatureScaled:
 
 @outside_autocast
 def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
-    """All outputs f (N, *event, C) and targets of the data, in float64."""
+    """Return all outputs f (N, *event, C) and targets of the data, in float64."""
     outputs, targets = [], []
     with borrowed(model) as module, torch.no_grad():
         for batch in Batches(data, model, device_of(model)):
@@ -65,7 +65,7 @@ def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor,
 
 @outside_autocast
 def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
-    """T = e^{−u} where d/du Σ −log p(y | e^u f) = 0: Newton steps inside a bracket that bisection shrinks.
+    """Return T = e^{−u} where d/du Σ −log p(y | e^u f) = 0, by Newton steps inside a bracket that bisection shrinks.
 
     The NLL is convex in 1/T, so its slope changes sign once; without a change T is the end of the allowed range.
     """
@@ -93,7 +93,7 @@ def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
 
 
 def _slope(f: Tensor, y: Tensor, likelihood: Likelihood, u: float) -> tuple[float, float]:
-    """First and second derivative of the mean NLL of e^u f with respect to u."""
+    """Return the first and second derivative of the mean NLL of e^u f with respect to u."""
     with torch.enable_grad():
         log_scale = torch.tensor(u, dtype=torch.float64, device=f.device, requires_grad=True)
         loss = -likelihood.log_prob(log_scale.exp() * f, y).mean()
@@ -105,7 +105,7 @@ def _slope(f: Tensor, y: Tensor, likelihood: Likelihood, u: float) -> tuple[floa
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the first parameter or buffer; the CPU for a model without any."""
+    """Return the device of the first parameter or buffer; the CPU for a model without any."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")

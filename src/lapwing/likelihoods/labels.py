@@ -76,7 +76,7 @@ class Categorical(Likelihood):
         return self.class_dim
 
     def targets(self, f: Tensor, y: Any) -> Tensor:
-        """Indices (B, *event) as int64, or probabilities (B, *event, C) in the dtype of f."""
+        """Return indices (B, *event) as int64, or probabilities (B, *event, C) in the dtype of f."""
         y = as_target(f, y)
         if y.ndim == f.ndim and f.ndim > 1:
             y = y.movedim(self._dim(f.ndim), -1)
@@ -101,7 +101,7 @@ class Categorical(Likelihood):
         return class_score(f, y, self.mask(f, y))
 
     def factor(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """K−1 columns in order of decreasing class probability: the last ones may be dropped. See `softmax_root`."""
+        """Return K−1 columns by decreasing class probability: the last ones may be dropped. See `softmax_root`."""
         return masked(softmax_root(promote(f)), None if y is None else self.mask(f, y))
 
     def curvature_product(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Categorical(Likelihood):
         return torch.diag_embed(half) - half.square()[..., :, None] * half[..., None, :]
 
     def scored_factor(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """With its own class first: that column is √(p_y / (1 − p_y)) · (e_y − p)."""
+        """Return the root with the class of the target first, whose column is √(p_y / (1 − p_y)) · (e_y − p)."""
         own = type(self).score is Categorical.score and type(self).factor is Categorical.factor
         if f.ndim != 2 or y.ndim != 1 or not own or bool(self.dispersion != 1):
             return None
@@ -179,7 +179,7 @@ class Bernoulli(Likelihood):
         return []
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """y f − log(1 + e^f), written so that neither part is large where the label is right."""
+        """Return y f − log(1 + e^f), written so that neither part is large where the label is right."""
         f = promote(f)
         return -(y * softplus(-f) + (1 - y) * softplus(f)).sum(-1)
 
@@ -243,8 +243,9 @@ class BradleyTerry(Likelihood):
 
 
 def softmax_root(f: Tensor, first: Tensor | None = None) -> Tensor:
-    """S (..., C, C−1) with S Sᵀ = diag(p) − p pᵀ, p = softmax(f): its Cholesky factor with the classes by decreasing p,
-    after the class `first` (..., 1) if that is given.
+    """Return S (..., C, C−1) with S Sᵀ = diag(p) − p pᵀ, p = softmax(f).
+
+    It is the Cholesky factor with the classes by decreasing p, after the class `first` (..., 1) if that is given.
 
     With tail sums q_j = Σ_{i>j} p_i, column j is √(p_j q_j / q_{j−1}) · (e_j − t_j), where t_j = p_{>j} / q_j is the
     distribution over the remaining classes. Nothing is subtracted, so confident float32 logits lose no accuracy.
@@ -265,7 +266,7 @@ def softmax_root(f: Tensor, first: Tensor | None = None) -> Tensor:
 
 
 def class_targets(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
-    """Class indices as int64 (B, *event), or checked probabilities (B, *event, C)."""
+    """Return class indices as int64 (B, *event), or checked probabilities (B, *event, C)."""
     classes = f.shape[-1]
     if y.shape == f.shape:
         y = y.to(promote(f).dtype)
@@ -300,7 +301,7 @@ def _whole(y: Tensor) -> bool:
 
 
 def class_log_prob(f: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-    """log p(y|f), Σ q log p for soft labels, (B, *event)."""
+    """Return log p(y|f), Σ q log p for soft labels, (B, *event)."""
     log_p = promote(f).log_softmax(-1)
     if y.ndim == f.ndim:
         return (y * log_p).sum(-1)
@@ -309,7 +310,7 @@ def class_log_prob(f: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def class_score(f: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-    """e_y − p (q − p for soft labels); the entry 1 − p_y as the sum of the others, which does not cancel."""
+    """Return e_y − p (q − p for soft labels), with 1 − p_y as the sum of the other entries, which does not cancel."""
     p = promote(f).softmax(-1)
     if y.ndim == f.ndim:
         return y - p

@@ -46,7 +46,7 @@ class Marginal(ABC):
 
     @abstractmethod
     def log_prob(self, y: Tensor) -> Tensor | None:
-        """(B, *event), or None where only the outputs one by one are known."""
+        """Return log p(y), (B, *event), or None where only the laws of single outputs are known."""
 
     @abstractmethod
     def quantile(self, level: float) -> Tensor:
@@ -81,7 +81,7 @@ class NormalMarginal(Marginal):
         return torch.linalg.cholesky(self.covariance().double() + torch.diag_embed(self.aleatoric.double()))
 
     def _log_root_determinant(self) -> Tensor:
-        """½ log|2π(C + noise)|."""
+        """Return ½ log|2π(C + noise)|."""
         logs = self._cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return logs + self.mean.shape[-1] * math.log(2 * math.pi) / 2
 
@@ -106,7 +106,7 @@ class NormalMarginal(Marginal):
 
 @dataclass(frozen=True, eq=False)
 class MixtureMarginal(Marginal):
-    """y ~ Σ_q w_q p_q(y). `components` has batch_shape (Q, *shape of y): one law for each output.
+    """y ~ Σ_q w_q p_q(y). `components` has batch_shape (Q, *shape of y): one law per output.
 
     `whole`: the Q components are joint over the outputs of an item (they come from draws of f), not one output at a
     time (they come from quadrature). Computed in the dtype of the components, returned in that of `mean`.
@@ -131,7 +131,7 @@ class MixtureMarginal(Marginal):
         return (parts + self._log_weights(parts.ndim)).logsumexp(0).to(self.mean.dtype)
 
     def quantile(self, level: float) -> Tensor:
-        """By bisection of Σ_q w_q F_q(y) = level."""
+        """Solve Σ_q w_q F_q(y) = level by bisection."""
         lower, upper = self._bracket()
         for _ in range(80):
             middle = (lower + upper) / 2
@@ -150,7 +150,7 @@ class MixtureMarginal(Marginal):
         return normal_crps(law.loc[0], law.scale[0], y)
 
     def entropy(self) -> Tensor | None:
-        """For one output with Gaussian components: −Σ_q w_q E_q[log p(y)], y at Gauss–Hermite nodes."""
+        """Return −Σ_q w_q E_q[log p(y)] for one output with Gaussian components, y at Gauss–Hermite nodes."""
         law = self.components
         if self.whole or not self.event_dims or self.mean.shape[-1] > 1 or not isinstance(law, Normal):
             return None
@@ -245,7 +245,7 @@ def sample_crps(samples: Tensor, y: Tensor) -> Tensor:
 
 
 def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes x (Q,) and log weights with Σ w g(x) ≈ E[g(x)], x ~ N(0, 1), in the dtype of `like`.
+    """Return nodes x (Q,) and log weights with Σ w g(x) ≈ E[g(x)], x ~ N(0, 1), in the dtype of `like`.
 
     The trapezoidal rule, which converges geometrically for a Gaussian weight: at a logit of standard deviation 10 the
     error of E[sigmoid] is below 1e-9 here and 3e-3 with 64 Gauss–Hermite nodes.
@@ -256,10 +256,10 @@ def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SPACING = 2 * _RANGE / (_NODES - 1)
-"""Between two nodes."""
+"""The distance between two nodes."""
 
 
 def safe_sqrt(values: Tensor) -> Tensor:
-    """√values with a derivative of 0 instead of ∞ at 0."""
+    """Return √values, with a derivative of 0 instead of ∞ at 0."""
     positive = values > 0
     return torch.where(positive, values.masked_fill(~positive, 1.0).sqrt(), 0.0)

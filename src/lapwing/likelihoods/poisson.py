@@ -1,4 +1,4 @@
-"""Counts."""
+"""Counts: a Poisson law with a log rate per output, and its mixture over Gaussian log rates."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class LognormalPoisson(Marginal):
         return self._log_mass(y.double())[..., 0].to(self.center.dtype)
 
     def _log_mass(self, y: Tensor) -> Tensor:
-        """log ∫ N(f; m, v) Poisson(y; e^f) df by quadrature around the mode of the integrand, for any rate."""
+        """Return log ∫ N(f; m, v) Poisson(y; e^f) df by quadrature around the mode of the integrand, for any rate."""
         m, v = self.center.double(), self.spread.double().clamp(min=1e-12)
         with torch.no_grad():
             # Newton for (f − m)/v + e^f = y, a convex increasing function, from the right of its root: monotone.
@@ -140,7 +140,7 @@ class LognormalPoisson(Marginal):
         return rate, log_weights.exp().reshape(shape)
 
     def entropy(self) -> Tensor | None:
-        """For one output: the sum over counts below 64, and beyond, where p is smooth, the integral."""
+        """Return the entropy of one output: a sum over counts below 64, and an integral beyond, where p is smooth."""
         if self.center.shape[-1] > 1:
             return None
         shape = (-1,) + (1,) * self.center.ndim

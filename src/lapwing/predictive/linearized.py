@@ -18,14 +18,14 @@ from lapwing.model.module import outside_inference
 from lapwing.predictive.function import GaussianFunction
 
 CLOSED_FORM = 64
-"""Outputs a sample up to which everything comes from covariances; beyond, `sample` takes one JVP a draw."""
+"""Outputs per sample up to which everything comes from covariances; beyond, `sample` takes one JVP per draw."""
 
 COVARIANCES = 1024
-"""Outputs a sample up to which class probabilities come from covariances; beyond, from draws by JVPs, of which as
-accurate probabilities would need more than there are outputs."""
+"""Outputs per sample up to which class probabilities come from covariances; beyond, they come from draws by JVPs.
+Equally accurate probabilities would need more draws than there are outputs."""
 
 CHUNK = 2**28
-"""Bytes of back-propagated gradients, and of what they come back through, under way at a time."""
+"""Bytes of back-propagated gradients, and of the graph behind them, in memory at a time."""
 
 Draws = Callable[[int, torch.Generator | None], Tensor]
 
@@ -44,7 +44,7 @@ class Linearized:
     def function(
         self, inputs: Inputs, *, joint: bool = False, differentiable: bool = False, by_draws: bool = False
     ) -> GaussianFunction:
-        """The distribution of f at these inputs; covariances are computed when asked for.
+        """Return the distribution of f at these inputs; covariances are computed when asked for.
 
         `by_draws`: expectations come from weight draws however few outputs there are.
         """
@@ -87,11 +87,11 @@ class Linearized:
         contrast: bool = False,
         basis: Tensor | None = None,
     ) -> Iterator[tuple[Linearization, Jacobian]]:
-        """Rows of ∂f/∂θ for every output of an item, a few samples at a time (of one event position, if given).
+        """Yield rows of ∂f/∂θ for every output of an item, a few samples at a time (of one event position, if given).
 
-        `contrast`: of f minus its average over the outputs of an item instead; `basis` (k, C): of k combinations of the
-        outputs of one event position. How many rows an item will have,
-        `directions`, is found out from the first few if it is not given.
+        With `contrast` they are rows of f minus its average over the outputs of an item; with `basis` (k, C), rows of k
+        combinations of the outputs of one event position. `directions` is how many rows an item will have; without it
+        the first few samples tell.
         """
         total = batch_size(inputs)
         start, size = 0, min(4 if directions is None else self._samples_at_once(self.plan, directions), total)
@@ -104,13 +104,13 @@ class Linearized:
             size = self._samples_at_once(at.plan, rows.r)
 
     def _samples_at_once(self, plan: Plan, directions: int) -> int:
-        """As many as fit with the gradients of all directions and with their graph."""
+        """Return how many samples fit into memory with the gradients of all directions and their graph."""
         each = 4 * plan.under_way(directions) + plan.graph
         return max(1, min(64, int(min(self.memory / 8, CHUNK) / max(1, each))))
 
     @outside_inference
     def covariance(self, inputs: Inputs, mean: Tensor, contrast: bool = False) -> Tensor:
-        """(B, *event, C, C), event position by event position; with `contrast` that of f minus its average."""
+        """Return the covariance (B, *event, C, C) of f, or with `contrast` that of f minus its average."""
         _require(mean.numel() * mean.shape[-1] * mean.element_size(), self.memory, "the covariance of the outputs")
         n, c = mean.shape[0], mean.shape[-1]
         if c > CLOSED_FORM and not contrast:
@@ -129,7 +129,7 @@ class Linearized:
 
     @outside_inference
     def variance(self, inputs: Inputs, mean: Tensor, precision: PSD) -> Tensor:
-        """diag(J A⁻¹ Jᵀ) under any precision A, (B, *event, C)."""
+        """Return diag(J A⁻¹ Jᵀ) under any precision A, (B, *event, C)."""
         columns = []
         for e in range(mean[0].numel() // mean.shape[-1]):
             with self.network.copied(), torch.no_grad():
@@ -139,7 +139,7 @@ class Linearized:
 
     @outside_inference
     def _joint(self, inputs: Inputs, mean: Tensor) -> Tensor:
-        """(B, *event, C, B, *event, C)."""
+        """Return the covariance over all inputs, (B, *event, C, B, *event, C)."""
         _require(mean.numel() ** 2 * mean.element_size(), self.memory, "the joint covariance of the outputs")
         with self.network.borrow(), torch.no_grad():
             rows = self._rows(inputs)[1]
@@ -153,7 +153,7 @@ class Linearized:
         contrast: bool = False,
         basis: Tensor | None = None,
     ) -> tuple[Linearization, Jacobian]:
-        """The network at these inputs and its rows; without the tape where they run other operations than the fit's."""
+        """Return the network and its rows at these inputs; without the tape where they run other operations."""
         for dynamic in (False, True):
             plan = dynamic_plan(self.network.params, "these inputs run other operations") if dynamic else self.plan
             try:
@@ -169,7 +169,7 @@ class Linearized:
         raise AssertionError("a dynamic plan reads any network")
 
     def _differentiable(self, inputs: Inputs, joint: bool) -> GaussianFunction:
-        """Mean and covariance at once, as functions of the inputs that autograd can follow."""
+        """Return mean and covariance at once, as functions of the inputs that autograd can follow."""
         with self.network.borrow(differentiable=True):
             at, rows = self._rows(inputs, create_graph=True)
             f = at.f
@@ -185,7 +185,7 @@ class Linearized:
 
     @outside_inference
     def _sample(self, inputs: Inputs, mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-        """(n, B, *event, C): one weight draw and one forward-mode pass each."""
+        """Draw f (n, B, *event, C) with one weight draw and one forward-mode pass each."""
         steps = self.draws(n, generator) - self.network.params.flat
         total, size = batch_size(inputs), max(1, CHUNK // max(1, self.plan.graph))
         parts = (take(inputs, slice(k, k + size), total) for k in range(0, total, size))
@@ -193,7 +193,7 @@ class Linearized:
 
 
 def _from_root(root: Tensor, spread: Tensor) -> Tensor:
-    """R diag(s²) Rᵀ of each item, (B, C, C), with one temporary of a few items."""
+    """Return R diag(s²) Rᵀ of each item, (B, C, C), a few items at a time."""
     c = len(root)
     found = root.new_empty(len(spread), c, c)
     for start, length in chunks(len(spread), c * c * root.element_size()):
@@ -203,7 +203,7 @@ def _from_root(root: Tensor, spread: Tensor) -> Tensor:
 
 
 def _identity(f: Tensor, event: int | None = None) -> Tensor:
-    """Directions (r, n, *event, c): every output of an item, or those of one event position."""
+    """Return directions (r, n, *event, c): every output of an item, or those of one event position."""
     size, c = f[0].numel(), f.shape[-1]
     eye = torch.eye(size, dtype=f.dtype, device=f.device)
     if event is not None:
@@ -216,7 +216,7 @@ def _centered(directions: Tensor) -> Tensor:
 
 
 def contrasts(c: int, like: Tensor) -> Tensor:
-    """An orthonormal basis (c − 1, c) of what is left of c outputs without their average (Helmert's)."""
+    """Return Helmert's orthonormal basis (c − 1, c) of c outputs without their average."""
     rank = torch.arange(1, c, dtype=torch.float64, device=like.device)
     basis = torch.tril(torch.ones(c - 1, c, dtype=torch.float64, device=like.device))
     basis[:, 1:].diagonal().copy_(-rank)

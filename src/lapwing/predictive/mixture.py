@@ -42,7 +42,7 @@ class MixtureFunction(FunctionDistribution):
 
     @cached_property
     def variance(self) -> Tensor:
-        """Law of total variance."""
+        """The variance by the law of total variance."""
         terms = [w * (p.variance + (p.mean - self.mean).square()) for w, p in zip(self.weights, self.parts)]
         return torch.stack(terms).sum(0)
 

@@ -14,18 +14,19 @@ SOFTEN = 2.0  # logits are divided by it: networks are too sure of what they hav
 
 
 def novelty_precision(matrix: PSD) -> PSD:
-    """A = H + ε·tr(H)/P·I, which knows nothing of prior, noise and temperature."""
+    """Return H + ε·tr(H)/P·I, which does not depend on prior, noise and temperature."""
     level = (FLOOR * matrix.trace().detach() / matrix.size).clamp(min=torch.finfo(torch.float64).tiny)
     return matrix + Diagonal(level.expand(matrix.size))
 
 
 def information_gain(f: Tensor, covariance: Tensor, likelihood: Likelihood) -> Tensor:
-    """½ log |I + Sᵀ V S| in nats, (B, *event): f (B, *event, C), V (B, *event, C, C) under `novelty_precision`.
+    """Return ½ log |I + Sᵀ V S| in nats, (B, *event), for f (B, *event, C) and V (B, *event, C, C).
 
-    The information that one more target would carry about the weights, linearized, S Sᵀ the likelihood's Fisher
-    information at f. Logits are softened first: at its own confidence a network that is wrong but sure finds nothing
-    left to learn. Not softened at all it is a measure of f more than of V; softened without limit, of the size of the
-    gradients, which is small for smooth images, known or not. The bare trace of V is mostly what all logits share.
+    V is the covariance under `novelty_precision`, S Sᵀ the Fisher information of the likelihood at f. In a linearized
+    model this is what one more target would tell about the weights. Logits are softened first, since a network that is
+    wrong but sure would find nothing left to learn. Without softening the score measures f more than V; softened
+    without limit, it measures the size of the gradients, which is small for smooth images, known or not. The trace of
+    V alone is mostly what all logits share.
     """
     factor, root = softened_root(f, likelihood)
     root = root.to(covariance)
@@ -35,13 +36,13 @@ def information_gain(f: Tensor, covariance: Tensor, likelihood: Likelihood) -> T
 
 
 def information_bound(f: Tensor, variance: Tensor, likelihood: Likelihood) -> Tensor:
-    """½ log(1 + tr(Sᵀ diag(v) S)) from variances v (B, *event, C): for outputs too many for a covariance."""
+    """Return ½ log(1 + tr(Sᵀ diag(v) S)) from variances v (B, *event, C), for outputs too many for a covariance."""
     factor, root = softened_root(f, likelihood)
     return 0.5 * (root.to(variance).square().sum(-1) * variance / factor**2).sum(-1).log1p()
 
 
 def softened_root(f: Tensor, likelihood: Likelihood) -> tuple[float, Tensor]:
-    """What outputs are divided by, and S there; the identity where the likelihood has none without targets."""
+    """Return the number that outputs are divided by, and S there (the identity where S needs targets)."""
     factor = SOFTEN if likelihood.has_logits else 1.0
     try:
         return factor, likelihood.factor(f / factor)

@@ -72,7 +72,7 @@ class SampledFunction(FunctionDistribution):
         return self.samples[torch.randint(len(self.samples), (n,), generator=generator, device=device)]
 
     def blocks(self, n: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
-        """The samples themselves, whatever n."""
+        """Yield the samples themselves, whatever n."""
         size = max(1, BLOCK // max(1, self.mean.numel()))
         yield from self.samples.split(size)
 
