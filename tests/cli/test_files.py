@@ -161,8 +161,8 @@ class Unsafe:
         ({0: torch.zeros(3, 2), 1: torch.zeros(3)}, "holds no state dict"),
         ({"epoch": 3}, "holds no state dict"),
         (torch.zeros(3), "holds no state dict"),
-        (Unsafe(), "is no file of tensors alone"),
-        (b"not a checkpoint", "is no file of tensors alone"),
+        (Unsafe(), "is not a file of tensors only"),
+        (b"not a checkpoint", "is not a file of tensors only"),
         (None, "there is no file of weights"),
     ],
 )
@@ -180,7 +180,7 @@ def test_weights_that_do_not_belong(folder: Path, stored: object, message: str) 
 
 def test_a_damaged_safetensors_file_of_weights(folder: Path) -> None:
     (folder / "w.safetensors").write_bytes(b"12345678901234567890")
-    with pytest.raises(BadData, match="is no file of tensors alone"):
+    with pytest.raises(BadData, match="is not a file of tensors only"):
         read_model("net.py:make", folder / "w.safetensors")
 
 

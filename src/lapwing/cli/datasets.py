@@ -39,7 +39,7 @@ class Dataset:
         return Dataset(self.inputs[index], self.targets[index])
 
     def split(self, *sizes: int, generator: torch.Generator | None = None) -> tuple["Dataset", ...]:
-        """Disjoint random parts of the given sizes; what is left over makes a last part if there is any."""
+        """Split into disjoint random parts of the given sizes; the remaining data, if any, are a last part."""
         if min(sizes) < 0 or sum(sizes) > len(self):
             raise BadData(f"parts of {sizes} items do not fit into {len(self)}")
         rest = len(self) - sum(sizes)

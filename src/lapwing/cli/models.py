@@ -51,7 +51,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds, by what the file is
         raise BadData(
-            f"{path.name} is no file of tensors alone: write the model's state_dict() and nothing else, as .pt or "
+            f"{path.name} is not a file of tensors only: write the model's state_dict() and nothing else, as .pt or "
             f".safetensors ({str(error).strip().partition(chr(10))[0][:120]})"
         ) from error
     for key in WRAPPED:

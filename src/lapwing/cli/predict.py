@@ -62,7 +62,7 @@ def share(text: str) -> float:
 
 
 def fields_of(prediction: Prediction, *, level: float = 0.95, novelty: bool = False) -> Fields:
-    """Return what is written of a prediction, by name, one row per item."""
+    """Return the fields of a prediction that are written, by name, one row per item."""
     fields = prediction.fields(level)
     if novelty:
         fields["novelty"] = prediction.novelty

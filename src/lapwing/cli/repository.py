@@ -1,4 +1,4 @@
-"""`lapwing reproduce` and `lapwing bench`: experiments and benchmarks, which are part of the repository alone."""
+"""`lapwing reproduce` and `lapwing bench`: run experiments and benchmarks, which only the repository has."""
 
 import argparse
 import ast

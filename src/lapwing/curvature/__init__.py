@@ -1,4 +1,4 @@
-"""Curvature of the log-likelihood: a factor (which directions) times a structure (what is kept of them)."""
+"""Curvature of the log-likelihood: a factor (which directions in output space) and a structure (its form)."""
 
 from lapwing.curvature.auto import Auto
 from lapwing.curvature.curvature import (

@@ -56,7 +56,7 @@ class Structure(ABC):
     """
 
     subnetworks = True  # whether single weights can be selected
-    mergeable = False  # whether it is made of sums alone: an interrupted fit can go on, and processes add up
+    mergeable = False  # whether it consists of sums, so that interrupted fits can go on and processes add up
     reads_data = False  # whether the matrix is in its products with the data, which loading then needs again
     bound: Literal["exact", "lower", "upper"] | None = None  # how its evidence compares with that of the full matrix
 

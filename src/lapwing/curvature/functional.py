@@ -154,7 +154,7 @@ class Nystrom(Structure):
         core, totals = _project(problem, products, basis)
         values, turn = torch.linalg.eigh((core + core.T) / 2)
         matrix = LowRankMatrix(turn.T.to(basis) @ basis, values.clamp(min=0), basis.new_zeros(basis.shape[1]))
-        note = f"Nyström: a subspace of {len(basis)} directions, the prior alone outside it"
+        note = f"Nyström: a subspace of {len(basis)} directions, only the prior outside it"
         return Estimate(matrix, totals, notes=(note,))
 
     def extend(self, problem: Problem, matrix: Any, state: dict[str, Tensor]) -> Estimate:

@@ -1,4 +1,4 @@
-"""The largest eigenpairs of the curvature: from one pass over its rows, or from products alone."""
+"""The largest eigenpairs of the curvature: from one pass over its rows, or from products."""
 
 from __future__ import annotations
 

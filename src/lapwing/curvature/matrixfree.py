@@ -188,7 +188,7 @@ class MatrixFree(Structure):
 
     def _notes(self, matrix: Operator, totals: Totals, trace: float) -> tuple[str, ...]:
         tolerance = matrix.product.problem.factor.tolerance  # type: ignore[attr-defined]
-        left = f", but for samples with {tolerance:g} of the curvature in output space" if tolerance else ""
+        left = f", without samples that hold {tolerance:g} of the curvature in output space" if tolerance else ""
         note = (
             f"matrix-free: every product reads {totals.seen:g} data (two gradients of them{left}) and solves take "
             f"{self.columns} vectors at a time; sketch of rank {matrix.sketch.rank}"

@@ -227,7 +227,7 @@ class Look:
                 f"the network returns {len(others) + 1} tensors of shape {tuple(others[0].shape)}, such as a mean and "
                 "a standard deviation, and only the first is used. If the second belongs to the prediction, return one "
                 "tensor torch.cat([mean, log_variance], -1) and pass HeteroscedasticGaussian(parametrization='mean'); "
-                "if not, return the first alone"
+                "if not, return only the first"
             )
         notes: tuple[str, ...] = ()
         if f.shape[-1] > 1 and problem.likelihood.shift_invariant and bool((f.logsumexp(-1).abs() < 1e-3).all()):

@@ -38,7 +38,7 @@ def require_one_process(what: str) -> None:
     """Refuse, on every process, work that reads data and does not add up over processes."""
     if sharded():
         raise UnsupportedOperation(
-            f"{what} does not add up over processes: each would see its own shard alone and find something else. "
+            f"{what} does not add up over processes: each would see only its own shard and find another result. "
             "Save the posterior (la.save) or the weights, and go on in one process, without torchrun"
         )
 

@@ -102,7 +102,7 @@ def _require_linear(problem: Problem, block: Block) -> int:
     if len(used) > 1:
         raise refusal(f"{names} is used {len(used)} times ({called})")
     if block.kind != "matrix" or not _is_plain(RULES.get(steps[used[0]].func)):
-        raise refusal(f"{names} is the parameter of {called}; select the weights (and biases) of linear layers alone")
+        raise refusal(f"{names} is the parameter of {called}; select only weights (and biases) of linear layers")
     if kept_as(block) != "kron":
         raise refusal(f"{names} has a side beyond {LARGEST_FACTOR:,}")
     return used[0]

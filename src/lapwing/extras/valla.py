@@ -95,7 +95,7 @@ class VaLLA(Structure):
         excess = (trace - matrix.values.sum()).clamp(min=0)
         note = (
             f"{self.inducing} inducing inputs span {len(basis)} directions with {1 - float(excess / trace):.2%} of the "
-            "trace; the prior alone outside"
+            "trace; only the prior outside"
         )
         return Estimate(matrix, totals, {"excess": excess}, (note,))
 
