@@ -188,20 +188,47 @@ class Prediction(ABC):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ClassPrediction(Prediction):
-    """A prediction of classes, (B, *event): of every likelihood whose conditional is categorical."""
-
-    kind: ClassVar[str] = "classes"
-    uncertainty_name: ClassVar[str] = "entropy"
+class _Labels(Prediction):
+    """What predictions of classes and of binary labels share: their law is a `ClassLaw`."""
 
     @cached_property
     @outside_autocast
     def _law(self) -> ClassLaw:
         law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
-        error = None if self.samples is not None or torch.compiler.is_compiling() else law.error
-        if error is not None and bool((error > COARSE).any()):
-            warnings.warn(_coarse(error), stacklevel=2)
+        if self.kind == "classes" and self.samples is None and not torch.compiler.is_compiling():
+            _warn_if_coarse(law.error)
         return law
+
+    @property
+    @abstractmethod
+    def probs(self) -> Tensor:
+        """The probabilities of classes, or of the label 1."""
+
+    @property
+    def mean(self) -> Tensor:
+        return self.probs
+
+    @property
+    def total(self) -> Tensor:
+        return self.entropy
+
+    @property
+    def epistemic(self) -> Tensor:
+        return (self.entropy - self.aleatoric).clamp(min=0)
+
+    def fields(self, level: float = 0.95) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in ("label", "confidence", "entropy", "epistemic", "probs")}
+
+    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
+        return {"_law": ClassLaw.mixed([part._law for part in parts], weights)}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassPrediction(_Labels):
+    """A prediction of classes, (B, *event): of every likelihood whose conditional is categorical."""
+
+    kind: ClassVar[str] = "classes"
+    uncertainty_name: ClassVar[str] = "entropy"
 
     @property
     def monte_carlo_error(self) -> Tensor | None:
@@ -213,10 +240,6 @@ class ClassPrediction(Prediction):
     def probs(self) -> Tensor:
         """(B, *event, C), the classes last wherever the network has them."""
         return self._law.log_probs.exp()
-
-    @property
-    def mean(self) -> Tensor:
-        return self.probs
 
     @property
     def label(self) -> Tensor:
@@ -233,17 +256,9 @@ class ClassPrediction(Prediction):
     def entropy(self) -> Tensor:
         return entropy(self._law.log_probs)
 
-    @property
-    def total(self) -> Tensor:
-        return self.entropy
-
     @cached_property
     def aleatoric(self) -> Tensor:
         return self._law.expected_entropy()
-
-    @property
-    def epistemic(self) -> Tensor:
-        return (self.entropy - self.aleatoric).clamp(min=0)
 
     def log_prob_of_targets(self, y: Any) -> Tensor:
         f, log_probs = self.function.mean, self._law.log_probs
@@ -265,12 +280,6 @@ class ClassPrediction(Prediction):
             soft = torch.nn.functional.one_hot(y.clamp(0, probs.shape[-1] - 1), probs.shape[-1])
         return {"log_prob": self.log_prob_of_targets(y), **_label_scores(probs, soft.to(probs))}
 
-    def fields(self, level: float = 0.95) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in _LABEL_FIELDS}
-
-    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
-        return {"_law": ClassLaw.mixed([part._law for part in parts], weights)}
-
     def caption(self, index: int, y: Tensor | None = None) -> str:
         """Return "truth → label" and the probability of the label."""
         if self.probs.ndim != 2:
@@ -281,7 +290,7 @@ class ClassPrediction(Prediction):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LabelPrediction(Prediction):
+class LabelPrediction(_Labels):
     """A prediction of binary labels: `probs`, `label` and `confidence` have the shape of y.
 
     Several labels have an entropy and a split each, (B, *event, K); a single logit has those of its item, (B, *event).
@@ -291,19 +300,9 @@ class LabelPrediction(Prediction):
     uncertainty_name: ClassVar[str] = "entropy of all labels"
 
     @cached_property
-    @outside_autocast
-    def _law(self) -> ClassLaw:
-        law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
-        return law
-
-    @cached_property
     def probs(self) -> Tensor:
         """p(label = 1)."""
         return self._outside(self._law.log_probs[..., 1].exp())
-
-    @property
-    def mean(self) -> Tensor:
-        return self.probs
 
     @property
     def label(self) -> Tensor:
@@ -320,17 +319,9 @@ class LabelPrediction(Prediction):
     def entropy(self) -> Tensor:
         return self._each_label(entropy(self._law.log_probs))
 
-    @property
-    def total(self) -> Tensor:
-        return self.entropy
-
     @cached_property
     def aleatoric(self) -> Tensor:
         return self._each_label(self._law.expected_entropy())
-
-    @property
-    def epistemic(self) -> Tensor:
-        return (self.entropy - self.aleatoric).clamp(min=0)
 
     def _each_label(self, values: Tensor) -> Tensor:
         return values[..., 0] if self._event_shape == (1,) else values
@@ -353,12 +344,6 @@ class LabelPrediction(Prediction):
         """Return log_prob per item, and the scores of a class per label, each a choice between two classes."""
         p = self.mean
         return {"log_prob": self.log_prob_of_targets(y), **_label_scores(_both(p), _both(y.reshape(p.shape).to(p)))}
-
-    def fields(self, level: float = 0.95) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in _LABEL_FIELDS}
-
-    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
-        return {"_law": ClassLaw.mixed([part._law for part in parts], weights)}
 
     def caption(self, index: int, y: Tensor | None = None) -> str:
         return f"p {float(self.mean[index].max()):.2f}"
@@ -502,9 +487,6 @@ class ValuePrediction(Prediction):
         return {"_marginal": BlendedMarginal.of([part._marginal for part in parts], weights)}
 
 
-_LABEL_FIELDS = ("label", "confidence", "entropy", "epistemic", "probs")
-
-
 def _label_scores(probs: Tensor, soft: Tensor) -> dict[str, Tensor]:
     """Score probabilities (…, K) against soft labels (…, K); each score is (…)."""
     confidence, label = probs.max(-1)
@@ -521,12 +503,16 @@ def _both(p: Tensor) -> Tensor:
     return torch.stack([1 - p, p], -1)
 
 
-def _coarse(error: Tensor) -> str:
+def _warn_if_coarse(error: Tensor | None) -> None:
+    """Warn where probabilities have an estimated error above `COARSE`."""
+    if error is None or not bool((error > COARSE).any()):
+        return
     many = f"{int((error > COARSE).sum())} of {error.numel()} items"
-    return (
+    warnings.warn(
         f"the probabilities of {many} are estimated to within a total variation of {float(error.max()):.2g} only "
         f"(`.monte_carlo_error`; {COARSE:g} is aimed at): their logits are uncertain in many directions. Pass samples= "
-        "with a larger number, or tune the prior on held-out data, which makes most posteriors narrower."
+        "with a larger number, or tune the prior on held-out data, which makes most posteriors narrower.",
+        stacklevel=3,
     )
 
 
