@@ -1,6 +1,5 @@
 """Temperature scaling: the calibration that a posterior has to beat."""
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.heldout import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches
 from lapwing.model.module import borrowed, call, output_tensor, outside_autocast
@@ -65,24 +65,10 @@ def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor,
 
 @outside_autocast
 def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
-    """Return T = e^{−u} where d/du Σ −log p(y | e^u f) = 0, by Newton steps inside a bracket that bisection shrinks.
-
-    The NLL is convex in 1/T, so its slope changes sign once; without a change T is the end of the allowed range.
-    """
-    low, high = -math.log(HIGHEST), -math.log(LOWEST)
-    u = 0.0
-    for _ in range(100):
-        slope, curvature = _slope(f, y, likelihood, u)
-        if slope > 0:
-            high = u
-        else:
-            low = u
-        newton = u - slope / curvature if curvature > 0 else low
-        following = newton if low < newton < high else (low + high) / 2
-        if abs(following - u) < 1e-10:
-            break
-        u = following
-    temperature = math.exp(-u)
+    """Return the T between 0.01 and 100 with the smallest Σ −log p(y | f/T); warn if it is at an end of that range."""
+    if not bool(likelihood.log_prob(f, y).isfinite().all()):
+        raise BadData("the validation NLL is not finite: check the data")
+    temperature = best_logit_temperature(f, y, likelihood, limit=HIGHEST)
     if not 1.01 * LOWEST < temperature < 0.99 * HIGHEST:
         warnings.warn(
             f"the validation NLL has no minimum between temperatures {LOWEST} and {HIGHEST} (it stopped at "
@@ -90,18 +76,6 @@ def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
             stacklevel=3,
         )
     return temperature
-
-
-def _slope(f: Tensor, y: Tensor, likelihood: Likelihood, u: float) -> tuple[float, float]:
-    """Return the first and second derivative of the mean NLL of e^u f with respect to u."""
-    with torch.enable_grad():
-        log_scale = torch.tensor(u, dtype=torch.float64, device=f.device, requires_grad=True)
-        loss = -likelihood.log_prob(log_scale.exp() * f, y).mean()
-        (slope,) = torch.autograd.grad(loss, log_scale, create_graph=True)
-        (curvature,) = torch.autograd.grad(slope, log_scale)
-    if not slope.isfinite():
-        raise BadData(f"the validation NLL at temperature {math.exp(-u):.3g} is not finite: check the data")
-    return slope.item(), curvature.item()
 
 
 def device_of(model: nn.Module) -> torch.device:

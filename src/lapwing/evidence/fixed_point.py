@@ -115,9 +115,6 @@ def tune_probes(
     """
     if not belief.curvature.matrix.iterative:
         raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
-    unknown = set(learn) - {"prior", "noise"}
-    if unknown or not learn:
-        raise ValueError(f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}")
     belief.likelihood.learned_names(tuple(learn))
     squares = groups.squares(belief)
     tau = groups.precisions(belief).to(squares.device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, UnsupportedOperation
-from lapwing.linalg import Diagonal
+from lapwing.linalg import PSD, Diagonal
 from lapwing.model import Params
 from lapwing.posterior import Belief, Prior
 
@@ -113,7 +113,10 @@ class Groups:
 
     def precisions(self, belief: Belief) -> Tensor:
         """Return the prior precisions of a belief, as geometric means over each group, (G,)."""
-        matrix = belief.resolved_prior[1]
+        return self.average(belief.resolved_prior[1])
+
+    def average(self, matrix: PSD) -> Tensor:
+        """Return the geometric means of a diagonal matrix over each group, (G,) on the CPU."""
         if not matrix.is_diagonal:
             raise UnsupportedOperation("a prior that is itself a posterior cannot be tuned; tune before chaining")
         logs = matrix.diagonal().detach().double().log().cpu()

@@ -52,14 +52,14 @@ def tune_evidence(
 
         tuning = tune_evidence(la.belief, Groups.scalar(la.params.size))
     """
-    if belief.curvature.matrix.iterative:
-        return tune_probes(belief, groups, learn=learn)
     unknown = set(learn) - {"prior", "noise"}
     if unknown or not learn:
         raise ValueError(
             f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}; it grows without limit "
             "or vanishes with the temperature, which needs held-out data"
         )
+    if belief.curvature.matrix.iterative:
+        return tune_probes(belief, groups, learn=learn)
     fit = _fit(belief, "noise" in learn)
     objective, informed = _objective(belief, groups, fit)
     squares = groups.squares(belief)

@@ -200,9 +200,7 @@ class Online:
         if self.belief.precision is not None and isinstance(self.prior, str):
             return self.belief.precision.to(params.device)
         _, matrix = self.belief.prior.resolve(params.names, params.sizes, torch.float64, params.device)
-        values = matrix.diagonal().detach()
-        counts = groups.total(torch.ones_like(values))
-        return (groups.total(values.log()) / counts.clamp(min=1)).exp()
+        return groups.average(matrix).to(params.device)
 
     def _progress(self, groups: Groups, moved: Moved, moments: Tensor | None = None) -> Progress:
         prior = self.belief.prior
