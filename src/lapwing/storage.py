@@ -63,14 +63,23 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
 
 
 def _register(cls: C, name: str | None) -> C:
-    alike = _classes.setdefault(cls.__name__, [])
-    for other in alike:
-        shared = {base for base in set(cls.__mro__) & set(other.__mro__) if base.__module__.startswith("lapwing.")}
-        if shared and other.__module__.startswith("lapwing.") and not cls.__module__.startswith("lapwing."):
-            raise ValueError(f"Lapwing has a {cls.__name__} of its own, and files name classes: call it something else")
-    alike.append(cls)
-    _names[cls] = name or cls.__name__.lower()
+    name = name or cls.__name__.lower()
+    for other, taken in [*_names.items()]:
+        if cls.__name__ == other.__name__ or name == taken:
+            _require_free(cls, other)
+    _classes.setdefault(cls.__name__, []).append(cls)
+    _names[cls] = name
     return cls
+
+
+def _require_free(cls: type, other: type) -> None:
+    """Refuse a name of a class of Lapwing's own, for a class of the same kind that is not."""
+    ours = [base.__module__.startswith("lapwing.") for base in (other, cls)]
+    alike = any(base.__module__.startswith("lapwing.") for base in set(cls.__mro__) & set(other.__mro__))
+    if alike and ours == [True, False]:
+        raise ValueError(
+            f"Lapwing has a {other.__name__} of its own, called {_names[other]!r}: give your class another name"
+        )
 
 
 def is_registered(cls: type) -> bool:

@@ -252,3 +252,12 @@ def test_a_class_that_is_not_registered_says_what_to_do(tmp_path: Path) -> None:
 def test_a_name_of_ours_is_refused() -> None:
     with pytest.raises(ValueError, match="Lapwing has a Diag of its own"):
         lapwing.register(type("Diag", (Tapered,), {}))
+    with pytest.raises(ValueError, match="Lapwing has a Kron of its own, called 'kron'"):
+        lapwing.register(name="kron")(type("Mine", (Tapered,), {}))
+    assert lapwing.curvature.resolve_structure("kron") is not None
+
+
+def test_a_class_that_is_defined_again_takes_its_place() -> None:
+    """As when the cell of a notebook is run twice."""
+    first, second = (lapwing.register(type("Again", (Tapered,), {})) for _ in range(2))
+    assert type(lapwing.curvature.resolve_structure("again")) is second is not first

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lapwing.cli import command
 from lapwing.cli.command import Command
 from lapwing.cli.data import Rows, require_readable, suited
+from lapwing.cli.models import some
 from lapwing.curvature import (
     GGN,
     Auto,
@@ -35,7 +36,6 @@ from lapwing.model.products import Products
 from lapwing.storage import named
 
 ASSUMED = 10_000  # samples, where there are no data
-NAMES_SHOWN = 3
 SAMPLES = 8
 SIDES = (32, 28, 64, 224, 96, 8)  # of images, the most usual first
 TOKENS = 16
@@ -153,7 +153,7 @@ def _tape_lines(problem: Problem, verbose: bool) -> list[str]:
         seen.setdefault(key, []).append(" + ".join(n for n in problem.network.params.names if n in step.names))
     how = {"rule": "by its rule", "generic": "no rule: replayed sample by sample", "loop": "a loop over samples (slow)"}
     lines = [
-        f"{name:12} {f'{len(uses)} ×':>5}  {how[key.partition(' ')[0]]}: {_some(uses)}"
+        f"{name:12} {f'{len(uses)} ×':>5}  {how[key.partition(' ')[0]]}: {some(uses)}"
         for (name, key), uses in seen.items()
     ]
     kinds = Counter(kept_as(block) for block in plan.blocks if block.kind != "unused")
@@ -163,13 +163,8 @@ def _tape_lines(problem: Problem, verbose: bool) -> list[str]:
     )
     unused = [name for block in plan.blocks if block.kind == "unused" for name in block.names]
     if unused:
-        lines.append(f"warning: {_some(unused)} do not reach the outputs; only the prior is known of them")
+        lines.append(f"warning: {some(unused)} do not reach the outputs; only the prior is known of them")
     return [*lines, *(f"note: {note}" for note in plan.notes)]
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _structure_lines(problem: Problem) -> list[str]:

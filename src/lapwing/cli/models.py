@@ -86,7 +86,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
         if value.shape != live[key].shape or value.is_complex() != live[key].is_complex()
     ]
     if wrong:
-        raise BadData(f"{name} does not belong to this model: it has {_some(wrong)}")
+        raise BadData(f"{name} does not belong to this model: it has {some(wrong)}")
     model.load_state_dict(dict(given), strict=False)
 
 
@@ -103,11 +103,12 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _lacks(missing: list[str], unexpected: list[str]) -> str:
-    parts = [f"lacks {_some(missing)}"] if missing else []
-    return " and ".join([*parts, *([f"has {_some(unexpected)}, which the model lacks"] if unexpected else [])])
+    parts = [f"lacks {some(missing)}"] if missing else []
+    return " and ".join([*parts, *([f"has {some(unexpected)}, which the model lacks"] if unexpected else [])])
 
 
-def _some(items: Iterable[str]) -> str:
+def some(items: Iterable[str]) -> str:
+    """List the first few names, and say how many more there are."""
     found = list(items)
     return ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
 

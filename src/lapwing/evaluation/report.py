@@ -32,17 +32,10 @@ class Column:
     more_is_better: bool | None
 
 
-SCORES = (
-    Column("accuracy", True),
-    Column("nll", False),
-    Column("ece", False),
-    Column("brier", False),
-    Column("entropy", None),
-    Column("rmse", False),
-    Column("crps", False),
-    Column("coverage95", None),
-    Column("stddev", None),
-)
+BETTER = {"accuracy": True, "nll": False, "ece": False, "brier": False, "entropy": None} | {
+    "rmse": False, "crps": False, "coverage95": None, "stddev": None
+}  # fmt: skip
+SCORES = tuple(Column(name, more) for name, more in BETTER.items())
 COST_COLUMNS = (Column("seconds", False), Column("peak_mb", False))
 TITLES = {"nll": "NLL", "ece": "ECE", "rmse": "RMSE", "crps": "CRPS", "brier": "Brier", "peak_mb": "peak MB"}
 

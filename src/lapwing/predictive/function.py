@@ -19,6 +19,7 @@ from lapwing.model.module import outside_autocast
 SEED = 2021
 """The seed of everything that is drawn without a generator."""
 
+ZERO = 1e6  # inverse variance of what stands for zero, in units of the largest that may
 BLOCK = 2**24  # elements of f in one block of points
 SAMPLES = 1024
 """Points of f in a Monte Carlo expectation; a power of two suits the Sobol sequence."""
@@ -335,37 +336,44 @@ def scaled_root(root: tuple[Tensor, ...], factor: float) -> tuple[Tensor, ...]:
     return (factor * left, spread, *(each / factor for each in inverse))
 
 
-class _SymmetricRoot(torch.autograd.Function):
-    """A ↦ A^½ for positive semi-definite A, which may be singular.
+class MatrixPowers(torch.autograd.Function):
+    """The first `count` of A^½, A^−½, A⁻¹ for symmetric A (..., C, C), which may be singular.
 
-    Unlike a Cholesky factor it exists for singular A, and unlike U√D it is continuous in A (signs and degenerate
-    eigenvectors do not matter), so rounding in A only rounds the result. Backward: d(A^½) = U[(Uᵀ dA U) / (√d_i +
-    √d_j)]Uᵀ, with 0 on the null space, where the root has no derivative.
+    Eigenvalues up to `rounding` of the largest stand for zero, where A⁻¹ is very large. Unlike a Cholesky factor the
+    root exists for singular A, and unlike eigenvectors the powers are continuous in A, so that rounding in A only
+    rounds the result. Backward by divided differences (Daleckiĭ and Kreĭn), which are zero on the null space, where
+    the root has no derivative.
     """
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        values, vectors = torch.linalg.eigh(((matrix + matrix.mT) / 2).double())
-        floor = values[..., -1:].clamp(min=0) * values.shape[-1] * torch.finfo(matrix.dtype).eps
-        roots = torch.where(values > floor, values, 0.0).sqrt()
-        ctx.save_for_backward(roots, vectors)
-        return ((vectors * roots[..., None, :]) @ vectors.mT).to(matrix.dtype)
+    def forward(ctx: Any, matrix: Tensor, rounding: float, count: int) -> tuple[Tensor, ...]:
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        floor = rounding * values[..., -1:]
+        inside = values > floor
+        roots = torch.where(inside, values, 0.0).sqrt()
+        backs = torch.where(inside, values.clamp(min=torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
+        ctx.save_for_backward(roots, backs, vectors)
+        ctx.set_materialize_grads(True)
+        each = roots, backs, torch.where(inside, 1 / values.masked_fill(~inside, 1.0), ZERO / floor)
+        return tuple((vectors * power[..., None, :]) @ vectors.mT for power in each[:count])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        roots, vectors = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        roots, backs, vectors = ctx.saved_tensors
         total = roots[..., :, None] + roots[..., None, :]
-        inside = vectors.mT @ gradient.double() @ vectors
-        inside = torch.where(total > 0, inside / total.masked_fill(total == 0, 1.0), 0.0)
-        result = vectors @ inside @ vectors.mT
-        return ((result + result.mT) / 2).to(gradient.dtype)
+        slope = torch.where(total > 0, 1 / total.masked_fill(total == 0, 1.0), 0.0)
+        pairs = backs[..., :, None] * backs[..., None, :]
+        slopes = slope, -slope * pairs, -pairs.square()
+        inside = sum(vectors.mT @ gradient @ vectors * each for gradient, each in zip(gradients, slopes))
+        found = vectors @ inside @ vectors.mT
+        return (found + found.mT) / 2, None, None
 
 
 def symmetric_root(matrix: Tensor) -> Tensor:
     """Return the symmetric square root of a positive semi-definite matrix (..., C, C); differentiable."""
-    root: Tensor = _SymmetricRoot.apply(matrix)
-    return root
+    root: Tensor = MatrixPowers.apply(matrix.double(), matrix.shape[-1] * torch.finfo(matrix.dtype).eps, 1)[0]
+    return root.to(matrix.dtype)
 
 
 def base_points(n: int, dim: int, like: Tensor, seed: int = SEED) -> Tensor:

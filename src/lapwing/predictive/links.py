@@ -27,7 +27,7 @@ from torch.nn.functional import logsigmoid
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import Marginal, log_mix, normal_nodes, safe_sqrt
-from lapwing.predictive.function import SEED, FunctionDistribution, base_points
+from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
 
 ENOUGH = 6e-3
 """Estimated total variation from the exact probabilities at which no more points are taken."""
@@ -42,7 +42,6 @@ MOST = 2**23  # logits of an item, over all its points
 BLOCK = 2**19  # logits under way at a time: what fits a cache
 ITEMS = 2**23  # elements of covariances under way at a time
 NODES, SHIFTS = 10, 4  # of the trapezoidal rule for the logit that is integrated, a standard deviation apart
-ZERO = 1e6  # inverse variance of what stands for zero, in units of the largest that may
 NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as good as its expectation
 
 
@@ -336,7 +335,7 @@ class DenseSpread(Spread):
         top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         top = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
         rounding = k * torch.finfo(self.covariance.dtype).eps
-        root, back, inverse = _Powers.apply(wide + top / k, rounding)  # top on the average, taken away again
+        root, back, inverse = MatrixPowers.apply(wide + top / k, rounding, 3)  # top on the average, taken away again
         conditional = 1 / (inverse.diagonal(dim1=-2, dim2=-1) - 1 / (k * top[..., 0]))
         back = conditional[..., None] * (back - top.rsqrt() / k)
         like = self.covariance.dtype
@@ -361,39 +360,6 @@ class DenseSpread(Spread):
     @property
     def chunk(self) -> int:
         return max(1, ITEMS // self.covariance[0].numel())
-
-
-class _Powers(torch.autograd.Function):
-    """A ↦ A^½, A^−½, A⁻¹ for symmetric A (n, K, K) whose eigenvalues up to `rounding` of the largest stand for zero;
-    A⁻¹ is very large there.
-
-    Continuous in A, unlike its eigenvectors. Backward by divided differences (Daleckiĭ and Kreĭn), which are zero
-    where the null space has no derivative.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, rounding: float) -> tuple[Tensor, Tensor, Tensor]:
-        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-        floor = rounding * values[..., -1:]
-        inside = values > floor
-        roots = torch.where(inside, values, 0.0).sqrt()
-        backs = torch.where(inside, values.clamp(min=torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
-        ctx.save_for_backward(roots, backs, vectors)
-        ctx.set_materialize_grads(True)
-        each = roots, backs, torch.where(inside, 1 / values.masked_fill(~inside, 1.0), ZERO / floor)
-        root, back, inverse = ((vectors * power[..., None, :]) @ vectors.mT for power in each)
-        return root, back, inverse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        roots, backs, vectors = ctx.saved_tensors
-        total = roots[..., :, None] + roots[..., None, :]
-        slope = torch.where(total > 0, 1 / total.masked_fill(total == 0, 1.0), 0.0)
-        pairs = backs[..., :, None] * backs[..., None, :]
-        inside = [vectors.mT @ gradient @ vectors for gradient in gradients]
-        found = vectors @ (inside[0] * slope - inside[1] * slope * pairs - inside[2] * pairs.square()) @ vectors.mT
-        return (found + found.mT) / 2, None
 
 
 def _product(z: Tensor, matrices: Tensor) -> Tensor:
