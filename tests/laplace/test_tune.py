@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import NotConverged, UnsupportedOperation
 from lapwing.evidence import Trials
 
 GRID = {"prior": [1e-3, 0.1, 10.0, 1e3], "temperature": [1.0, 100.0]}
@@ -101,3 +101,14 @@ def test_a_tiny_matrix_free_posterior_is_tuned_as_the_full_one(likelihood: str) 
     free, full = (lapwing.fit(net, (x, y), likelihood, structure=s).tune((x, y)) for s in ("matrixfree", "full"))
     assert len(free.tuning.settings) == len(full.tuning.settings)
     torch.testing.assert_close(free.tuning.scores, full.tuning.scores, rtol=1e-2, atol=1e-2)
+
+
+def test_a_matrix_free_posterior_asks_for_a_narrower_grid_where_solves_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.linalg.operator.FORMED", 0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    x, y = torch.randn(20, 3), torch.randn(20, 2)
+    la = lapwing.fit(net, (x, y), "regression", structure="matrixfree")
+    with pytest.raises(NotConverged, match="narrower grid"):
+        la.tune((x, y))
+    assert la.tune((x, y), grid={"prior": (1.0, 10.0), "temperature": (1.0,), "noise": (1.0,)}).tuning.score > 0

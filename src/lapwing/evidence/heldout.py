@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lapwing.errors import BadData, IncompatiblePrior, TooLarge, UnsupportedOperation, positive
+from lapwing.errors import BadData, IncompatiblePrior, NotConverged, TooLarge, UnsupportedOperation, positive
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
@@ -250,7 +250,14 @@ def collect(
     grams: list[Tensor] = []
     used = 0
     for f, y, rows in batches:
-        part = _grams(matrix, groups, rows, nodes, f, split)
+        try:
+            part = _grams(matrix, groups, rows, nodes, f, split)
+        except NotConverged as error:
+            raise NotConverged(
+                f"tuning on held-out data solves with shifts from {nodes.shifts[0]:.1g} to {nodes.shifts[-1]:.1g}, and "
+                f"products with this curvature are too inexact for the smallest ({error}) Pass a narrower grid, as in "
+                "tune(val, grid={'prior': (0.1, 1.0, 10.0), 'temperature': (1.0,)}), or use a network in float64"
+            ) from error
         used += part.numel() * part.element_size()
         if 2 * used > memory:
             read = sum(len(part) for part in outputs) + len(f)

@@ -28,7 +28,7 @@ from lapwing.linalg.krylov import (
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, chunks
 
-FORMED = 1024  # weights up to which many shifts are served by the matrix itself
+FORMED = 2048  # weights up to which many shifts are served by the matrix itself
 
 
 class Product(ABC):
