@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import lapwing
 from lapwing.likelihoods import Categorical
 from lapwing.predictive import GaussianFunction, predict_targets
-from lapwing.predictive.links import DenseSpread, SharedSpread, expected_softmax
+from lapwing.predictive.softmax import DenseSpread, SharedSpread, expected_softmax
 
 
 def covariance(kind: str, classes: int, scale: float) -> Tensor:

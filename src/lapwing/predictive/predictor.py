@@ -15,8 +15,8 @@ from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.model.module import warnings_here
 from lapwing.predictive.lastlayer import LastLayer
-from lapwing.predictive.links import prepare
 from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.softmax import prepare
 from lapwing.writing import replacing
 
 SUFFIXES = (".pt2", ".onnx")

@@ -1,0 +1,372 @@
+"""E[softmax(f)] for Gaussian f: quasi-Monte Carlo over all logits but one, which is integrated in closed form.
+
+Given the other logits, f_k is Gaussian, and its softmax is a sigmoid of f_k minus the log-sum of the others. So each
+point gives every class the expectation of a sigmoid in place of its value. Where logits are wide and independent, a
+point would else give all its weight to one class, and 65 classes would need 100,000 points for what 1,000 do here.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
+
+ENOUGH = 6e-3
+"""Estimated total variation from the exact probabilities at which no more points are taken."""
+
+CHEAP, AMPLE = 1024, 5e-4  # up to so many points of few classes, more are taken until the error is below this
+FEW = 64  # classes up to which points are that cheap; of more classes fewer are
+
+REPLICATES = 4  # independent sequences of points, whose spread tells the error
+FIRST, LEVELS = 64, 9  # points of the first sequences, and how many times there are new ones, of twice as many
+TRACED = 2048  # points per item, at most, where their number cannot depend on the item
+MOST = 2**23  # logits of an item, over all its points
+BLOCK = 2**19  # logits under way at a time: what fits a cache
+ITEMS = 2**23  # elements of covariances under way at a time
+NODES, SHIFTS = 10, 4  # of the trapezoidal rule for the logit that is integrated, a standard deviation apart
+NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as good as its expectation
+
+
+class Spread(ABC):
+    """A root of the covariance of K logits per item, and the law of each logit given the others."""
+
+    @property
+    @abstractmethod
+    def conditional(self) -> Tensor:
+        """Var(f_k | all differences between other logits), (n, K)."""
+
+    @abstractmethod
+    def steps(self, z: Tensor) -> Tensor:
+        """f − m at standard normal points (S, K), (S, n, K); what all logits share is left out."""
+
+    @abstractmethod
+    def own(self, z: Tensor) -> Tensor:
+        """f_k − E[f_k | all differences between other logits] at the same points, (S, n, K)."""
+
+    @abstractmethod
+    def take(self, items: Tensor) -> Spread:
+        """Return the spread of some items."""
+
+    @property
+    @abstractmethod
+    def chunk(self) -> int:
+        """How many items to work on at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseSpread(Spread):
+    """The spread of logits whose covariance (n, K, K), that of f minus its average over the K logits, is given."""
+
+    covariance: Tensor
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """C^½, c · C^−½ and c = 1 / diag(C⁻¹), where the average of f, which C lacks, is free."""
+        wide, k = self.covariance.double(), self.covariance.shape[-1]
+        top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        top = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
+        rounding = k * torch.finfo(self.covariance.dtype).eps
+        root, back, inverse = MatrixPowers.apply(wide + top / k, rounding, 3)  # top on the average, taken away again
+        conditional = 1 / (inverse.diagonal(dim1=-2, dim2=-1) - 1 / (k * top[..., 0]))
+        back = conditional[..., None] * (back - top.rsqrt() / k)
+        like = self.covariance.dtype
+        return (root - top.sqrt() / k).to(like), back.to(like), conditional.to(like)
+
+    @property
+    def conditional(self) -> Tensor:
+        return self._parts[2]
+
+    def steps(self, z: Tensor) -> Tensor:
+        return _product(z, self._parts[0])
+
+    def own(self, z: Tensor) -> Tensor:
+        return _product(z, self._parts[1])
+
+    def take(self, items: Tensor) -> DenseSpread:
+        part = DenseSpread(self.covariance[items])
+        if "_parts" in self.__dict__:
+            part.__dict__["_parts"] = tuple(each[items] for each in self._parts)
+        return part
+
+    @property
+    def chunk(self) -> int:
+        return max(1, ITEMS // self.covariance[0].numel())
+
+
+def _product(z: Tensor, matrices: Tensor) -> Tensor:
+    """Return A_n z_s for points (S, K) and matrices (n, K, K), (S, n, K)."""
+    n, k, _ = matrices.shape
+    return (z @ matrices.reshape(n * k, k).mT).reshape(z.shape[0], n, k)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSpread(Spread):
+    """The spread of logits with covariances R diag(s²) Rᵀ, one R (K, K) for all items and s (n, K): a last layer."""
+
+    root: Tensor
+    spread: Tensor
+    inverse: Tensor | None = None  # of the root, where it is at hand
+
+    @cached_property
+    def _dual(self) -> Tensor:
+        """R^−T."""
+        found = torch.linalg.inv(self.root.double()) if self.inverse is None else self.inverse
+        return found.mT.to(self.root)
+
+    @cached_property
+    def _precision(self) -> tuple[Tensor, Tensor]:
+        """V⁻¹1 and the diagonal of V⁻¹ − V⁻¹1 1ᵀV⁻¹ / 1ᵀV⁻¹1, each (n, K): the average of f is free."""
+        dual, inverse = self._dual.double(), 1 / self.spread.double().square()
+        along = (inverse * dual.sum(0)) @ dual.mT
+        diagonal = inverse @ dual.square().mT - along.square() / along.sum(-1, keepdim=True)
+        return along, diagonal
+
+    @property
+    def conditional(self) -> Tensor:
+        return (1 / self._precision[1]).to(self.spread)
+
+    def steps(self, z: Tensor) -> Tensor:
+        return (z[:, None] * self.spread) @ (self.root - self.root.mean(0)).mT
+
+    def own(self, z: Tensor) -> Tensor:
+        along = self._precision[0].to(self.spread)
+        back = (z[:, None] / self.spread) @ self._dual.mT
+        return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
+
+    def take(self, items: Tensor) -> SharedSpread:
+        part = SharedSpread(self.root, self.spread[items], self.inverse)
+        part.__dict__["_dual"] = self._dual
+        return part
+
+    @property
+    def chunk(self) -> int:
+        return max(1, ITEMS // self.spread.shape[-1])
+
+
+def spread_of(function: FunctionDistribution) -> Spread | None:
+    """Return the roots of the covariances of all items, (items, C, C); None where there are only draws."""
+    shared = function.shared_root
+    if shared is not None:
+        root, spread, *inverse = (part.to(function.mean) for part in shared)
+        return SharedSpread(root, spread.reshape(-1, spread.shape[-1]), *inverse)
+    covariance = function.contrast_covariance
+    return None if covariance is None else DenseSpread(covariance.reshape(-1, *covariance.shape[-2:]))
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """Probabilities (n, K), the expected entropy of softmax(f) and the estimated error of the probabilities, (n,)."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    error: Tensor
+
+
+def expected_softmax(mean: Tensor, spread: Spread, samples: int | None, seed: int | None = None) -> Softmax:
+    """Compute E[softmax(f)] for Gaussian f with this mean (n, K) and spread.
+
+    Without `samples`, each item gets as many points as bring its estimated error below `ENOUGH`, as far as `MOST`
+    allows. The number does not depend on the other items.
+    """
+    whole = _Chunk(mean, spread, SEED if seed is None else seed)
+    if torch.compiler.is_compiling():  # no choice may depend on numbers, and items are as many as come
+        return whole.traced(samples)
+    if len(mean) <= spread.chunk:
+        return whole.run(samples)
+    parts = [whole._take(items).run(samples) for items in torch.arange(len(mean)).to(mean.device).split(spread.chunk)]
+    return Softmax(*(torch.cat([getattr(part, name) for part in parts]) for name in ("log_probs", "entropy", "error")))
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    mean: Tensor
+    spread: Spread
+    seed: int
+
+    def run(self, samples: int | None) -> Softmax:
+        """Take new levels of points for the items whose error is too large still."""
+        levels = enumerate(_levels(samples, self.mean.shape[-1]))
+        _, (size, sequences) = next(levels)
+        probs, entropy, error = self._level(0, size, sequences)
+        done = size * sequences
+        open_ = self._open(error, done).nonzero()[:, 0]
+        for level, (size, sequences) in levels:
+            if not len(open_):
+                break
+            p, h, e = self._take(open_)._level(level, size, sequences)
+            now = size * sequences
+            new = now / (done + now)  # earlier points count as well
+            probs[open_] = torch.lerp(probs[open_], p, new)
+            entropy[open_] = torch.lerp(entropy[open_], h, new)
+            error[open_] = e * math.sqrt(new)
+            done += now
+            open_ = open_[self._open(error[open_], done)]
+        return Softmax(self._logs(probs), entropy, error)
+
+    def traced(self, samples: int | None) -> Softmax:
+        """Do the same without branches, for export.
+
+        All items take the points of every level up to `TRACED` of them, and each keeps the average of those that `run`
+        would take.
+        """
+        probs, entropy = torch.zeros_like(self.mean), torch.zeros_like(self.mean[:, 0])
+        error, done = torch.full_like(entropy, torch.inf), 0
+        wide = (self.spread.conditional.amax(-1) > NARROW)[:, None]
+        for level, (size, sequences) in enumerate(_traced_levels(samples, self.mean.shape[-1])):
+            now = size * sequences
+            points = self._sequences(level, size, sequences)
+            integrated, h = _average(self.mean, self.spread, points, True, whole=True)
+            plain, _ = _average(self.mean, self.spread, points, False, whole=True)
+            found = torch.where(wide, integrated, plain)
+            found = found / found.sum(-1, keepdim=True)
+            new = now / (done + now)
+            still = self._open(error, done)
+            probs = torch.where(still[:, None], torch.lerp(probs, found.mean(0), new), probs)
+            entropy = torch.where(still, torch.lerp(entropy, h, new), entropy)
+            error = torch.where(still, _error_of(found) * math.sqrt(new), error)
+            done += now
+        return Softmax(probs.clamp(min=torch.finfo(probs.dtype).tiny).log(), entropy, error)
+
+    def _take(self, items: Tensor) -> _Chunk:
+        whole = len(items) == len(self.mean)
+        return self if whole else replace(self, mean=self.mean[items], spread=self.spread.take(items))
+
+    def _open(self, error: Tensor, done: int) -> Tensor:
+        """Tell which items need more points after so many."""
+        few = done * max(self.mean.shape[-1], FEW) < CHEAP * FEW
+        return error.detach() > (AMPLE if few else ENOUGH)
+
+    def _sequences(self, level: int, size: int, sequences: int) -> Tensor:
+        """Return the points (sequences, size, K) of a level."""
+        mean = self.mean
+        seeds = range(self.seed + 97 * level, self.seed + 97 * level + sequences)
+        return torch.stack([_points(size, mean.shape[-1], seed, mean.dtype) for seed in seeds]).to(mean.device)
+
+    def _level(self, level: int, size: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return probabilities, expected entropy and error from so many sequences of points."""
+        mean, spread, points = self.mean, self.spread, self._sequences(level, size, sequences)
+        wide = spread.conditional.amax(-1) > NARROW
+        count = int(wide.sum())
+        if count in (0, len(mean)):
+            probs, entropy = _average(mean, spread, points, integrated=count > 0)
+        else:
+            probs, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(len(mean))
+            for which, integrated in ((wide, True), (~wide, False)):
+                some = which.nonzero()[:, 0]
+                probs[:, some], entropy[some] = _average(mean[some], spread.take(some), points, integrated)
+        probs = probs / probs.sum(-1, keepdim=True)
+        return probs.mean(0), entropy, _error_of(probs)
+
+    def _logs(self, probs: Tensor) -> Tensor:
+        """Return log p, from sums of logarithms where p is so small that sums of exponentials underflow."""
+        small = (probs < math.sqrt(torch.finfo(probs.dtype).tiny)).any(-1).nonzero()[:, 0]
+        logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+        if len(small):
+            points = _points(CHEAP // REPLICATES, probs.shape[-1], self.seed, probs.dtype).to(probs.device)
+            spread, mean = self.spread.take(small), self.mean[small]
+            each = [(mean + spread.steps(z)).log_softmax(-1).logsumexp(0) for z in points.split(_rows(mean))]
+            far = torch.stack(each).logsumexp(0) - math.log(len(points))
+            logs[small] = torch.where(probs[small] < math.sqrt(torch.finfo(probs.dtype).tiny), far, logs[small])
+        return logs
+
+
+def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
+    """Make the points that a traced form will hold: tracing itself can make none."""
+    for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
+        for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
+            _kept(size, classes, seed, dtype)
+
+
+def _error_of(probs: Tensor) -> Tensor:
+    """Estimate the total variation of the average of several sequences (r, n, K) from the exact value, (n,)."""
+    sequences = probs.shape[0]
+    deviation = probs.detach().std(0) if sequences > 1 else torch.full_like(probs[0], torch.inf)
+    return deviation.sum(-1) * math.sqrt(2 / math.pi / sequences) / 2
+
+
+def _traced_levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
+    """Return the levels of which all items take the points where no choice may depend on them."""
+    levels: list[tuple[int, int]] = []
+    total = 0
+    for size, sequences in _levels(samples, classes):
+        total += size * sequences
+        if levels and total > TRACED:
+            break
+        levels.append((size, sequences))
+    return levels
+
+
+def _levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
+    """Return the points per sequence and the number of sequences of each level."""
+    if samples is not None:
+        sequences = min(REPLICATES, samples)
+        return [(SHIFTS * -(-samples // (sequences * SHIFTS)), sequences)]
+    sizes = [FIRST * 2**level for level in range(LEVELS)]
+    return [(size, REPLICATES) for size in sizes if REPLICATES * size <= CHEAP or REPLICATES * size * classes <= MOST]
+
+
+def _rows(mean: Tensor) -> int:
+    return max(1, BLOCK // max(1, mean.numel()))
+
+
+def _average(
+    mean: Tensor, spread: Spread, points: Tensor, integrated: bool, whole: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Average the softmax over each sequence of points (r, S, K), giving (r, n, K), and its entropy over all, (n,).
+
+    `integrated`: each probability is integrated over its own logit instead of taken at the point. `whole`: all points
+    are taken at once.
+    """
+    sequences, size, _ = points.shape
+    total, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(mean.shape[0])
+    for part in points.split(size if whole else SHIFTS * max(1, _rows(mean) // (sequences * SHIFTS)), 1):
+        z = part.flatten(0, 1)
+        f = mean + spread.steps(z)
+        highest, first = f.max(-1, keepdim=True)
+        f = f - highest
+        e = f.exp()
+        own = e.scatter(-1, first, 0.0).sum(-1, keepdim=True)  # the others of the highest, which would cancel
+        p = e / (own + 1)
+        entropy = entropy + ((own + 1).log()[..., 0] - (p * f).sum(-1)).sum(0)
+        if not integrated:
+            total = total + p.unflatten(0, part.shape[:2]).sum(1)
+            continue
+        rest = (own + 1 - e).scatter(-1, first, own).clamp(min=torch.finfo(f.dtype).tiny)
+        odds = (f - rest.log() - spread.own(z)).unflatten(0, (sequences, -1, SHIFTS))
+        total = total + _expected_sigmoid(odds, spread.conditional)
+    return total / size, entropy / (sequences * size)
+
+
+def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
+    """Return Σ_s E[sigmoid(x_s + √v t)], t ~ N(0, 1), for x (r, S, SHIFTS, n, K) and v (n, K), as (r, n, K).
+
+    This uses the trapezoidal rule. The points of every group of `SHIFTS` have their own nodes, between those of the
+    others, so that together they are as good as a finer rule.
+    """
+    far = -math.log(torch.finfo(x.dtype).tiny) - 8
+    against = (-x).clamp(-far, far).exp_()
+    shifts = torch.arange(SHIFTS, dtype=torch.float64)[:, None] / SHIFTS
+    nodes = torch.arange(NODES, dtype=torch.float64) - NODES / 2 + shifts  # (SHIFTS, NODES)
+    weights = (-nodes.square() / 2).softmax(-1).to(x)
+    total, scale = x.new_zeros(x.shape[0], *variance.shape), variance.sqrt()
+    for node, weight in zip(nodes.to(x).T, weights.T, strict=True):
+        away = (-node[:, None, None] * scale).exp()  # (SHIFTS, n, K)
+        each = (against * away).add_(1).reciprocal_().sum(1)
+        total = total + torch.einsum("h,rhnk->rnk", weight, each)
+    return total
+
+
+@lru_cache(maxsize=64)
+def _kept(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return base_points(n, dim, torch.empty(0, dtype=dtype), seed)
+
+
+def _points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+    small = n * dim <= 2**18 or torch.compiler.is_compiling()
+    return _kept(n, dim, seed, dtype) if small else base_points(n, dim, torch.empty(0, dtype=dtype), seed)
