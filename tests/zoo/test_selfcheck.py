@@ -87,7 +87,8 @@ def name_of(function):
 
 
 def test_every_rule_has_a_network():
-    missing = [name_of(f) for f in RULES if f not in USES]
+    ours = [f for f, rule in RULES.items() if type(rule).__module__.startswith("lapwing.")]  # not a stranger's of a test
+    missing = [name_of(f) for f in ours if f not in USES]
     assert not missing, f"add a network to USES for {missing}"
 
 
