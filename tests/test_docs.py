@@ -1,9 +1,15 @@
 """The code blocks of pages that promise it run as they stand, one after the other."""
 
+import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from lapwing import storage
+from lapwing.model.rules import RULES
+from lapwing.predictive.links import LINKS
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = ("extending.md", "serving.md")
@@ -17,6 +23,17 @@ def sections() -> list[tuple[str, str]]:
             code = "\n".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL))
             found.append((f"{page}: {part.splitlines()[0]}", code))
     return [(name, code) for name, code in found if code]
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    """Take back what a page registers: other tests have classes of the same names."""
+    tables = (storage._classes, storage._names, RULES, LINKS)
+    before = [{key: copy.copy(value) for key, value in table.items()} for table in tables]
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
 
 
 @pytest.mark.parametrize(("name", "code"), sections(), ids=[name for name, _ in sections()])
