@@ -87,7 +87,7 @@ def name_of(function):
 
 
 def test_every_rule_has_a_network():
-    ours = [f for f, rule in RULES.items() if type(rule).__module__.startswith("lapwing.")]  # not a stranger's of a test
+    ours = [f for f, rule in RULES.items() if type(rule).__module__.startswith("lapwing.")]  # not those of a test
     missing = [name_of(f) for f in ours if f not in USES]
     assert not missing, f"add a network to USES for {missing}"
 
