@@ -1,0 +1,22 @@
+"""Distribution functions of regressions whose noise is uncertain over many orders of magnitude."""
+
+import pytest
+import torch
+
+import lapwing
+from lapwing.predictive import GaussianFunction, predict_targets
+
+
+@pytest.mark.parametrize(("mean", "variances"), [((1.0, 0.0), (0.2, 100.0)), ((0.5, 5.0), (0.1, 1600.0))])
+def test_distribution_functions_hold_however_wide_the_noise_is(
+    mean: tuple[float, float], variances: tuple[float, float]
+) -> None:
+    likelihood, f = lapwing.HeteroscedasticGaussian(), torch.tensor([mean]).double()
+    covariance = torch.diag(torch.tensor(variances).double())[None]
+    p = predict_targets(GaussianFunction(f, covariance), likelihood)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1_000_000, 2, generator=generator, dtype=torch.float64)
+    y = likelihood.sample_target(f + noise * torch.tensor(variances).double().sqrt(), generator)
+    for at in (-10.0, 0.0, 0.5, 3.0, 50.0):
+        found = float(p._marginal.cdf(torch.tensor([[at]]).double()))
+        assert found == pytest.approx(float((y <= at).double().mean()), abs=0.0025)
