@@ -262,3 +262,20 @@ def test_wrong_suffixes_and_examples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(lapwing.BadData, match="two items"):
         la.export(tmp_path / "model.pt2", x[:1])
     assert not list(tmp_path.iterdir())
+
+
+def test_unknown_outputs_are_refused() -> None:
+    with pytest.raises(lapwing.BadData, match="no 'nonsense': use mean"):
+        fitted()[0].predictor("nonsense")
+    with pytest.raises(lapwing.BadData, match="no 'variance'"):
+        fitted()[0].predictor("variance")
+
+
+def test_what_pytorch_cannot_export_is_one_error(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(30, 5), torch.randn(30, 1)
+    la = lapwing.fit(net, (x, y), "heteroscedastic", structure="kron", select="last_layer", progress=False)
+    with pytest.raises(lapwing.UnsupportedOperation, match="heteroscedastic"):
+        la.export(tmp_path / "model.pt2", x[:2])
+    assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.model.module import warnings_here
 from lapwing.predictive.lastlayer import LastLayer
@@ -20,6 +20,9 @@ from lapwing.predictive.softmax import prepare
 from lapwing.writing import replacing
 
 SUFFIXES = (".pt2", ".onnx")
+CLASSES = ("probs", "label", "confidence")  # outputs that only predictions of classes and labels have
+VALUES = ("variance", "stddev")  # outputs that only predictions of numbers have
+COMMON = ("mean", "entropy", "epistemic", "aleatoric", "total", "novelty")
 
 
 class Predictor(nn.Module):
@@ -44,6 +47,10 @@ class Predictor(nn.Module):
         samples: int | None = None,
     ) -> None:
         super().__init__()
+        known = COMMON + (CLASSES if likelihood.has_logits else VALUES)
+        unknown = [name for name in outputs if name not in known]
+        if unknown:
+            raise BadData(f"a predictor of {type(likelihood).__name__} has no {unknown[0]!r}: use {', '.join(known)}")
         self.layer = copy.deepcopy(layer)  # later training of the user's module does not change it
         self.novelty = novelty
         self._likelihood, self._outputs = likelihood, tuple(outputs)
@@ -92,12 +99,21 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
         with torch.no_grad(), warnings_here("ignore", Warning):  # of PyTorch about its own parts
             f = predictor.layer.run(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
-            program = torch.export.export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
-            if path.suffix == ".pt2":
-                with replacing(path) as part:
-                    torch.export.save(program, part)
-            else:
-                _write_onnx(program, path, predictor._outputs)
+            try:
+                program = torch.export.export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
+                if path.suffix == ".pt2":
+                    with replacing(path) as part:
+                        torch.export.save(program, part)
+                else:
+                    _write_onnx(program, path, predictor._outputs)
+            except (LapwingError, ImportError):
+                raise
+            except Exception as error:  # PyTorch raises many kinds
+                raise UnsupportedOperation(
+                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). Classifiers of "
+                    "three classes and more go to '.onnx' with structure diag, kron or ekfac; a heteroscedastic "
+                    "regression goes to no file. Otherwise the network itself is the cause: try torch.export on it."
+                ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
