@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
-from lapwing.evaluation.metrics import auroc
+from lapwing.metrics import auroc
 
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)

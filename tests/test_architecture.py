@@ -15,20 +15,35 @@ ROOMS = (
     "linalg",
     "model",
     "likelihoods",
+    "metrics",
     "curvature",
     "posterior",
     "predictive",
     "evidence",
+    "plots",
     "evaluation",
+    "baselines",
+    "attacks",
     "saving",
     "extras",
     "summary",
     "laplace",
     "fitting",
     "training",
+    "sklearn",
+    "lightning",
+    "huggingface",
+    "botorch",
+    "compat",
     "cli",
     "testing",
 )
+DOORS = {  # a door is a class of another library, which it therefore imports when it is imported itself
+    "sklearn": {"sklearn"},
+    "lightning": {"lightning", "pytorch_lightning"},
+    "huggingface": {"transformers", "peft"},
+    "botorch": {"botorch", "gpytorch", "linear_operator"},
+}
 CORE = {"torch", "numpy", "safetensors", "tqdm"}
 PACKAGE = Path(lapwing.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -105,13 +120,25 @@ def test_deferred_imports_are_optional_extras(path: Path) -> None:
 def test_extras_are_imported_only_where_used(path: Path) -> None:
     import sys
 
-    known = CORE | {"lapwing"} | set(sys.stdlib_module_names)
+    known = CORE | {"lapwing"} | set(sys.stdlib_module_names) | DOORS.get(room(path), set())
     wrong = [
         f"{name(path)}:{line} imports {module} at module level"
         for line, module, deferred in imports(path)
         if not deferred and module.split(".")[0] not in known
     ]
     assert not wrong, f"an extra is imported inside the function that uses it: {wrong}"
+
+
+def test_only_a_door_imports_itself() -> None:
+    """`import lapwing` opens no door: nobody but the user imports one."""
+    wrong = [
+        f"{name(path)}:{line} imports {module}"
+        for path in FILES
+        for line, module, _ in imports(path)
+        if module.split(".")[0] == "lapwing" and module.count(".") and module.split(".")[1] in DOORS
+        and room(path) != module.split(".")[1]
+    ]
+    assert not wrong, wrong
 
 
 def test_the_parser_sees_relative_and_deferred_imports(tmp_path: Path) -> None:

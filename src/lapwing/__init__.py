@@ -9,6 +9,7 @@ import gc
 _collecting = gc.isenabled()
 gc.disable()  # a full collection of all that torch has made would take a third of this import
 
+from lapwing import metrics, plots
 from lapwing.curvature import (
     EKFAC,
     GGN,
@@ -38,7 +39,6 @@ from lapwing.errors import (
     UnsupportedOperation,
     VersionMismatch,
 )
-from lapwing.evaluation import metrics, plots
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
 from lapwing.errors import BadData, UnsupportedOperation, require_generator, require_whole
-from lapwing.evaluation.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence import (
     Groups,
     Rule,
@@ -31,6 +30,7 @@ from lapwing.evidence import (
     tune_grid,
     tune_validation,
 )
+from lapwing.evidence.curves import TemperatureCurve, temperature_curve
 from lapwing.extras.linear_mode import LinearMode, linear_mode
 from lapwing.extras.loo import keep_if_shown, tune_loo
 from lapwing.extras.valla import tune_bound, variational_bound

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import lapwing
+from lapwing import metrics
 from lapwing.errors import BadData, NotReiterable
-from lapwing.evaluation import metrics
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.temperature import TemperatureScaled

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
+from lapwing import metrics, plots
 from lapwing.errors import BadData, IncompatiblePrior
-from lapwing.evaluation import metrics, plots
 
 TEMPERATURES = (0.1, 1.0, 30.0)
 

@@ -1,1 +1,1 @@
-"""How good are the predictions: metrics, plots and the report."""
+"""How good are predictions: evaluation on data, the report, and temperature scaling as the rival to beat."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lapwing import metrics, plots
 from lapwing.errors import BadData
-from lapwing.evaluation import metrics, plots
 from lapwing.evaluation.meter import Cost
 from lapwing.predictive import Prediction
 from lapwing.writing import replacing

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lapwing import metrics
 from lapwing.errors import BadData
-from lapwing.evaluation import metrics
-from lapwing.evaluation.curves import TemperatureCurve
 from lapwing.evidence import Tuning
+from lapwing.evidence.curves import TemperatureCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lapwing import metrics
 from lapwing.errors import BadData
-from lapwing.evaluation import metrics
 from lapwing.evidence import Groups, collect, linked, nodes_for
 from lapwing.evidence.heldout import Batch, Sweep
 from lapwing.evidence.search import MEMORY

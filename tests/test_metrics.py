@@ -8,8 +8,8 @@ import torch
 from scipy import integrate, stats
 from sklearn import metrics as sk
 
+from lapwing import metrics
 from lapwing.errors import BadData
-from lapwing.evaluation import metrics
 
 
 @pytest.fixture

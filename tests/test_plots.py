@@ -8,8 +8,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from lapwing import metrics, plots
 from lapwing.errors import BadData
-from lapwing.evaluation import metrics, plots
 from lapwing.evidence import Setting, Tuning
 from lapwing.likelihoods import Categorical
 from lapwing.posterior import Prior, Tempered
@@ -68,7 +68,7 @@ def test_settings_are_put_back_and_pyplot_stays_out() -> None:
     plots.coverage([0.5, 0.9], {"A": [0.4, 0.8]})
     assert dict(matplotlib.rcParams) == before
     code = (
-        "import sys, torch; from lapwing.evaluation import plots\n"
+        "import sys, torch; from lapwing import plots\n"
         "plots.ecdf({'A': torch.rand(5)}).savefig('/dev/null', format='png'); print('matplotlib.pyplot' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
