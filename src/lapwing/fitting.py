@@ -115,7 +115,8 @@ def fit(
         asked: dict[str, Any] = {"temperature": (float(tempered.T), tempered.prior), "n_data": n_data, "repair": repair}
         asked |= {"structure": chosen, "factor": directions}
         require_same(_identity(network, family, chosen_prior) | {name: repr(value) for name, value in asked.items()})
-    problem = with_noise_ratios(pose(network, batches, family, directions, **options))
+    short = {"closed": chosen.closed_form and checkpoint is None, "passes": chosen.passes()}
+    problem = with_noise_ratios(pose(network, batches, family, directions, **short, **options))
     for doubt in problem.doubts:
         warnings.warn(doubt, stacklevel=_caller())
     # refuse a wrong prior before the work

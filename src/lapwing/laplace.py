@@ -250,6 +250,7 @@ class Laplace:
             batches,
             self.likelihood,
             self.curvature.factor,
+            closed=self.curvature.structure.closed_form,
             generator=generator,
             memory=self.options.memory,
             progress=self.options.progress,
