@@ -123,7 +123,7 @@ class Predictive:
         generator: torch.Generator | None,
     ) -> Prediction:
         """The predictive distribution at prepared inputs; the arguments are those of `Laplace.predict`."""
-        belief = self.belief
+        belief, found = self.belief, None
         if method == "sampled":
             if joint:
                 raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
@@ -139,11 +139,10 @@ class Predictive:
                     "differentiable=True"
                 )
             layer = None if joint or differentiable or by_draws else self.last_layer
-            if layer is not None:
-                self.network.require_apart(inputs)
-                with torch.no_grad():
-                    f, a = layer(inputs)
-                function = layer.function(f, a, belief.likelihood.shift_invariant)
+            found = None if layer is None else layer.read(inputs)
+            if layer is not None and found is not None:
+                self.network.compare(inputs, found[0])
+                function = layer.function(*found, belief.likelihood.shift_invariant)
             else:
                 function = self.linearized(inputs).function(
                     inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
@@ -157,15 +156,21 @@ class Predictive:
             belief.likelihood,
             link=link,
             samples=samples,
-            novelty=lambda: self.novelty(inputs, function.mean),
+            novelty=lambda: self.novelty(inputs, function.mean, found),
             scalar=self.options.scalar,
             shifted=bool(self.options.convention.shifted),
             generator=generator,
         )
 
-    def novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
-        """How much a target at these inputs would still teach, (B, *event); see `information_gain`."""
+    def novelty(self, inputs: Inputs, mean: Tensor, found: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """How much a target at these inputs would still teach, (B, *event); see `information_gain`.
+
+        `found` are the outputs and the inputs of the last layer, where the short path has them.
+        """
         mean, likelihood = mean.detach(), self.belief.likelihood
+        layer = None if found is None else self.novelty_layer
+        if layer is not None and found is not None:
+            return layer.information(*found, likelihood)
         at = replace(self.linearized(inputs), precision=novelty_precision(self.belief.curvature.matrix))
         if mean.shape[-1] > CLOSED_FORM:
             return information_bound(mean, at.variance(inputs, mean, at.precision), likelihood)
@@ -181,9 +186,11 @@ class Predictive:
         bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
                    leave=False)  # fmt: skip
         for batch in bar:
-            y = self._targets(batch)
+            inputs = self._named(batch)
+            short = self._short(inputs)
+            y = self._targets(batch, inputs, None if short is None else short[0])
             start = 0
-            for f, rows in self._rows(batch.inputs, link):
+            for f, rows in self._rows(inputs, link, short):
                 yield f, y[start : start + f.shape[0]], rows
                 start += f.shape[0]
             most -= start
@@ -196,18 +203,38 @@ class Predictive:
         data = [data] if isinstance(data, Tensor) else data
         generator = torch.Generator(self.network.params.device).manual_seed(0)
         for raw in self.batches(data).unlabeled():
-            for f, rows in self._rows(self.inputs(raw), link):
+            inputs = self.inputs(raw)
+            for f, rows in self._rows(inputs, link, self._short(inputs)):
                 yield f, self.belief.likelihood.sample_target(f, generator), rows
 
-    def _rows(self, inputs: Inputs, link: str) -> Iterator[tuple[Tensor, Jacobian]]:
+    def _short(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+        """Outputs (B, C) and inputs of the last layer, where the posterior is over one."""
+        layer = self.last_layer
+        found = None if layer is None else layer.read(inputs)
+        return found if found is not None and found[0].ndim == 2 else None
+
+    def _rows(
+        self, inputs: Inputs, link: str, short: tuple[Tensor, Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Jacobian]]:
         contrast = self.belief.likelihood.shift_invariant and link in ("auto", "mc")
+        layer = self.last_layer if short is not None else None
+        if layer is not None and short is not None:
+            yield short[0], layer.rows(*short, self.belief.curvature.layout, contrast)
+            return
         for linearization, rows in self.linearized(inputs).jacobians(inputs, contrast=contrast):
             yield linearization.f.detach(), rows
 
-    def _targets(self, batch: Batch) -> Tensor:
+    def _named(self, batch: Batch) -> Inputs:
+        """The inputs of a batch as predictions read them; errors name the batch."""
+        try:
+            return self.inputs(batch.inputs)
+        except BadData as error:
+            raise BadData(f"batch {batch.number}: {error}") from error
+
+    def _targets(self, batch: Batch, inputs: Inputs, f: Tensor | None = None) -> Tensor:
         """The targets of a batch in canonical form; errors name the batch."""
         try:
-            f = self.network.forward(self.inputs(batch.inputs))
+            f = self.network.forward(inputs) if f is None else f
             if not bool(f.isfinite().all()):
                 raise BadData("the outputs of the network are not finite")
             return self.belief.likelihood.targets(f, batch.targets)

@@ -66,7 +66,7 @@ class Predictor(nn.Module):
 
     def prediction(self, *args: Any, **kwargs: Any) -> Prediction:
         """The same as a `Prediction`."""
-        f, a = self.layer.run(*args, **kwargs)
+        f, a = self.layer(*args, **kwargs)
         function = self.layer.function(f, a, self._likelihood.shift_invariant)
         score = self.novelty
         return predict_targets(
@@ -97,7 +97,7 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
     try:
         with torch.no_grad(), warnings_here("ignore", Warning):  # of PyTorch about its own parts
-            f = predictor.layer.run(*args, **kwargs)[0]
+            f = predictor.layer(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
             try:
                 program = torch.export.export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
