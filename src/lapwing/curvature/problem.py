@@ -188,7 +188,7 @@ def pose(
             notes += (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions per sample",)
     factor.require(f)
     features = features_of(network, first.inputs) if closed and factor.has_directions else None
-    if features is not None and (f.ndim == 2 or factor.exact):
+    if features is not None and features.event == f.shape[1:] and (f.ndim == 2 or factor.exact):
         keep = passes > 1 or likelihood.estimates_first(f.shape[-1])
         memory = options.get("memory", available_memory())
         options |= {"reader": Reader(features, keep, memory // 4)}
