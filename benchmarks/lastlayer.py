@@ -73,7 +73,9 @@ def network(name: str, repeats: int) -> None:
         base = cpu(held_epoch)
         one, hundred = (median(cpu(lambda: tune(s)) for _ in range(repeats)) for s in (few_settings, many))  # noqa: B023
         print(f"{name:10}{f'tune {structure}, in held-out epochs':46}{one / base:7.2f}")
-        print(f"{name:10}{'  100 settings more':46}{(hundred - one) / base:7.2f}  (target ≤ {TARGETS['100 settings']:g})")
+        print(
+            f"{name:10}{'  100 settings more':46}{(hundred - one) / base:7.2f}  (target ≤ {TARGETS['100 settings']:g})"
+        )
 
 
 def head(repeats: int, features: int = 2048, classes: int = 1000, n: int = 5000) -> None:
@@ -94,7 +96,9 @@ def head(repeats: int, features: int = 2048, classes: int = 1000, n: int = 5000)
     for size in (64, 1):
         few = x[:size]
         predictor, logits = la.predictor("probs", "epistemic"), torch.randn(100, size, classes)
-        ahead, draws = (median(cpu(w) for _ in range(repeats)) for w in (lambda: forward(model, few), lambda: logits.softmax(-1)))  # noqa: B023, E501
+        ahead, draws = (
+            median(cpu(w) for _ in range(repeats)) for w in (lambda: forward(model, few), lambda: logits.softmax(-1))
+        )  # noqa: B023, E501
         for what, work in (("predict", lambda: answer(la, few)), ("predictor", lambda: predictor(few))):  # noqa: B023
             took = median(cpu(work) for _ in range(max(2, repeats // 2)))
             print(

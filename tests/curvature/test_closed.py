@@ -90,9 +90,7 @@ def test_the_short_path_gives_the_curvature_of_the_general_one(
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("factor", ["mc", "empirical"])
-def test_directions_that_are_drawn_or_observed(
-    factor: str, structure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directions_that_are_drawn_or_observed(factor: str, structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     data = [(torch.randn(8, 5).double(), torch.randint(4, (8,))) for _ in range(3)]
     equal(*both(monkeypatch, Net(4, "mixed").double(), data, "classification", structure=structure, factor=factor))

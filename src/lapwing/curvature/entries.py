@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.curvature.closed import Head, unfolded
 from lapwing.curvature.curvature import (
     Accumulator,
     Estimate,
@@ -19,7 +20,6 @@ from lapwing.curvature.curvature import (
     blocks_of,
     layout_of,
 )
-from lapwing.curvature.closed import Head, unfolded
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem

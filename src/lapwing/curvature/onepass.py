@@ -95,9 +95,7 @@ def pass_over(
     return sums.totals()
 
 
-def _closed_pass(
-    problem: Problem, reader: Reader, factor: Factor, closed: Closed, scored: bool, label: str
-) -> Sums:
+def _closed_pass(problem: Problem, reader: Reader, factor: Factor, closed: Closed, scored: bool, label: str) -> Sums:
     """Pass over the data by forward passes alone; the structure adds up what the last layer saw."""
     sums, likelihood = Sums(), problem.likelihood
     params, places = problem.network.params, problem.plan.blocks[0].places.index

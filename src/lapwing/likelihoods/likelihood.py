@@ -155,7 +155,7 @@ class Likelihood(ABC):
         return rows.mT @ rows
 
     def curvature_diagonal(self, f: Tensor, y: Tensor, basis: Tensor | None = None) -> Tensor:
-        """Return the diagonal of Bᵀ φΛ B for every item, (B, *event, k), for a basis (C, k); the identity by default."""
+        """Return the diagonal of Bᵀ φΛ B for every item, (B, *event, k), for a basis (C, k) or the identity."""
         root = self.factor(f, y)
         return (root if basis is None else basis.mT.to(root) @ root).square().sum(-1)
 

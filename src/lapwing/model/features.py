@@ -174,9 +174,7 @@ def _look(network: Network, example: Inputs) -> Features | None:
     return Features(body, network.outputs, shape, bias, *found, plan, event)
 
 
-def _tail(
-    body: nn.Module, caught: Caught, network: Network, few: Inputs
-) -> tuple[Tensor | None, Tensor | None] | None:
+def _tail(body: nn.Module, caught: Caught, network: Network, few: Inputs) -> tuple[Tensor | None, Tensor | None] | None:
     """Return M and c with f = M z + c, or None where f is not of this form for every z.
 
     M is the derivative of f by z at the example, the same for each sample. Then z is shifted by numbers of several
@@ -187,9 +185,14 @@ def _tail(
     n = batch_size(few)
     if not close(network.forward(take(few, slice(n - 1, n), n)), own[-1:], tolerance([own.dtype])):
         return None  # samples depend on each other: the self-check of the tape says where
+
+    def leaf(z: Tensor) -> Tensor:
+        leaves.append(z.detach().requires_grad_())
+        return leaves[-1]
+
     caught.requires_grad_(True)
     try:
-        with torch.enable_grad(), catching(Sink(lambda z: leaves.append(z.detach().requires_grad_()) or leaves[-1])):
+        with torch.enable_grad(), catching(Sink(leaf)):
             f = network.outputs(output_tensor(call(body, few)))
         if len(leaves) != 1 or not close(f, own, tolerance([f.dtype])):
             return None
@@ -229,9 +232,7 @@ def _derivative(f: Tensor, z: Tensor) -> Tensor | None:
     return None if mixed or not close(each, each[:1].expand_as(each), 1e-6) else each[0].detach()
 
 
-def _shifts_arrive(
-    body: nn.Module, network: Network, few: Inputs, f: Tensor, z: Tensor, tail: Tensor | None
-) -> bool:
+def _shifts_arrive(body: nn.Module, network: Network, few: Inputs, f: Tensor, z: Tensor, tail: Tensor | None) -> bool:
     """Whether shifts of the layer's outputs, different for each sample, come out multiplied by M."""
     rtol = tolerance([f.dtype, z.dtype])
     for size in SIZES:

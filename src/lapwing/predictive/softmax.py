@@ -214,8 +214,10 @@ def expected_softmax(mean: Tensor, spread: Spread, samples: int | None, seed: in
     if len(mean) <= spread.chunk:
         return whole.run(samples)
     parts = [whole._take(items).run(samples) for items in torch.arange(len(mean)).to(mean.device).split(spread.chunk)]
-    found = (torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "entropy", "error"))
-    return Softmax(*found, lambda probs: torch.cat([part.log_probs for part in parts]))
+    probs, entropy, error = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "entropy", "error")
+    )
+    return Softmax(probs, entropy, error, lambda _: torch.cat([part.log_probs for part in parts]))
 
 
 @dataclass(frozen=True, eq=False)
