@@ -1,14 +1,15 @@
 """What a posterior over the last layer costs, in forward passes: `python -m benchmarks.lastlayer [resnet20] [lenet]`.
 
 Every figure is a ratio of CPU times in one process with one thread. The work and the forward pass it is compared with
-take turns, and the ratio is that of their medians. `head` is the last layer of an ImageNet classifier, 2,048 → 1,000, on
-made-up features; its memory is the peak of the process above what it had before the fit.
+take turns, and the ratio is that of their medians. `head` is the last layer of an ImageNet classifier, 2,048 → 1,000,
+on made-up features; its memory is the peak of the process above what it had before the fit.
 """
 
 import argparse
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -73,9 +74,8 @@ def network(name: str, repeats: int) -> None:
         base = cpu(held_epoch)
         one, hundred = (median(cpu(lambda: tune(s)) for _ in range(repeats)) for s in (few_settings, many))  # noqa: B023
         print(f"{name:10}{f'tune {structure}, in held-out epochs':46}{one / base:7.2f}")
-        print(
-            f"{name:10}{'  100 settings more':46}{(hundred - one) / base:7.2f}  (target ≤ {TARGETS['100 settings']:g})"
-        )
+        more = (hundred - one) / base
+        print(f"{name:10}{'  100 settings more':46}{more:7.2f}  (target ≤ {TARGETS['100 settings']:g})")
 
 
 def head(repeats: int, features: int = 2048, classes: int = 1000, n: int = 5000) -> None:
@@ -96,10 +96,9 @@ def head(repeats: int, features: int = 2048, classes: int = 1000, n: int = 5000)
     for size in (64, 1):
         few = x[:size]
         predictor, logits = la.predictor("probs", "epistemic"), torch.randn(100, size, classes)
-        ahead, draws = (
-            median(cpu(w) for _ in range(repeats)) for w in (lambda: forward(model, few), lambda: logits.softmax(-1))
-        )  # noqa: B023, E501
-        for what, work in (("predict", lambda: answer(la, few)), ("predictor", lambda: predictor(few))):  # noqa: B023
+        ahead = median(cpu(partial(forward, model, few)) for _ in range(repeats))
+        draws = median(cpu(partial(logits.softmax, -1)) for _ in range(repeats))
+        for what, work in (("predict", partial(answer, la, few)), ("predictor", partial(predictor, few))):
             took = median(cpu(work) for _ in range(max(2, repeats // 2)))
             print(
                 f"head      {what} {size}: {took * 1e3:.1f} ms; forward {ahead * 1e3:.2f} ms, 100 draws "

@@ -30,7 +30,7 @@ PANEL = 16  # inputs per product: the curvature is symmetric, and only one half 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some samples after their forward pass: outputs f (n, *event, c), targets, inputs a (n, *event, i), weights (n,)."""
+    """Some samples after their forward pass: outputs (n, *event, c), targets, inputs (n, *event, i), weights (n,)."""
 
     f: Tensor
     y: Tensor

@@ -251,7 +251,7 @@ class _Chunk:
         """Average over two small sequences of points; the error is infinite where the variance is too large for it."""
         mean, root = self.mean, self.spread.root()
         points = _matched(root.shape[-1], self.seed, mean.dtype).to(mean.device)  # (2 · 2 · PAIRS, k)
-        f = torch.baddbmm((mean - mean.amax(-1, keepdim=True))[:, None], points.expand(len(mean), -1, -1), root.mT)
+        f = points @ root.mT + (mean - mean.amax(-1, keepdim=True))[:, None]  # (n, points, K)
         e = f.exp()
         total = e.sum(-1)  # (n, points)
         p = e / total[..., None]
