@@ -150,7 +150,7 @@ def require_no_hooks(parameters: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Subnetwork:
-    """A selection of `size` single weights: those with the largest variance or magnitude, a random set, or `indices`."""
+    """A selection of single weights: those with the largest variance or magnitude, a random set, or `indices`."""
 
     size: int
     by: Literal["variance", "magnitude", "random", "indices"] = "variance"
