@@ -154,7 +154,7 @@ class Predictive:
             raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
         return predict_targets(
             function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
-            belief.likelihood,
+            belief.likelihood.predicting(function.mean),
             link=link,
             samples=samples,
             novelty=lambda: self.novelty(inputs, function.mean),
@@ -165,7 +165,7 @@ class Predictive:
 
     def novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
         """How much a target at these inputs would still teach, (B, *event); see `information_gain`."""
-        mean, likelihood = mean.detach(), self.belief.likelihood
+        mean, likelihood = mean.detach(), self.belief.likelihood.predicting(mean)
         at = replace(self.linearized(inputs), precision=novelty_precision(self.belief.curvature.matrix))
         if mean.shape[-1] > CLOSED_FORM:
             return information_bound(mean, at.variance(inputs, mean, at.precision), likelihood)

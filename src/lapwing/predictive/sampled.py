@@ -151,4 +151,5 @@ class Ensemble:
             function = sampled_function(self.network, self.weights, inputs, differentiable)
         warn_of_collapse(self.network, self.likelihood, function, inputs)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
-        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar, shifted=self.shifted)
+        likelihood = self.likelihood.predicting(function.mean)
+        return predict_targets(function, likelihood, link=link, scalar=self.scalar, shifted=self.shifted)
