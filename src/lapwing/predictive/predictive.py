@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Plan, batch_size, tensors_in
 from lapwing.model.batches import Batch
@@ -81,8 +81,10 @@ class Predictive:
         x = as_tensors(x)
         x = self.options.convention.inputs_of(x) if isinstance(x, Mapping) else x
         if not any(True for _ in tensors_in(x)):
+            loader = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
+            hint = "; for a loader, `for p in la.predict_loader(data)` predicts batch by batch" if loader else ""
             raise BadData(
-                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
+                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}{hint}"
             )
         x, _ = placed(self.network.module, x, self.network.params.device, self.options.convention.cast)
         if batch_size(x) == 0:
@@ -151,7 +153,8 @@ class Predictive:
             if by_draws:
                 link, samples = "mc", samples or JVP_DRAWS
         else:
-            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
+            hint = nearest(method, ("linearized", "sampled"))
+            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}{hint}")
         return predict_targets(
             function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
             belief.likelihood.predicting(function.mean),
