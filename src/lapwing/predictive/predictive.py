@@ -154,7 +154,7 @@ class Predictive:
             raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
         return predict_targets(
             function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
-            belief.likelihood,
+            belief.likelihood.predicting(function.mean),
             link=link,
             samples=samples,
             novelty=lambda: self.novelty(inputs, function.mean),
@@ -177,7 +177,7 @@ class Predictive:
 
     def novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
         """How much a target at these inputs would still teach, (B, *event); see `information_gain`."""
-        mean, likelihood = mean.detach(), self.belief.likelihood
+        mean, likelihood = mean.detach(), self.belief.likelihood.predicting(mean)
         at = replace(self.linearized(inputs), precision=novelty_precision(self.belief.curvature.matrix))
         if mean.shape[-1] > CLOSED_FORM:
             return information_bound(mean, at.variance(inputs, mean, at.precision), likelihood)
@@ -204,12 +204,24 @@ class Predictive:
 
     def unlabeled(self, data: Any, link: str = "auto") -> Iterator[HeldOut]:
         """Stream as `held_out` does, with targets drawn from the network itself; those of the data are not read."""
+        generator = torch.Generator(self.network.params.device).manual_seed(0)
+        for inputs in self.bare_inputs(data):
+            for f, rows in self._rows(inputs, link):
+                yield f, self.belief.likelihood.sample_target(f, generator), rows
+
+    def labeled(self, data: Any) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
+        """Stream prepared inputs, the outputs f of the network itself and canonical targets, batch by batch."""
+        for batch in self.batches(data):
+            y = self._targets(batch)
+            inputs = self.inputs(batch.inputs)
+            yield inputs, self.network.forward(inputs), y
+
+    def bare_inputs(self, data: Any) -> Iterator[Inputs]:
+        """Stream prepared inputs batch by batch; targets are not read, and a tensor of inputs is one batch."""
         data = as_tensors(data)
         data = [data] if isinstance(data, Tensor) else data
-        generator = torch.Generator(self.network.params.device).manual_seed(0)
         for raw in self.batches(data).unlabeled():
-            for f, rows in self._rows(self.inputs(raw), link):
-                yield f, self.belief.likelihood.sample_target(f, generator), rows
+            yield self.inputs(raw)
 
     def _rows(self, inputs: Inputs, link: str) -> Iterator[tuple[Tensor, Jacobian]]:
         contrast = self.belief.likelihood.shift_invariant and link in ("auto", "mc")
