@@ -33,7 +33,18 @@ from lapwing.curvature.shards import filled, require_same, sharded, shared_conve
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
+from lapwing.model import (
+    Batches,
+    Network,
+    Params,
+    Subnetwork,
+    choose_weights,
+    explicit_subnetwork,
+    explicit_weights,
+    last_layer,
+    select_names,
+    unwrap,
+)
 from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
@@ -106,6 +117,7 @@ def fit(
     where = _device(module, device)
     require_generator(generator, where)
     batches = filled(Batches(data, module, where, split))
+    select = explicit_subnetwork(select) if isinstance(select, Tensor) else select
     names = _names(module, select, batches)
     network = Network(module, Params.of(module, names), family.outputs)
     options = {"generator": generator, "memory": budget, "progress": progress}
@@ -288,8 +300,11 @@ def _narrowed(
     tempered: Tempered,
     options: dict[str, Any],
 ) -> Network:
-    """Restrict a network to k single weights."""
+    """Restrict a network to single weights."""
     params = network.params
+    if select.indices is not None:
+        index = explicit_weights(select.indices, params.total).to(params.device)
+        return replace(network, params=replace(params, index=index))
     scores: Tensor = params.flat
     if select.by == "variance":
         batches.require_reiterable("choosing a subnetwork by variance")

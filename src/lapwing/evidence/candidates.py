@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,19 @@ HOPELESS = 1.5  # a loss this many times that of temperature scaling is not impr
 LOGIT_RANGE = (0.05, 20.0)
 SUBSET = 1000  # samples used for a first guess of the logit temperature
 STEP = 0.2  # distance in log s between the points of a parabola
+
+
+class Labeled(Protocol):
+    """Held-out data as the network itself sees them: outputs f (N, *event, C), canonical targets, a likelihood."""
+
+    @property
+    def f(self) -> Tensor: ...
+
+    @property
+    def y(self) -> Tensor: ...
+
+    @property
+    def likelihood(self) -> Likelihood: ...
 
 
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
@@ -174,11 +188,11 @@ class Candidates:
         found = [Setting(tau, T, phi, logit_temperature=s, unit=self.unit) for tau, T, phi, s in product]
         return found if self.logit_temperatures else self._with_logits(sweep, found, rivals, near)
 
-    def near(self, sweep: Sweep) -> float:
+    def near(self, held: Labeled) -> float:
         """Return the logit temperature of temperature scaling if it is learned, else the one in force."""
         if "logit_temperature" not in self.learned:
             return self.logit_temperature
-        return best_logit_temperature(sweep.f, sweep.y, sweep.likelihood, near=self.logit_temperature)
+        return best_logit_temperature(held.f, held.y, held.likelihood, near=self.logit_temperature)
 
     def _with_logits(
         self, sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str, Tensor], near: float

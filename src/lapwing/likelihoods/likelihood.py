@@ -191,6 +191,11 @@ class Likelihood(ABC):
 
     # --- the prediction --------------------------------------------------------------------------------------------
 
+    def predicting(self, f: Tensor) -> Likelihood:
+        """Return the likelihood under which outputs f are predicted: another one where f are not those of the fit, such
+        as the reward of one item after a fit to preferences between two."""
+        return self
+
     def marginal(self, f: Outputs) -> Marginal | None:
         """Return ∫ p(y | f) N(f) df where it has a closed form or a quadrature in one dimension; else None."""
         return None
@@ -201,6 +206,10 @@ class Likelihood(ABC):
     def softmax(self) -> bool:
         """Whether p(y | f) = softmax(f)_y over the last dimension of f."""
         return False
+
+    def noise_variance(self, f: Tensor) -> Tensor | None:
+        """The variance of y given f, (C,), where y = f + noise that is the same at all inputs; None elsewhere."""
+        return None
 
     @property
     def has_logits(self) -> bool:

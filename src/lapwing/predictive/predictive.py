@@ -37,7 +37,7 @@ HeldOut = tuple[Tensor, Tensor, Jacobian]
 Pushed = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
 """f (B, *event, C), canonical targets, and weight tangents (s, P) → J v, (s, B, *event, C)."""
 Labeled = tuple[Inputs, Tensor, Tensor]
-"""The inputs of a batch, f (B, *event, C) and canonical targets."""
+"""The prepared inputs of a batch, f (B, *event, C) and canonical targets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ class Predictive:
             raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
         return predict_targets(
             function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
-            belief.likelihood,
+            belief.likelihood.predicting(function.mean),
             link=link,
             samples=samples,
             novelty=lambda: self.novelty(inputs, function.mean),
@@ -170,21 +170,33 @@ class Predictive:
             generator=generator,
         )
 
+    def kernel_factors(self, inputs: Inputs, differentiable: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """f at prepared inputs and the two factors of its covariance with f at any others; see `Laplace`."""
+        layer, scale = self.last_layer, 1 / self.belief.logit_temperature
+        if layer is not None:
+            self.network.require_apart(inputs)
+            with torch.set_grad_enabled(differentiable):
+                f, a = layer(inputs)
+                left = right = layer.root.across(a)
+        else:
+            f, left, right = self.linearized(inputs).kernel_factors(inputs, differentiable)
+        return (f, left, right) if scale == 1.0 else (scale * f, scale * left, scale * right)
+
     def novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
         """How much a target at these inputs would still teach, (B, *event); see `information_gain`."""
-        mean, likelihood = mean.detach(), self.belief.likelihood
+        mean, likelihood = mean.detach(), self.belief.likelihood.predicting(mean)
         at = replace(self.linearized(inputs), precision=novelty_precision(self.belief.curvature.matrix))
         if mean.shape[-1] > CLOSED_FORM:
             return information_bound(mean, at.variance(inputs, mean, at.precision), likelihood)
         return information_gain(mean, at.covariance(inputs, mean, contrast=at.shift_invariant), likelihood)
 
     def labeled(self, data: Any, most: float = math.inf) -> Iterator[Labeled]:
-        """Stream (inputs, f, canonical targets) of labeled data, batch by batch, until `most` samples are reached."""
+        """Stream (prepared inputs, f, canonical targets) batch by batch, until `most` samples are reached."""
         batches, show = self.batches(data), self.options.progress
         bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
                    leave=False)  # fmt: skip
         for batch in bar:
-            yield batch.inputs, *self._targets(batch)
+            yield self._read(batch)
             most -= batch_size(batch.inputs)
             if most <= 0:
                 return
@@ -206,8 +218,8 @@ class Predictive:
     def pushed(self, labeled: Iterable[Labeled]) -> Iterator[Pushed]:
         """Stream (f, targets, products with ∂f/∂θ) of labeled data, a few samples at a time, for tuning by draws."""
         products = Products(self.network, self.batches(()))
-        for raw, f, y in labeled:
-            inputs, n = self.inputs(raw), f.shape[0]
+        for inputs, f, y in labeled:
+            n = f.shape[0]
             for start in range(0, n, SHARED):
                 part = slice(start, min(n, start + SHARED))
                 few = take(inputs, part, n)
@@ -218,13 +230,17 @@ class Predictive:
 
     def unlabeled(self, data: Any, link: str = "auto") -> Iterator[HeldOut]:
         """Stream as `held_out` does, with targets drawn from the network itself; those of the data are not read."""
-        data = as_tensors(data)
-        data = [data] if isinstance(data, Tensor) else data
         generator = torch.Generator(self.network.params.device).manual_seed(0)
-        for raw in self.batches(data).unlabeled():
-            inputs = self.inputs(raw)
+        for inputs in self.bare_inputs(data):
             for f, rows in self._rows(inputs, link, self.network.forward(inputs)[0].numel()):
                 yield f, self.belief.likelihood.sample_target(f, generator), rows
+
+    def bare_inputs(self, data: Any) -> Iterator[Inputs]:
+        """Stream prepared inputs batch by batch; targets are not read, and a tensor of inputs is one batch."""
+        data = as_tensors(data)
+        data = [data] if isinstance(data, Tensor) else data
+        for raw in self.batches(data).unlabeled():
+            yield self.inputs(raw)
 
     def _rows(self, inputs: Inputs, link: str, directions: int) -> Iterator[tuple[Tensor, Jacobian]]:
         contrast = self.belief.likelihood.shift_invariant and link in ("auto", "mc")
@@ -232,12 +248,13 @@ class Predictive:
         for linearization, rows in at.jacobians(inputs, directions=directions, contrast=contrast):
             yield linearization.f.detach(), rows
 
-    def _targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The outputs for a batch, and its targets in canonical form; errors name the batch."""
+    def _read(self, batch: Batch) -> Labeled:
+        """Return the prepared inputs of a batch, their outputs, and targets in canonical form; errors name the batch."""
         try:
-            f = self.network.forward(self.inputs(batch.inputs))
+            inputs = self.inputs(batch.inputs)
+            f = self.network.forward(inputs)
             if not bool(f.isfinite().all()):
                 raise BadData("the outputs of the network are not finite")
-            return f, self.belief.likelihood.targets(f, batch.targets)
+            return inputs, f, self.belief.likelihood.targets(f, batch.targets)
         except BadData as error:
             raise BadData(f"batch {batch.number}: {error}") from error
