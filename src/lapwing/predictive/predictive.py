@@ -249,7 +249,7 @@ class Predictive:
             yield linearization.f.detach(), rows
 
     def _read(self, batch: Batch) -> Labeled:
-        """Return the prepared inputs of a batch, their outputs, and targets in canonical form; errors name the batch."""
+        """Return the prepared inputs of a batch, their outputs and canonical targets; errors name the batch."""
         try:
             inputs = self.inputs(batch.inputs)
             f = self.network.forward(inputs)
