@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +31,7 @@ from lapwing.evidence import (
     tune_validation,
 )
 from lapwing.evidence.curves import TemperatureCurve, temperature_curve
+from lapwing.evidence.drawn import needs_draws
 from lapwing.evidence.sampled import sampled_curve, tune_sampled
 from lapwing.extras.linear_mode import LinearMode, linear_mode
 from lapwing.extras.loo import keep_if_shown, tune_loo
@@ -41,7 +43,7 @@ from lapwing.model.inputs import Inputs
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
-from lapwing.predictive.predictive import Options, Predictive
+from lapwing.predictive.predictive import Labeled, Options, Predictive
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble
 from lapwing.saving import write
@@ -475,12 +477,14 @@ class Laplace:
             if predictive == "sampled":
                 tuning = tune_sampled(self._predictive, groups, data, link=link, **choices)
             else:
+                labeled, by_draws = self._many_outputs(data, link)
                 tuning = tune_validation(
                     self.belief,
                     groups,
-                    self._predictive.held_out(data, link),
+                    self._predictive.held_out(data, link, labeled=labeled),
                     score=linked(link, samples=128),
                     memory=self.options.memory,
+                    draws=self._predictive.pushed(labeled) if by_draws else None,
                     **choices,
                 )
         elif method == "loo":
@@ -493,6 +497,17 @@ class Laplace:
             raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}{hint}")
         told = f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}"
         return replace(self, belief=tuning.applied(self.belief), tuning=tuning, tuned=told)
+
+    def _many_outputs(self, data: Any, link: str) -> tuple[Iterator[Labeled], bool]:
+        """Return the stream of labeled data, and whether its outputs are so many that draws must take their place."""
+        labeled = self._predictive.labeled(data)
+        first = next(labeled, None)
+        if first is None:
+            return labeled, False
+        _, f, y = first
+        samples = f.shape[0] * (self.batches(data).length or 1)
+        by_draws = needs_draws(self.belief, f, y, link, self.options.memory, samples)
+        return itertools.chain([first], labeled), by_draws
 
     def _tune_evidence(
         self, data: Any, groups: Groups, learn: tuple[str, ...] | None, grid: Mapping[str, Sequence[float]]

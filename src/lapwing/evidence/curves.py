@@ -12,7 +12,7 @@ from torch import Tensor
 from lapwing import metrics
 from lapwing.errors import BadData, brief
 from lapwing.evidence import Groups, collect, linked, nodes_for
-from lapwing.evidence.heldout import Batch, Sweep
+from lapwing.evidence.heldout import Batch, GramSweep
 from lapwing.evidence.search import MEMORY
 from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, Prediction, predict_targets
@@ -104,7 +104,9 @@ class _Items:
     correct: Tensor | None
 
     @classmethod
-    def of(cls, sweep: Sweep, precision: Tensor, T: float, logit_temperature: float, link: str, samples: int) -> _Items:
+    def of(
+        cls, sweep: GramSweep, precision: Tensor, T: float, logit_temperature: float, link: str, samples: int
+    ) -> _Items:
         likelihood = sweep.likelihood
         dispersion = likelihood.dispersion.detach().double()
         coefficients = sweep.coefficients(precision.double(), torch.tensor(T, dtype=torch.float64), dispersion)

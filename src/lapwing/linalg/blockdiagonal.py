@@ -117,6 +117,13 @@ class BlockDiagonal(PSD):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self.layout.scatter([*self._each(lambda a: a.sample(n, generator))])
 
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        parts = [*self._each(lambda a: a.shifted_draws(n, shifts, generator, split))]
+        known = [part for part in parts if part is not None]
+        return self.layout.scatter(known) if len(known) == len(parts) else None
+
     def scale(self, c: Scalar) -> BlockDiagonal:
         blocks = tuple(block.scale(c) for block in self.blocks)
         if isinstance(c, Tensor) and c.requires_grad:

@@ -245,6 +245,14 @@ class Kronecker(PSD):
         each = [self._damped(1.0, rho, split).quadratic(rows) for rho in shifts]
         return torch.stack([gram[:, pairs[0], pairs[1]] for gram in each])
 
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        if split is None:
+            return self._eigen(self.grid()).shifted_draws(n, shifts, generator)
+        z = torch.randn(n, *self.shape, generator=generator, dtype=self.dtype, device=self.device)
+        return torch.stack([self._damped(1.0, rho, split).colored(z) for rho in shifts])
+
     def largest_damped(self, split: float) -> float:
         left, right = (side.max().item() * math.sqrt(float(self.factor)) for side in self.factor_eigenvalues)
         return max(left / split, right * split)
