@@ -21,7 +21,7 @@ from lapwing.fitting import fit, load
 from lapwing.laplace import Laplace
 from lapwing.model.module import evaluated, output_tensor
 from lapwing.predictive import Prediction
-from lapwing.sklearn.networks import Schedule, Standardized, made_by, mlp
+from lapwing.sklearn.networks import Pair, Schedule, Standardized, made_by, mlp
 
 FEWEST = 10  # held-out samples below which nothing is held out
 
@@ -33,7 +33,7 @@ class _LaplaceEstimator(BaseEstimator):
         self,
         module: Any = None,
         *,
-        hidden: tuple[int, ...] = (50, 50),
+        hidden: tuple[int, ...] | None = None,
         structure: Any = "auto",
         select: Any = "all",
         prior: Any = 1.0,
@@ -63,6 +63,8 @@ class _LaplaceEstimator(BaseEstimator):
         self.random_state = random_state
 
     _task: str
+    _layers: tuple[int, ...]
+    _tuning: str  # how the posterior is tuned where data are held out
     laplace_: Laplace
 
     @abstractmethod
@@ -105,7 +107,7 @@ class _LaplaceEstimator(BaseEstimator):
                 f"got {type(self.module).__name__}"
             )
 
-    def _split(self, x: Tensor, y: Tensor, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    def _split(self, x: Tensor, y: Tensor, seed: int) -> tuple[Pair, Pair | None]:
         """Hold out a random part of the data, if that is enough to learn something from."""
         count = round(self.validation_fraction * len(x))
         if count < FEWEST:
@@ -114,12 +116,12 @@ class _LaplaceEstimator(BaseEstimator):
         held, kept = order[:count], order[count:]
         return (x[kept], y[kept]), (x[held], y[held])
 
-    def _trained(self, train: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor] | None, seed: int) -> nn.Module:
+    def _trained(self, train: Pair, held_out: Pair | None, seed: int) -> nn.Module:
         x, y = train
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.module is None:
-                net: nn.Module = mlp(x.shape[1], self._outputs, self.hidden)
+                net: nn.Module = mlp(x.shape[1], self._outputs, self._layers if self.hidden is None else self.hidden)
             else:
                 net = made_by(self.module, x.shape[1], self._outputs)
             if self.standardize:
@@ -150,7 +152,7 @@ class _LaplaceEstimator(BaseEstimator):
     def _outputs(self) -> int:
         """How many outputs a network needs."""
 
-    def _posterior(self, train: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor] | None) -> Laplace:
+    def _posterior(self, train: Pair, held_out: Pair | None) -> Laplace:
         """Fit the posterior, tune it on what was held out, and let it read that too."""
         la = fit(
             self.module_, train, self._task, structure=self.structure, select=self.select, prior=self.prior,
@@ -158,7 +160,7 @@ class _LaplaceEstimator(BaseEstimator):
         )  # fmt: skip
         how = self.tune
         if how == "auto":
-            how = "validation" if held_out is not None else "evidence"
+            how = self._tuning if held_out is not None else "evidence"
         if how == "validation":
             if held_out is None:
                 raise ValueError("tune='validation' needs held-out data: more samples, or a larger validation_fraction")
@@ -216,10 +218,10 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     module : None, a function, or a torch.nn.Module
         None makes an MLP with the layers `hidden`. A function (n_features, n_classes) -> Module makes a network, which
         `fit` trains. A module is taken as trained: it sees X as it is and returns logits.
-    hidden : widths of the hidden layers of the MLP
+    hidden : widths of the hidden layers of the MLP; by default (50,) for classes and (50, 50) for numbers
     structure, select, prior : those of `lapwing.fit`
-    tune : "auto" tunes prior and temperatures on held-out data, or by the evidence where nothing is held out;
-        "validation" and "evidence" insist; None keeps `prior`
+    tune : "auto" tunes prior and temperatures of a classifier on held-out data, and by the evidence where nothing is
+        held out and for numbers; "validation" and "evidence" insist; None keeps `prior`
     epochs, patience, batch_size, learning_rate, optimizer : the training. It stops after `patience` epochs without a
         lower held-out loss, goes on with a tenth of the learning rate, and keeps the best weights. `optimizer` is a
         function of the parameters, such as functools.partial(torch.optim.SGD, lr=0.1)
@@ -239,6 +241,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     """
 
     _task = "classification"
+    _layers = (50,)
+    _tuning = "validation"
 
     def fit(self, X: Any, y: Any) -> LaplaceClassifier:
         """Train the network, unless a trained one was given, and fit its posterior."""
@@ -298,6 +302,8 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     """
 
     _task = "regression"
+    _layers = (50, 50)
+    _tuning = "evidence"  # residuals on the data that stopped the training are too small
 
     def fit(self, X: Any, y: Any) -> LaplaceRegressor:
         """Train the network, unless a trained one was given, and fit its posterior."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lapwing.errors import BadData
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Pair = tuple[Tensor, Tensor]
 RATES = (1.0, 0.1)  # of the learning rate; training goes on with the next one where the last one no longer helps
 
 
@@ -89,8 +90,8 @@ class Schedule:
         self,
         net: nn.Module,
         loss: Loss,
-        train: tuple[Tensor, Tensor],
-        held_out: tuple[Tensor, Tensor] | None,
+        train: Pair,
+        held_out: Pair | None,
         seed: int,
     ) -> int:
         """Train the network in place and return the number of epochs."""
@@ -120,6 +121,8 @@ class Schedule:
                     best, lowest = copy.deepcopy(net.state_dict()), value
             if held_out is not None:
                 net.load_state_dict(best)
+        if math.isinf(lowest) and held_out is not None and epochs:
+            raise BadData("the training diverged, its held-out loss was never finite: use a smaller learning_rate")
         net.eval()
         return epochs
 
@@ -127,24 +130,28 @@ class Schedule:
         self,
         net: nn.Module,
         loss: Loss,
-        data: tuple[Tensor, Tensor],
+        data: Pair,
         optimizer: Optimizer,
         generator: torch.Generator,
         parameters: list[nn.Parameter],
     ) -> None:
         x, y = data
         for rows in torch.randperm(len(x), generator=generator).split(self.batch_size):
-            if len(rows) == 1 and len(x) > 1:
-                continue  # batch normalization needs two samples
-            optimizer.zero_grad()
-            value = loss(net(x[rows]), y[rows])
-            if self.decay:
-                value = value + self.decay / 2 * torch.stack([p.square().sum() for p in parameters]).sum()
-            value.backward()
-            optimizer.step()
+            if len(rows) == 1 < self.batch_size:
+                continue  # a rest of one sample, of which batch normalization knows no variance
+
+            def closure(rows: Tensor = rows) -> Tensor:
+                optimizer.zero_grad()
+                value = loss(net(x[rows]), y[rows])
+                if self.decay:
+                    value = value + self.decay / 2 * torch.stack([p.square().sum() for p in parameters]).sum()
+                value.backward()
+                return value
+
+            optimizer.step(closure)  # type: ignore[arg-type]
 
 
-def _held_out_loss(net: nn.Module, loss: Loss, data: tuple[Tensor, Tensor]) -> float:
+def _held_out_loss(net: nn.Module, loss: Loss, data: Pair) -> float:
     net.eval()
     with torch.no_grad():
         value = float(loss(net(data[0]), data[1]))
