@@ -43,7 +43,7 @@ class _LaplaceEstimator(BaseEstimator):
         batch_size: int | None = None,
         learning_rate: float = 0.01,
         optimizer: Callable[[Any], Any] | None = None,
-        validation_fraction: float = 0.15,
+        validation_fraction: float = 0.2,
         standardize: bool = True,
         random_state: Any = None,
     ) -> None:
@@ -64,7 +64,6 @@ class _LaplaceEstimator(BaseEstimator):
 
     _task: str
     _layers: tuple[int, ...]
-    _tuning: str  # how the posterior is tuned where data are held out
     laplace_: Laplace
 
     @abstractmethod
@@ -89,11 +88,11 @@ class _LaplaceEstimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         if isinstance(self.module, nn.Module):
             self.module_: nn.Module = self.module
-            train, held_out = (inputs, targets), None
+            self.laplace_ = self._posterior((inputs, targets))
         else:
-            train, held_out = self._split(inputs, targets, seed)
-            self.module_ = self._trained(train, held_out, seed)
-        self.laplace_ = self._posterior(train, held_out)
+            train, stopping, tuning = self._split(inputs, targets, seed)
+            self.module_ = self._trained(train, stopping, seed)
+            self.laplace_ = self._posterior(train, stopping, tuning)
         return self
 
     def _require_options(self) -> None:
@@ -107,14 +106,19 @@ class _LaplaceEstimator(BaseEstimator):
                 f"got {type(self.module).__name__}"
             )
 
-    def _split(self, x: Tensor, y: Tensor, seed: int) -> tuple[Pair, Pair | None]:
-        """Hold out a random part of the data, if that is enough to learn something from."""
+    def _split(self, x: Tensor, y: Tensor, seed: int) -> tuple[Pair, Pair | None, Pair | None]:
+        """Hold out a part that stops the training and a part that tunes the posterior, if they are large enough.
+
+        They are two parts because errors on the data that stopped the training are too small.
+        """
         count = round(self.validation_fraction * len(x))
-        if count < FEWEST:
-            return (x, y), None
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        held, kept = order[:count], order[count:]
-        return (x[kept], y[kept]), (x[held], y[held])
+        pairs = [(x[rows], y[rows]) for rows in (order[count:], order[: count // 2], order[count // 2 : count])]
+        if count >= 2 * FEWEST:
+            return pairs[0], pairs[1], pairs[2]
+        if count >= FEWEST:
+            return pairs[0], (x[order[:count]], y[order[:count]]), None
+        return (x, y), None, None
 
     def _trained(self, train: Pair, held_out: Pair | None, seed: int) -> nn.Module:
         x, y = train
@@ -152,24 +156,24 @@ class _LaplaceEstimator(BaseEstimator):
     def _outputs(self) -> int:
         """How many outputs a network needs."""
 
-    def _posterior(self, train: Pair, held_out: Pair | None) -> Laplace:
-        """Fit the posterior, tune it on what was held out, and let it read that too."""
+    def _posterior(self, train: Pair, stopping: Pair | None = None, tuning: Pair | None = None) -> Laplace:
+        """Fit the posterior, tune it on what was held out for that, and let it read all that was held out."""
         la = fit(
             self.module_, train, self._task, structure=self.structure, select=self.select, prior=self.prior,
             progress=False,
         )  # fmt: skip
-        how = self.tune
-        if how == "auto":
-            how = self._tuning if held_out is not None else "evidence"
+        how = ("validation" if tuning is not None else "evidence") if self.tune == "auto" else self.tune
         if how == "validation":
-            if held_out is None:
+            if tuning is None:
                 raise ValueError("tune='validation' needs held-out data: more samples, or a larger validation_fraction")
-            la = la.tune(held_out)
+            la = la.tune(tuning)
         elif how == "evidence":
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "tuning by the evidence")  # the only way there is without more data
                 la = la.tune()
-        return la.update(held_out) if held_out is not None and la.curvature.structure.mergeable else la
+        for part in (stopping, tuning) if la.curvature.structure.mergeable else ():
+            la = la if part is None else la.update(part)
+        return la
 
     def predictive(self, X: Any, **options: Any) -> Prediction:
         """Return the predictive distribution at X: a `lapwing.Prediction`. Options are those of `Laplace.predict`.
@@ -220,12 +224,14 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         `fit` trains. A module is taken as trained: it sees X as it is and returns logits.
     hidden : widths of the hidden layers of the MLP; by default (50,) for classes and (50, 50) for numbers
     structure, select, prior : those of `lapwing.fit`
-    tune : "auto" tunes prior and temperatures of a classifier on held-out data, and by the evidence where nothing is
-        held out and for numbers; "validation" and "evidence" insist; None keeps `prior`
+    tune : "auto" tunes prior, temperatures and noise on held-out data, or by the evidence where there are none;
+        "validation" and "evidence" insist; None keeps `prior`
     epochs, patience, batch_size, learning_rate, optimizer : the training. It stops after `patience` epochs without a
         lower held-out loss, goes on with a tenth of the learning rate, and keeps the best weights. `optimizer` is a
         function of the parameters, such as functools.partial(torch.optim.SGD, lr=0.1)
-    validation_fraction : the share of the data that is held out for that, if it is at least 10 samples
+    validation_fraction : the share of the data that is held out, one half to stop the training and one to tune the
+        posterior; below 20 samples all of it stops the training, below 10 nothing is held out. The posterior reads
+        the held-out data at the end
     standardize : let the network see standardized inputs (not for a trained module)
     random_state : the seed of the weights, of the held-out part and of the batches
 
@@ -242,7 +248,6 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
     _task = "classification"
     _layers = (50,)
-    _tuning = "validation"
 
     def fit(self, X: Any, y: Any) -> LaplaceClassifier:
         """Train the network, unless a trained one was given, and fit its posterior."""
@@ -303,7 +308,6 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
 
     _task = "regression"
     _layers = (50, 50)
-    _tuning = "evidence"  # residuals on the data that stopped the training are too small
 
     def fit(self, X: Any, y: Any) -> LaplaceRegressor:
         """Train the network, unless a trained one was given, and fit its posterior."""
