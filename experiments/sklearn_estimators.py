@@ -7,8 +7,8 @@ interval, and CPU seconds of fitting and predicting; for classification the test
 calibration error and the seconds. Figures are means over splits, the NLL with its standard error. `MLP` is the network
 of scikit-learn with its defaults on standardized inputs (and targets), whose noise is the standard deviation of its
 training residuals; `MLP, early` stops early. `GP` has an anisotropic squared-exponential kernel with noise (isotropic
-for classes), fitted to at most 1,000 training samples, which stand for the rest. `--validation` scores on a fifth of the
-training part instead of the test part: that is how the defaults of the estimators were chosen. Needs LAPWING_DATA.
+for classes), fitted to at most 1,000 training samples, which stand for the rest. `--validation` scores on a fifth of
+the training part instead of the test part: that is how the defaults of the estimators were chosen. Needs LAPWING_DATA.
 """
 
 import argparse
