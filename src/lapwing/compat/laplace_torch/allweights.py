@@ -12,6 +12,7 @@ from lapwing.compat.laplace_torch.matrix import Kron, KronDecomposed
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.curvature import Diag, Full, LowRank, Structure
 from lapwing.curvature import Kron as KronStructure
+from lapwing.errors import UnsupportedOperation
 from lapwing.laplace import Laplace
 
 
@@ -145,8 +146,11 @@ class KronLaplace(ParametricLaplace):
         return None if self.n_params is None else Kron.init_from_model(self.params, self._device, self._dtype)
 
     def _stored_H(self) -> Any:
-        assert self.H_facs is not None
-        return [list(block) for block in self.H_facs.kfacs]
+        try:
+            assert self.H_facs is not None
+            return [list(block) for block in self.H_facs.kfacs]
+        except UnsupportedOperation:  # the posterior is stored all the same
+            return None
 
     @property
     def _exact(self) -> KronDecomposed:

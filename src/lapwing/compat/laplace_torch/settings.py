@@ -46,9 +46,8 @@ class BaseLaplace:
         backend_kwargs: MutableMapping[str, Any] | None = None,
         asdl_fisher_kwargs: MutableMapping[str, Any] | None = None,
     ) -> None:
-        if likelihood not in [kind.value for kind in Likelihood]:
-            raise ValueError(f"likelihood is one of {[kind.value for kind in Likelihood]}, got {likelihood!r}")
-        self.model, self.likelihood = model, Likelihood(likelihood)
+        self.model = model
+        self.likelihood = likelihood
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.is_subset_params = len(self.params) < len(list(model.parameters()))
         self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
@@ -92,6 +91,17 @@ class BaseLaplace:
         return self._backend
 
     # --- settings ---------------------------------------------------------------------------------------------------
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the outputs mean; after a fit, it decides only how predictions are returned."""
+        return self._likelihood
+
+    @likelihood.setter
+    def likelihood(self, likelihood: Likelihood | str) -> None:
+        if likelihood not in [kind.value for kind in Likelihood]:
+            raise ValueError(f"likelihood is one of {[kind.value for kind in Likelihood]}, got {likelihood!r}")
+        self._likelihood = Likelihood(likelihood)
 
     @property
     def prior_mean(self) -> Tensor:
