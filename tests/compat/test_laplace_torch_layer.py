@@ -7,7 +7,6 @@ from collections import UserDict
 
 import pytest
 import torch
-from tests.dense import assert_same, build, flat, ggn, jacobian, outputs, randn, seeded
 from torch import nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +16,7 @@ from lapwing.compat import laplace_torch as lt
 from lapwing.compat.laplace_torch.backends import CurvlinopsEF, CurvlinopsGGN
 from lapwing.compat.laplace_torch.functions import RunningNLLMetric, validate
 from lapwing.compat.laplace_torch.masks import LargestMagnitudeSubnetMask, LastLayerSubnetMask
+from tests.dense import assert_same, build, flat, ggn, jacobian, outputs, randn, seeded
 
 
 def network(outputs=3, seed=0):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lapwing.compat.laplace_torch.backends import CurvatureInterface
+from lapwing.compat.laplace_torch.enums import Likelihood
 from lapwing.compat.laplace_torch.factors import factors_of
 from lapwing.compat.laplace_torch.matrix import Kron, KronDecomposed
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
@@ -107,11 +110,30 @@ class KronLaplace(ParametricLaplace):
 
     _key: Any = ("all", "kron")
 
-    def __init__(self, *args: Any, damping: bool = False, **kwargs: Any) -> None:
+    _factors: Kron | None = None
+    _undamped: KronDecomposed | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type[CurvatureInterface] | None = None,
+        damping: bool = False,
+        backend_kwargs: MutableMapping[str, Any] | None = None,
+        asdl_fisher_kwargs: MutableMapping[str, Any] | None = None,
+    ) -> None:
         self.damping = damping
-        self._factors: Kron | None = None
-        self._undamped: KronDecomposed | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs,
+        )  # fmt: skip
 
     def _structure(self) -> Structure:
         return KronStructure(sharing="expand", bias="separate")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lapwing.compat.laplace_torch.backends import CurvatureInterface
 from lapwing.compat.laplace_torch.enums import Likelihood, PriorStructure
 from lapwing.compat.laplace_torch.functions import SoDSampler
 from lapwing.compat.laplace_torch.lastlayer import LLLaplace
@@ -17,9 +19,10 @@ from lapwing.curvature import Functional, Structure
 class FunctionalLaplace(ParametricLaplace):
     """The Gaussian process of the linearized network on `n_subset` data at random (`seed`).
 
-    The prior precision counts n_subset / n of its value, as in laplace-torch, so that fewer data do not make the prior
-    stronger. Kernels between outputs are exact for any architecture; `independent_outputs=True` is accepted, and the
-    outputs are not taken as independent.
+    The prior precision is divided by n_subset / n, as in laplace-torch. (`lapwing.Functional(points)` multiplies the
+    curvature by n / points instead, so that variances far from the data are those of the prior.) Kernels between
+    outputs are exact for any architecture; `independent_outputs=True` is accepted, and the outputs are not taken as
+    independent.
     """
 
     _key: Any = ("all", "gp")
@@ -30,14 +33,25 @@ class FunctionalLaplace(ParametricLaplace):
         model: nn.Module,
         likelihood: Likelihood | str,
         n_subset: int,
-        *args: Any,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type[CurvatureInterface] | None = None,
+        backend_kwargs: MutableMapping[str, Any] | None = None,
         independent_outputs: bool = False,
         seed: int = 0,
-        **kwargs: Any,
+        **last_layer: Any,
     ) -> None:
         self.n_subset, self.independent_outputs, self.seed = n_subset, independent_outputs, seed
         self._prior_factor_sod = 1.0
-        super().__init__(model, likelihood, *args, **kwargs)
+        super().__init__(
+            model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x=dict_key_x, dict_key_y=dict_key_y, backend=backend, backend_kwargs=backend_kwargs, **last_layer,
+        )  # fmt: skip
 
     def _structure(self) -> Structure:
         return Functional()
@@ -67,10 +81,10 @@ class FunctionalLaplace(ParametricLaplace):
         )
 
     def _prior_of(self, precision: Tensor) -> Any:
-        return super()._prior_of(precision * self._prior_factor_sod)
+        return super()._prior_of(precision / self._prior_factor_sod)
 
     def _scatter(self) -> Tensor:
-        return self._prior_factor_sod * super()._scatter()
+        return super()._scatter() / self._prior_factor_sod
 
     def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
         """Choose one prior precision, as `ParametricLaplace` does."""

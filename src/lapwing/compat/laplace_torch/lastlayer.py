@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
 
 from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace, KronLaplace
+from lapwing.compat.laplace_torch.backends import CurvatureInterface
 from lapwing.compat.laplace_torch.enums import Likelihood
 from lapwing.compat.laplace_torch.features import FeatureExtractor, FeatureReduction
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
@@ -32,16 +34,21 @@ class LLLaplace(ParametricLaplace):
         temperature: float = 1.0,
         enable_backprop: bool = False,
         feature_reduction: FeatureReduction | str | None = None,
-        *args: Any,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type[CurvatureInterface] | None = None,
         last_layer_name: str | None = None,
+        backend_kwargs: MutableMapping[str, Any] | None = None,
         asdl_fisher_kwargs: Any = None,
-        **kwargs: Any,
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise ValueError("asdl_fisher_kwargs is not for a posterior over the last layer")
-        super().__init__(model, likelihood, sigma_noise, 1.0, 0.0, temperature, enable_backprop, *args, **kwargs)
-        own = deepcopy(model)
-        self.model = FeatureExtractor(own, last_layer_name, enable_backprop, feature_reduction)
+        model = model.model if isinstance(model, FeatureExtractor) else model
+        super().__init__(
+            model, likelihood, sigma_noise, 1.0, 0.0, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs=backend_kwargs,
+        )  # fmt: skip
+        self.model = FeatureExtractor(deepcopy(model), last_layer_name, enable_backprop, feature_reduction)
         self._last_layer_name = last_layer_name
         self._known: tuple[str, ...] | None = None
         self._backend_kwargs["last_layer"] = True

@@ -28,10 +28,11 @@ from lapwing.posterior import Belief, Prior, Tempered
 class ParametricLaplace(Saved):
     """A Gaussian posterior over weights; subclasses choose which weights and which structure."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._la: Laplace | None = None
-        super().__init__(*args, **kwargs)
-        self.mean: Tensor | None = self.prior_mean
+    _la: Laplace | None = None
+    mean: Tensor | None = None
+
+    def _begin(self) -> None:
+        self.mean = self.prior_mean
 
     # --- what subclasses choose --------------------------------------------------------------------------------------
 

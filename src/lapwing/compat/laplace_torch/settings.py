@@ -25,7 +25,8 @@ class BaseLaplace:
     """A model, a likelihood and the settings of its posterior, before or after a fit.
 
     `prior_precision` may be one number, one per parameter tensor or one per weight. `temperature` divides the
-    likelihood (1/T of `lapwing.fit`).
+    likelihood (1/T of `lapwing.fit`). Arguments have the names and the order of laplace-torch, and most are attributes,
+    because some packages read the one to fill the other.
     """
 
     n_params: int | None
@@ -60,11 +61,16 @@ class BaseLaplace:
         self.temperature = temperature
         self.enable_backprop = enable_backprop
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
-        self._backend_cls = CurvlinopsGGN if backend is None else backend
+        given = type(backend) if isinstance(backend, CurvatureInterface) else backend  # some pass la.backend on
+        self._backend_cls = CurvlinopsGGN if given is None else given
         self._backend_kwargs = dict(backend_kwargs or {})
         self._backend: CurvatureInterface | None = None
         self.n_outputs = 0
         self.n_data = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the state of an object that is not fitted."""
 
     def _changed(self) -> None:
         """Forget what depends on the settings."""

@@ -77,6 +77,11 @@ class SubnetLaplace(ParametricLaplace):
         return parameters_to_vector([p for p in self.model.parameters() if p.requires_grad]).detach()
 
     @property
+    def subnetwork_indices(self) -> Tensor:
+        """The positions of the weights of the subnetwork."""
+        return self._indices
+
+    @property
     def mean_subnet(self) -> Tensor:
         """The weights of the subnetwork."""
         return self._require_mean()[self._indices.to(self._device)]
