@@ -21,7 +21,6 @@ from lapwing.likelihoods.marginal import normal_crps, sample_crps
 
 __all__ = [
     "Reliability",
-    "RiskCoverage",
     "accuracy",
     "auroc",
     "brier",
@@ -34,7 +33,6 @@ __all__ = [
     "gaussian_nll",
     "nll",
     "reliability",
-    "risk_coverage",
     "rmse",
 ]
 
@@ -101,47 +99,6 @@ def reliability(confidence: Tensor, correct: Tensor, bins: int = 15) -> Reliabil
     rows = torch.stack([confidence, correct, torch.ones_like(correct)])
     total = torch.zeros((3, bins), dtype=torch.float64, device=confidence.device).index_add(1, which, rows)
     return Reliability(total[0] / total[2].clamp(min=1), total[1] / total[2].clamp(min=1), total[2])
-
-
-@dataclass(frozen=True, eq=False)
-class RiskCoverage:
-    """The mean loss (`risk`) of the most certain items, when a share `coverage` of all items is answered; each (n,)."""
-
-    coverage: Tensor
-    risk: Tensor
-
-    @property
-    def area(self) -> Tensor:
-        """The mean of the risk over all shares (AURC, Geifman et al. 2019): less is better."""
-        return self.risk.mean()
-
-    def at(self, share: float) -> Tensor:
-        """Return the risk when at least this share of the items is answered."""
-        if not 0 < share <= 1:
-            raise BadData(f"a share of items lies above 0 and up to 1, got {share}")
-        return self.risk[max(1, math.ceil(share * len(self.risk) - 1e-9)) - 1]
-
-
-def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
-    """Return the mean loss of the k most certain items for k = 1 to n.
-
-    `uncertainty` and `loss` have one entry per item, in any shape; the loss of a class is 1 where it is wrong, else 0.
-    Items of equal uncertainty count with the mean loss among them, so that their order does not matter.
-
-    Example:
-        >>> curve = metrics.risk_coverage(p.entropy, p.label != y)
-        >>> curve.at(0.95)  # the error rate when the 5 % least certain items are not answered
-    """
-    _same(uncertainty, loss)
-    if not uncertainty.numel():
-        raise BadData("there is nothing to score: no item has an uncertainty")
-    if uncertainty.isnan().any() or loss.isnan().any():
-        raise BadData("an uncertainty or a loss is NaN: find the prediction that is not finite first")
-    values, place, count = uncertainty.double().flatten().unique(return_inverse=True, return_counts=True)
-    total = torch.zeros_like(values).index_add(0, place, loss.to(values).flatten())
-    ordered = (total / count).repeat_interleave(count)  # the mean loss of each group of ties, in order of uncertainty
-    k = torch.arange(1, len(ordered) + 1, dtype=torch.float64, device=ordered.device)
-    return RiskCoverage(k / len(k), ordered.cumsum(0) / k)
 
 
 def entropy(probs: Tensor) -> Tensor:

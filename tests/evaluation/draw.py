@@ -1,4 +1,4 @@
-"""Run the code of docs/report.md from top to bottom: `python -m tests.evaluation.draw docs/figures` keeps its pictures."""
+"""Run the code of docs/report.md; `python -m tests.evaluation.draw docs/figures` keeps its pictures."""
 
 import os
 import re
@@ -12,10 +12,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="ut
 PICTURES = re.findall(r"!\[([^\]]+)\]\(figures/(\w+\.png)\)", PAGE)
 
 
-def run(blocks: slice = slice(None)) -> dict[str, Any]:
-    """Run the blocks of the page in the current folder and return their names."""
+def run() -> dict[str, Any]:
+    """Run the blocks of the page, from top to bottom in the current folder, and return their names."""
     names: dict[str, Any] = {"__name__": "page"}
-    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[blocks]:
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(compile(code, "docs/report.md", "exec"), names)
     return names
 

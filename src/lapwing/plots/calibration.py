@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lapwing import metrics
+from lapwing.errors import BadData
 from lapwing.plots.style import (
     INK,
     INSIDE,
@@ -47,7 +48,7 @@ def reliability(curves: Mapping[str, tuple[Tensor, Tensor]], bins: int = 15) -> 
             table = metrics.reliability(confidence, correct, bins)
             _reliability_panel(axes, below, table, name)
         panels[0][0].set_ylabel("accuracy")
-        panels[0][1].set_ylabel("share of items")
+        panels[0][1].set_ylabel("share")
         return figure
 
 
@@ -89,12 +90,13 @@ def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -
         return figure
 
 
-def risk_coverage(curves: Mapping[str, tuple[Tensor, Tensor]], *, label: str = "error rate") -> Figure:
+def risk_coverage(curves: Mapping[str, Any], *, label: str = "error rate") -> Figure:
     """Plot the mean loss of the most certain items against the share of items that are answered.
 
-    `curves` maps names to (uncertainty, loss), one entry per item; the loss is 1 for an error and 0 for a right answer
-    in classification, and a squared error for values (`label` names its mean). A curve that falls steeply to the left
-    means that abstaining on few items removes much of the loss (El-Yaniv and Wiener 2010).
+    `curves` maps names to (uncertainty, loss), one entry per item, or to what `metrics.rejection` returns. The loss is
+    1 for an error and 0 for a right answer in classification, and a squared error for values (`label` names its mean).
+    A curve that falls steeply to the left means that abstaining on few items removes much of the loss (El-Yaniv and
+    Wiener 2010).
 
     Example:
         >>> p = la.predict(x)
@@ -103,13 +105,30 @@ def risk_coverage(curves: Mapping[str, tuple[Tensor, Tensor]], *, label: str = "
     with style():
         figure, axes = one()
         axes.set(xlabel="share of items answered, the most certain first", ylabel=label, xlim=(0, 1))
-        for k, (name, (uncertainty, loss)) in enumerate(curves.items()):
-            table = metrics.risk_coverage(row(uncertainty), row(loss))
-            (line,) = axes.plot(*thinned(table.coverage, table.risk), label=name, **looks(k))
-            tip(line, f"{name}: {label} {table.risk[-1]:.4g} if all items are answered")
+        for k, (name, curve) in enumerate(curves.items()):
+            share, risk = answered(*curve) if isinstance(curve, tuple) else (curve.share, curve.risk)
+            (line,) = axes.plot(*thinned(share, risk), label=name, **looks(k))
+            tip(line, f"{name}: {label} {risk[-1]:.4g} if all items are answered")
         axes.set_ylim(bottom=0)
         percent(axes, "x")
         lattice(axes)
         if curves:
             axes.legend(loc="upper left")
         return figure
+
+
+def answered(uncertainty: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the shares k/n of items and the mean loss of the k most certain ones, each (n,).
+
+    Items of equal uncertainty count with the mean loss among them, so that their order does not matter.
+    """
+    uncertainty, loss = row(uncertainty), row(loss)
+    if len(uncertainty) != len(loss) or not len(loss):
+        raise BadData(f"each item needs an uncertainty and a loss, got {len(uncertainty)} and {len(loss)}")
+    if uncertainty.isnan().any() or loss.isnan().any():
+        raise BadData("an uncertainty or a loss is NaN: find the prediction that is not finite first")
+    values, place, count = uncertainty.unique(return_inverse=True, return_counts=True)
+    total = torch.zeros_like(values).index_add(0, place, loss)
+    ordered = (total / count).repeat_interleave(count)  # the mean loss of each group of ties, by uncertainty
+    k = torch.arange(1, len(ordered) + 1, dtype=torch.float64)
+    return k / len(k), ordered.cumsum(0) / k

@@ -94,11 +94,12 @@ def parity(predictions: Mapping[str, Any], targets: Tensor, *, level: float = 0.
             held = (lower <= y) & (y <= upper)
             for inside, color in ((held, INSIDE), (~held, OUTSIDE[0])):
                 words = f"{'holds' if color == INSIDE else 'misses'} the target"
-                ends = array(lower[inside]), array(upper[inside])
-                axes.vlines(array(y[inside]), *ends, color=color, alpha=0.3, lw=0.9)
+                bars = array(lower[inside]), array(upper[inside])
+                axes.vlines(array(y[inside]), *bars, color=color, alpha=0.3, lw=0.9)
                 axes.plot(array(y[inside]), array(mean[inside]), "o", color=color, markersize=2.6, label=words)
             every = torch.cat([y, lower, upper])
-            axes.plot(*2 * [[float(every.min()), float(every.max())]], color=MUTED, linewidth=1, linestyle=DASHED, zorder=1)
+            ends = [float(every.min()), float(every.max())]
+            axes.plot(ends, ends, color=MUTED, linewidth=1, linestyle=DASHED, zorder=1)
             axes.set(title=name, xlabel="target", ylabel="prediction")
             axes.legend(loc="lower right", title=f"{100 * level:g} % interval", title_fontsize=8)
         return figure

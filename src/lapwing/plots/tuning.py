@@ -25,8 +25,8 @@ def surface(tuning: Tuning) -> Figure:
     """Plot how much worse than the best each setting of a tuning is, over prior precision and temperature.
 
     Colors are the excess over the lowest score, so that settings within thousandths of a nat can be told apart; the
-    title says so where all are that close. They end at twice the distance from the lowest score to the worst baseline, so
-    that hopeless settings do not hide the rest. Baselines are lines in the color bar, a ring marks the chosen setting.
+    title says so where all are that close. They end at twice the distance from the lowest score to the worst baseline,
+    so that hopeless settings do not hide the rest. Baselines are lines in the color bar, a ring marks the chosen one.
 
     Example:
         >>> la = la.tune(val_loader)
