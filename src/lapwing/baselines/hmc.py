@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lapwing.baselines.mixing import Weighted
 from lapwing.baselines.training import Task
-from lapwing.errors import TooLarge, require_whole
+from lapwing.errors import TooLarge, require_whole, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.model.inputs import Inputs
 from lapwing.model.module import call, in_use, output_tensor, outside_inference
@@ -126,10 +126,9 @@ class HMC:
     def _warn(self) -> None:
         worst = self.output_r_hat.max().item()
         if not worst <= CONVERGED:
-            warnings.warn(
+            warn(
                 f"the chains have not mixed: an R-hat of the outputs is {worst:.3g} ({CONVERGED} is aimed at). Use "
-                "more samples and warmup.",
-                stacklevel=4,
+                "more samples and warmup."
             )
 
     @property
