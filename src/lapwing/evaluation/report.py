@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.errors import BadData
+from lapwing.errors import BadData, brief, nearest
 from lapwing.evaluation import intervals
 from lapwing.evaluation.figures import figures_of, galleries_of
 from lapwing.evaluation.findings import findings_of
@@ -34,8 +34,10 @@ from lapwing.evaluation.results import (
     title,
 )
 from lapwing.predictive import Prediction
+from lapwing.predictive.table import html_table
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
 
 
@@ -51,6 +53,8 @@ class Report:
         >>> print("\\n".join(report.findings()))
         >>> report.to_html("report.html")
     """
+
+    __repr__ = brief
 
     results: Mapping[str, Result]
     bins: int = 15
@@ -163,10 +167,7 @@ class Report:
 
         Without `columns`, scores of strangeness other than uncertainty, epistemic and novelty are left out.
         """
-        chosen = self._chosen(columns)
-        if not columns:
-            rare = [c for c in chosen if " " in c.name and c.name.partition(" ")[0] not in PRINTED]
-            chosen = tuple(c for c in chosen if c not in rare)
+        chosen = self._chosen(columns) if columns else self._printed()
         lines = [["", *(title(c.name) for c in chosen)]]
         for name in self.results:
             row = self.row(name)
@@ -208,6 +209,26 @@ class Report:
             }
         return {"task": self.kind.kind, "bins": self.bins, "findings": list(self.findings()), "models": models}
 
+    def to_frame(self) -> pandas.DataFrame:
+        """Return the whole table as a pandas data frame: one row per model, one column per score.
+
+        report.to_frame().sort_values("nll")
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_frame() needs pandas: pip install pandas") from error
+        return pandas.DataFrame(
+            {name: self.row(name) for name in self.results}, index=[column.name for column in self.columns()]
+        ).T
+
+    def _repr_html_(self) -> str:
+        columns = self._printed()
+        rows = [[name, *(cell(c.name, self.row(name).get(c.name)) for c in columns)] for name in self.results]
+        count = self.results[self.baseline].count
+        note = " ".join([f"{count:,} test items; NLL in nats per item.", *self.findings()])
+        return html_table(["", *(title(c.name) for c in columns)], rows, note=note)
+
     def figures(self) -> dict[str, Figure]:
         """Return the pictures by name. Those of single items show the last model, usually the one of interest."""
         groups = [*figures_of(self), *galleries_of(self)]
@@ -228,9 +249,15 @@ class Report:
         """
         return write_page(self, Path(path), heading, notes, facts or {})
 
+    def _printed(self) -> tuple[Column, ...]:
+        """Return the columns that a table of one line per model has room for."""
+        return tuple(c for c in self.columns() if " " not in c.name or c.name.partition(" ")[0] in PRINTED)
+
     def _chosen(self, names: tuple[str, ...]) -> tuple[Column, ...]:
         known = {column.name: column for column in self.columns()}
         missing = [name for name in names if name not in known]
         if missing:
-            raise BadData(f"the report has no column {missing[0]!r}: choose from {', '.join(known)}")
-        return tuple(known[name] for name in names) if names else tuple(known.values())
+            raise BadData(
+                f"the report has no column {missing[0]!r}: choose from {', '.join(known)}{nearest(missing[0], known)}"
+            )
+        return tuple(known[name] for name in names)

@@ -20,6 +20,8 @@ from lapwing.model.batches import Batches
 from lapwing.model.inputs import as_tensors, batch_size
 from lapwing.predictive import Prediction
 
+NOTHING = 1e-5  # of the uncertainty: an epistemic part below it is rounding
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -28,7 +30,6 @@ class Run:
     predict: Callable[[Any], Prediction]
     device: torch.device
     module: nn.Module
-    point: bool = False  # a network without a posterior
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +80,21 @@ def evaluate_one(run: Run, readers: Mapping[str, Reader], asked: Asked) -> Resul
         for key, reader in readers.items()
         if key.startswith("ood ")
     }
+    seen = [scored.scores, *(each.scores for each in outside.values())]
+    if not any(doubts(scores) for scores in seen):  # a network without a posterior has no doubt about its function
+        seen = [{name: v for name, v in scores.items() if name != "epistemic"} for scores in seen]
+        outside = {place: replace(each, scores=own) for (place, each), own in zip(outside.items(), seen[1:])}
     return Result(
-        scored.kind, scored.items, scored.scores, outside, cost, scored.count, scored.examples, scored.owners, scored.x,
+        scored.kind, scored.items, seen[0], outside, cost, scored.count, scored.examples, scored.owners, scored.x,
         asked.about,
     )  # fmt: skip
+
+
+def doubts(scores: Items) -> bool:
+    """Whether the epistemic uncertainty of some item is more than rounding."""
+    if "epistemic" not in scores:
+        return False
+    return bool((scores["epistemic"].amax() > NOTHING * scores["uncertainty"].abs().amax()).item())
 
 
 def mahalanobis(run: Run, test: Reader, asked: Asked) -> Mahalanobis | None:
@@ -157,7 +169,7 @@ def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any,
     mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)
     raw = {} if y is None else prediction.scores(y)
     uncertainty = prediction.uncertainty
-    strange = {"uncertainty": uncertainty, **strangeness(prediction, asked, run.point)}
+    strange = {"uncertainty": uncertainty, **strangeness(prediction, asked)}
     if distance is not None:
         strange["mahalanobis"] = distance(inputs)
     owner = {name: owner_of(values, mask) for name, values in (raw | strange).items()}
@@ -175,17 +187,14 @@ def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any,
     )
 
 
-def strangeness(prediction: Prediction, asked: Asked, point: bool) -> dict[str, Tensor]:
+def strangeness(prediction: Prediction, asked: Asked) -> dict[str, Tensor]:
     """Return the scores of strangeness that a prediction has beside its uncertainty, where they are wanted."""
     found: dict[str, Tensor] = {}
     if asked.outside:
-        if not point:  # a network without a posterior has no doubt about its function
-            doubt = prediction.epistemic
-            if prediction.kind == "numbers":
-                doubt = (doubt.flatten(1).sum(-1) if doubt.ndim > 1 else doubt).sqrt()
-            elif prediction.kind == "labels":
-                doubt = doubt.flatten(1).sum(-1) if doubt.ndim > 1 else doubt
-            found["epistemic"] = doubt
+        doubt = prediction.epistemic
+        if prediction.kind != "classes":
+            doubt = doubt.flatten(1).sum(-1) if doubt.ndim > 1 else doubt
+        found["epistemic"] = doubt.sqrt() if prediction.kind == "numbers" else doubt
         if prediction.kind == "classes" and prediction.likelihood.has_logits:
             f = prediction.function.mean
             found |= {"energy": energy(f), "maxlogit": max_logit(f)}
