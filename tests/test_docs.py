@@ -13,7 +13,7 @@ from lapwing.model.rules import RULES
 from lapwing.predictive.links import LINKS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("coming-from-laplace-torch.md", "extending.md", "serving.md")
+PAGES = ("baselines.md", "botorch.md", "coming-from-laplace-torch.md", "extending.md", "lightning.md", "serving.md")
 
 
 def sections() -> list[tuple[str, str]]:
