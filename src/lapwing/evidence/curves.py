@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.errors import BadData
+from lapwing.errors import BadData, brief
 from lapwing.evidence import Groups, collect, linked, nodes_for
 from lapwing.evidence.heldout import Batch, GramSweep
 from lapwing.evidence.search import MEMORY
@@ -27,6 +27,8 @@ class TemperatureCurve:
     `entropy` is the mean over the test items, `outside` maps each other data set to its mean entropy and `auroc` to how
     well the entropy tells it from the test items. `accuracy` is None where the targets are no classes.
     """
+
+    __repr__ = brief
 
     temperatures: Tensor
     nll: Tensor

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, brief
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, require_positive
@@ -30,6 +30,8 @@ class BlockDiagonal(PSD):
 
     BlockDiagonal(Layout.contiguous([12, 5]), (Kronecker(g, a), Diagonal(values)))
     """
+
+    __repr__ = brief
 
     layout: Layout
     blocks: tuple[PSD, ...]

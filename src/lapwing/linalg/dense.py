@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import NotPositiveDefinite
+from lapwing.errors import NotPositiveDefinite, brief
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, not_positive, require_positive, require_shifts
 from lapwing.linalg.rows import DenseRows, Rows
 from lapwing.linalg.spectrum import Spectrum
@@ -27,6 +27,8 @@ class Dense(PSD):
 
         posterior = Dense(curvature).scale(2.0) + Diagonal(torch.full((P,), 0.1))
     """
+
+    __repr__ = brief
 
     matrix: Tensor
     factor: Scalar = 1.0

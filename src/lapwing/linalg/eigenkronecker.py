@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior
+from lapwing.errors import IncompatiblePrior, brief
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive, require_shifts
 from lapwing.linalg.rows import DenseRows, Rows, chunks
 from lapwing.linalg.spectrum import sum_log1p
@@ -36,6 +36,8 @@ class EigenKronecker(PSD):
     A⁻¹ ≈ A₀⁻¹ − A₀⁻¹ diag(δ) A₀⁻¹ and similar formulas give exact first derivatives without differentiating an
     eigenbasis; second derivatives raise.
     """
+
+    __repr__ = brief
 
     left: Tensor
     right: Tensor

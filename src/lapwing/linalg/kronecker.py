@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
+from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation, brief
 from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
@@ -31,6 +31,8 @@ class Kronecker(PSD):
 
         Kronecker(g[None], a[None]).scale(2.0) + Diagonal(torch.full((o * i,), 0.1))
     """
+
+    __repr__ = brief
 
     left: Tensor
     right: Tensor

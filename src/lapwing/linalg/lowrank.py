@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import NotPositiveDefinite
+from lapwing.errors import NotPositiveDefinite, brief
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive, require_shifts
 from lapwing.linalg.rows import Rows, chunks
 from lapwing.linalg.validity import first_flaw, flaw_of_values
@@ -30,6 +30,8 @@ class LowRank(PSD):
 
         LowRank(rows, torch.ones(len(rows)), torch.zeros(rows.shape[1])) + Diagonal(prior)
     """
+
+    __repr__ = brief
 
     basis: Tensor
     values: Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite
+from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite, brief
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
@@ -342,6 +342,8 @@ class Diagonal(PSD):
 
         Diagonal(torch.tensor(0.5).expand(10))  # 0.5 I, stored as one number
     """
+
+    __repr__ = brief
 
     values: Tensor
     levels: Tensor | None = field(default=None, repr=False, metadata={"cache": True})

@@ -9,10 +9,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Batch
@@ -85,19 +85,7 @@ class Predictive:
 
     def inputs(self, x: Inputs) -> Inputs:
         """Prepare inputs as the fit did: without its targets, on its device, in a dtype the network takes, finite."""
-        x = as_tensors(x)
-        x = self.options.convention.inputs_of(x) if isinstance(x, Mapping) else x
-        if not any(True for _ in tensors_in(x)):
-            raise BadData(
-                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
-            )
-        x, _ = placed(self.network.module, x, self.network.params.device, self.options.convention.cast)
-        if batch_size(x) == 0:
-            raise BadData("the batch to predict is empty")
-        for tensor in tensors_in(x):
-            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
-                where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-                raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+        x = prepared(self.network.module, self.network.params.device, self.options.convention, x)
         self.network.settle(x)
         return x
 
@@ -158,7 +146,8 @@ class Predictive:
             if by_draws:
                 link, samples = "mc", samples or JVP_DRAWS
         else:
-            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
+            hint = nearest(method, ("linearized", "sampled"))
+            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}{hint}")
         return predict_targets(
             function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
             belief.likelihood.predicting(function.mean),
@@ -258,3 +247,23 @@ class Predictive:
             return inputs, f, self.belief.likelihood.targets(f, batch.targets)
         except BadData as error:
             raise BadData(f"batch {batch.number}: {error}") from error
+
+
+def prepared(module: nn.Module, device: torch.device, convention: Convention, x: Inputs) -> Inputs:
+    """Prepare inputs for a network: without targets, on its device, in a dtype that it takes; refuse NaN and none."""
+    x = as_tensors(x)
+    x = convention.inputs_of(x) if isinstance(x, Mapping) else x
+    if not any(True for _ in tensors_in(x)):
+        loader = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
+        hint = "; for a loader, `for p in la.predict_loader(data)` predicts batch by batch" if loader else ""
+        raise BadData(
+            f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}{hint}"
+        )
+    x, _ = placed(module, x, device, convention.cast)
+    if batch_size(x) == 0:
+        raise BadData("the batch to predict is empty")
+    for tensor in tensors_in(x):
+        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+            where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+            raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+    return x
