@@ -12,6 +12,7 @@ la = lapwing.huggingface.load("adapter", PeftModel.from_pretrained(base, "adapte
 from __future__ import annotations
 
 import hashlib
+import inspect
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,8 +61,8 @@ class LaplaceCallback(TrainerCallback):
     ) -> None:
         self.likelihood = resolve_likelihood(likelihood)  # what is wrong is said before the training, not after it
         resolve_structure(options.get("structure", "auto"))
-        known = fit.__kwdefaults__ or {}
-        unknown = sorted(set(options) - set(known))
+        known = set(inspect.signature(fit).parameters) - {"model", "data", "likelihood"}
+        unknown = sorted(set(options) - known)
         if unknown:
             raise BadData(f"{unknown[0]!r} is no option of lapwing.fit, which takes {', '.join(sorted(known))}")
         self.tune, self.data, self.options = tune, data, options
