@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ INTERPOLATES = (
     "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
     "precision; check on held-out data"
 )
+ELSEWHERE = {"num_outputs": "for BoTorch, wrap it as lapwing.botorch.LaplaceModel(la)"}  # names others look for
 LOO_DATA = 1000  # training samples on which tune() without held-out data compares posterior and network
 
 
@@ -308,6 +309,22 @@ class Laplace:
             )  # fmt: skip
 
     @outside_inference
+    def kernel_factors(self, x: Inputs, *, differentiable: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return f (B, *event, C) at inputs x, and U and V (B, *event, C, k) that give its covariance with f anywhere.
+
+        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ, the kernel of the linearized model, for the factors of one call or of two. k is
+        about the number of weights. What many small joint covariances need (`lapwing.botorch`) costs one pass this way.
+        `differentiable=True` keeps the gradients with respect to x.
+
+            f, left, right = la.kernel_factors(x)
+            covariance = left[:, 0] @ right[:, 0].mT  # (B, B), of the first output
+        """
+        self._require_unchanged()
+        inputs = self._predictive.inputs(x)
+        with self.network.explaining(inputs):
+            return self._predictive.kernel_factors(inputs, differentiable)
+
+    @outside_inference
     def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
         """Return predictions as a plain `nn.Module` that no longer needs this object, for posteriors over a last layer.
 
@@ -543,6 +560,14 @@ class Laplace:
         """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it."""
         self._require_unchanged()
         write(Path(path), self)
+
+    if not TYPE_CHECKING:  # type checkers go on reporting unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            """Point out where a name is that another library looks for here."""
+            if name in ELSEWHERE:
+                raise AttributeError(f"a Laplace posterior has no {name!r}: {ELSEWHERE[name]}")
+            return object.__getattribute__(self, name)  # raises, with the error of a property if that failed
 
     def __repr__(self) -> str:
         name = self.curvature.structure.name

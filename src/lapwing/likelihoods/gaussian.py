@@ -82,6 +82,9 @@ class Gaussian(Likelihood):
             )
         return noise.to(promote(f))
 
+    def noise_variance(self, f: Tensor) -> Tensor:
+        return self.sigma(f).square().expand(f.shape[-1])
+
     def conditional(self, f: Tensor) -> Independent:
         return Independent(Normal(f, self.sigma(f).expand(f.shape), validate_args=False), 1, validate_args=False)
 

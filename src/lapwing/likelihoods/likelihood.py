@@ -207,6 +207,10 @@ class Likelihood(ABC):
         """Whether p(y | f) = softmax(f)_y over the last dimension of f."""
         return False
 
+    def noise_variance(self, f: Tensor) -> Tensor | None:
+        """The variance of y given f, (C,), where y = f + noise that is the same at all inputs; None elsewhere."""
+        return None
+
     @property
     def has_logits(self) -> bool:
         """Whether outputs are logits of labels, so that dividing them by a temperature makes sense."""

@@ -416,6 +416,14 @@ class Operator(PSD):
             gram = dense.flatten(0, 1).double() @ self._inverse(dense).flatten(0, 1).T
         return gram.reshape(rows.n, rows.r, rows.n, rows.r).to(self.dtype)
 
+    def cross_factors(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        rows = self._rows(rows)
+        if self.solver.predictive == "samples":
+            inside = rows.matvec(self._draws().to(rows.dtype)).movedim(0, -1) / self.solver.samples**0.5
+            return inside, inside
+        dense = rows.dense()
+        return dense.double(), self._inverse(dense)
+
     def _inverse(self, dense: Tensor) -> Tensor:
         flat = dense.reshape(-1, self.size).double()
         if self.solver.predictive == "sketch":

@@ -270,6 +270,14 @@ class PSD(ABC):
         white = self.whiten(rows).flatten(0, 1)
         return (white @ white.T).reshape(rows.n, rows.r, rows.n, rows.r)
 
+    def cross_factors(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """U and V, (n, r, k) each, with U(J) V(J′)ᵀ = J A⁻¹ J′ᵀ for any two sets of rows, also of different calls.
+
+        By default both are `whiten(J)`, which is linear in J.
+        """
+        white = self.whiten(rows)
+        return white, white
+
     def logdet_ratio(self, prior: PSD) -> Tensor:
         """log |A + Π| − log |Π|, a float64 scalar."""
         return (self + prior).logdet() - prior.logdet()

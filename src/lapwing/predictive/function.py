@@ -66,6 +66,14 @@ class FunctionDistribution(ABC):
     def scaled(self, factor: float) -> FunctionDistribution:
         """Return the distribution of factor·f."""
 
+    @abstractmethod
+    def take(self, index: Tensor) -> FunctionDistribution:
+        """Return the distribution at some items of the batch, chosen by a tensor of their numbers."""
+
+    def stored(self) -> FunctionDistribution:
+        """Return the same distribution made of tensors alone, so that it can be pickled without the network."""
+        return self
+
     @property
     def item_covariance(self) -> Tensor:
         """The covariance of the outputs of each item, (B, *event, C, C), also where `joint`."""
@@ -89,6 +97,11 @@ class FunctionDistribution(ABC):
     @property
     def mirrored(self) -> bool:
         """Whether the second half of each block is the mirror image of the first."""
+        return False
+
+    @property
+    def needs_network(self) -> bool:
+        """Whether points come from passes through the network, which a stored distribution has no longer."""
         return False
 
     @property
@@ -186,6 +199,54 @@ class GaussianFunction(FunctionDistribution):
             closed=self._closed,
         )
 
+    def take(self, index: Tensor) -> GaussianFunction:
+        covariance, variance, sampler, contrasts = self._covariance, self._variance, self._sampler, self._contrasts
+
+        def chosen() -> Tensor:
+            some = self.covariance[index]
+            return some.index_select(self.mean.ndim, index) if self._joint else some
+
+        def root() -> tuple[Tensor, ...] | None:
+            found = self._found_root
+            return None if found is None else (found[0], found[1][index], *found[2:])
+
+        return GaussianFunction(
+            self.mean[index],
+            None if covariance is None else chosen,
+            variance=None if variance is None else lambda: self.variance[index],
+            sampler=None if sampler is None else lambda n, generator: sampler(n, generator)[:, index],
+            joint=self._joint,
+            contrasts=(lambda: contrasts()[index]) if callable(contrasts) else contrasts,
+            root=None if self._root is None else root,
+            closed=self._closed,
+        )
+
+    def stored(self) -> GaussianFunction:
+        """Return the same law of each item from tensors alone.
+
+        Draws of weights become draws from the covariance of each item, independent between items unless `joint`.
+        Where there is no covariance, the mean and the variance remain, and what needs draws raises.
+        """
+        root = None if self._found_root is None else tuple(part.detach() for part in self._found_root)
+        whole = self._covariance is not None and (self._joint or (root is None and self.has_covariance))
+        single = self._variance is not None and self.mean.shape[-1] == 1
+        covariance: Any = self.covariance.detach() if whole else None
+        contrasts: Any = bool(self._contrasts)
+        if covariance is None and root is not None:
+            covariance = RootCovariance(root)
+        elif callable(self._contrasts):
+            contrasts = Known(self._contrasts().detach()) if whole else False
+        return GaussianFunction(
+            self.mean.detach(),
+            covariance,
+            variance=self.variance.detach(),
+            sampler=no_more_draws if covariance is None and self._sampler is not None and not single else None,
+            joint=self._joint,
+            contrasts=contrasts,
+            root=None if root is None else Known(root),
+            closed=self._closed,
+        )
+
     @cached_property
     @outside_autocast
     def covariance(self) -> Tensor:
@@ -267,6 +328,10 @@ class GaussianFunction(FunctionDistribution):
         return self._sampler is not None and self._visible_root is None
 
     @property
+    def needs_network(self) -> bool:
+        return self.mirrored
+
+    @property
     def normal(self) -> bool:
         return True
 
@@ -328,6 +393,35 @@ class GaussianFunction(FunctionDistribution):
             else:
                 noise = torch.randn(k, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
                 yield mean + (noise[..., None, :] @ root)[..., 0, :]
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A value as a function without arguments, which can be pickled."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, eq=False)
+class RootCovariance:
+    """R diag(s²) Rᵀ per item from R (C, C) and s (B, *event, C), computed when it is called."""
+
+    root: tuple[Tensor, ...]
+
+    def __call__(self) -> Tensor:
+        spread = self.root[1].square()[..., None, :]
+        return ((self.root[0] * spread) @ self.root[0].mT).to(spread.dtype)
+
+
+def no_more_draws(n: int, generator: torch.Generator | None) -> Tensor:
+    """Refuse draws of a stored distribution that has neither a covariance nor the network."""
+    raise UnsupportedOperation(
+        "this prediction was pickled or moved, and its draws need the network, which stayed behind: draw before "
+        "pickling, p.sample(n), or predict again."
+    )
 
 
 def scaled_root(root: tuple[Tensor, ...], factor: float) -> tuple[Tensor, ...]:

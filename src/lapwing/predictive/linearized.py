@@ -145,6 +145,30 @@ class Linearized:
             rows = self._rows(inputs)[1]
             return self.precision.joint(rows).reshape(*mean.shape, *mean.shape).to(mean.dtype)
 
+    @outside_inference
+    def kernel_factors(self, inputs: Inputs, differentiable: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return f (B, *event, C), and U and V (B, *event, C, k) with U(x) V(x′)ᵀ = J(x) A⁻¹ J(x′)ᵀ for any inputs."""
+        total = batch_size(inputs)
+
+        def factors(at: Linearization, rows: Jacobian) -> tuple[Tensor, Tensor, Tensor]:
+            if (needed := 2 * total * rows.r * rows.size * self.precision.dtype.itemsize) > self.memory:
+                raise TooLarge(
+                    f"the covariance of {total} inputs with others needs {needed / 1e9:.3g} GB, one number per input, "
+                    f"output and weight; the budget is {self.memory / 1e9:.3g} GB. Ask for fewer inputs at once, fit "
+                    "with select='last_layer', or raise memory= in fit."
+                )
+            return at.f, *self.precision.cross_factors(rows)
+
+        if differentiable:
+            with self.network.borrow(differentiable=True):
+                parts = [factors(*self._rows(inputs, create_graph=True))]
+        else:
+            with self.network.copied(), torch.no_grad():
+                found = [factors(at, rows) for at, rows in self.jacobians(inputs)]
+                parts = [(f.detach(), left, right) for f, left, right in found]
+        f, left, right = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        return f, left.reshape(*f.shape, -1), right.reshape(*f.shape, -1)
+
     def _rows(
         self,
         inputs: Inputs,

@@ -163,6 +163,18 @@ class Predictive:
             generator=generator,
         )
 
+    def kernel_factors(self, inputs: Inputs, differentiable: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """f at prepared inputs and the two factors of its covariance with f at any others; see `Laplace`."""
+        layer, scale = self.last_layer, 1 / self.belief.logit_temperature
+        if layer is not None:
+            self.network.require_apart(inputs)
+            with torch.set_grad_enabled(differentiable):
+                f, a = layer(inputs)
+                left = right = layer.root.across(a)
+        else:
+            f, left, right = self.linearized(inputs).kernel_factors(inputs, differentiable)
+        return (f, left, right) if scale == 1.0 else (scale * f, scale * left, scale * right)
+
     def novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
         """How much a target at these inputs would still teach, (B, *event); see `information_gain`."""
         mean, likelihood = mean.detach(), self.belief.likelihood.predicting(mean)

@@ -56,6 +56,12 @@ class SampledFunction(FunctionDistribution):
     def scaled(self, factor: float) -> SampledFunction:
         return SampledFunction(factor * self.mean, factor * self.samples)
 
+    def take(self, index: Tensor) -> SampledFunction:
+        return SampledFunction(self.mean[index], self.samples[:, index])
+
+    def stored(self) -> SampledFunction:
+        return SampledFunction(self.mean.detach(), self.samples.detach())
+
     @cached_property
     def variance(self) -> Tensor:
         return self.samples.var(0, correction=0)
