@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +27,7 @@ from lapwing.curvature import (
 from lapwing.curvature.curvature import mergeable
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator, warn
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model import (
@@ -129,7 +126,7 @@ def fit(
         require_same(_identity(network, family, chosen_prior) | {name: repr(value) for name, value in asked.items()})
     problem = with_noise_ratios(pose(network, batches, family, directions, **options))
     for doubt in problem.doubts:
-        warnings.warn(doubt, stacklevel=_caller())
+        warn(doubt)
     # refuse a wrong prior before the work
     chosen_prior.resolve(names, network.params.sizes, index=network.params.index)
     if checkpoint is not None:
@@ -238,15 +235,6 @@ def load(
         if found := family.flaw(curvature.statistics):
             raise CorruptFile(f"{path.name!r} is impossible: {found}; fit again, or restore a copy")
     return la
-
-
-def _caller() -> int:
-    """Return how far up the stack the user's call of `fit` is, past wrappers and context managers."""
-    ours = (str(Path(__file__).parent), contextlib.__file__, str(Path(torch.__file__).parent))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _module(model: Any) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, UnsupportedOperation, require_generator, require_whole
+from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole, warn
 from lapwing.evidence import (
     Groups,
     Rule,
@@ -31,6 +31,7 @@ from lapwing.evidence import (
     tune_validation,
 )
 from lapwing.evidence.curves import TemperatureCurve, temperature_curve
+from lapwing.evidence.drawn import needs_draws
 from lapwing.evidence.sampled import sampled_curve, tune_sampled
 from lapwing.extras.linear_mode import LinearMode, linear_mode
 from lapwing.extras.loo import keep_if_shown, tune_loo
@@ -42,11 +43,11 @@ from lapwing.model.inputs import Inputs
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
-from lapwing.predictive.predictive import Options, Predictive
+from lapwing.predictive.predictive import Labeled, Options, Predictive
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble
 from lapwing.saving import write
-from lapwing.summary import summary
+from lapwing.summary import html, summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a temperature curve
 INTERPOLATES = (
@@ -226,7 +227,9 @@ class Laplace:
         (`la.damping("factored").tune(val)`), while the evidence always uses the exact sum.
         """
         if kind not in ("exact", "factored"):
-            raise UnsupportedOperation(f"damping is 'exact' or 'factored', got {kind!r}")
+            raise UnsupportedOperation(
+                f"damping is 'exact' or 'factored', got {kind!r}{nearest(kind, ('exact', 'factored'))}"
+            )
         belief = replace(self.belief, damped=kind == "factored")
         _ = belief.posterior  # raise now if this is not Kronecker
         return replace(self, belief=belief)
@@ -455,7 +458,8 @@ class Laplace:
         if grid is not None:
             grid = dict(zip(self.likelihood.learned_names(tuple(grid)), grid.values(), strict=True))
         if prior not in ("scalar", "layerwise", "parameterwise"):
-            raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}")
+            hint = nearest(prior, ("scalar", "layerwise", "parameterwise"))
+            raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}{hint}")
         groups = partition(prior, self.curvature.names, self.params)
         if predictive == "sampled" and method != "validation":
             raise UnsupportedOperation(
@@ -473,12 +477,14 @@ class Laplace:
             if predictive == "sampled":
                 tuning = tune_sampled(self._predictive, groups, data, link=link, **choices)
             else:
+                labeled, by_draws = self._many_outputs(data, link)
                 tuning = tune_validation(
                     self.belief,
                     groups,
-                    self._predictive.held_out(data, link),
+                    self._predictive.held_out(data, link, labeled=labeled),
                     score=linked(link, samples=128),
                     memory=self.options.memory,
+                    draws=self._predictive.pushed(labeled) if by_draws else None,
                     **choices,
                 )
         elif method == "loo":
@@ -487,9 +493,21 @@ class Laplace:
             self._require_unchanged()
             tuning = tune_loo(self.belief, groups, self._predictive.held_out(data), learn=learn, grid=grid)
         else:
-            raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}")
+            hint = nearest(method, ("auto", "validation", "evidence", "loo"))
+            raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}{hint}")
         told = f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}"
         return replace(self, belief=tuning.applied(self.belief), tuning=tuning, tuned=told)
+
+    def _many_outputs(self, data: Any, link: str) -> tuple[Iterator[Labeled], bool]:
+        """Return the stream of labeled data, and whether its outputs are so many that draws must take their place."""
+        labeled = self._predictive.labeled(data)
+        first = next(labeled, None)
+        if first is None:
+            return labeled, False
+        _, f, y = first
+        samples = f.shape[0] * (self.batches(data).length or 1)
+        by_draws = needs_draws(self.belief, f, y, link, self.options.memory, samples)
+        return itertools.chain([first], labeled), by_draws
 
     def _tune_evidence(
         self, data: Any, groups: Groups, learn: tuple[str, ...] | None, grid: Mapping[str, Sequence[float]]
@@ -505,7 +523,7 @@ class Laplace:
         if self.params.size <= self.n_data:
             return tuning
         if data is None:
-            warnings.warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)", stacklevel=3)
+            warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)")
         return replace(tuning, messages=(INTERPOLATES, *tuning.messages))
 
     def _kept_if_shown(self, tuning: Tuning, groups: Groups) -> Tuning:
@@ -572,6 +590,9 @@ class Laplace:
     def __repr__(self) -> str:
         name = self.curvature.structure.name
         return f"Laplace({type(self.module).__name__}, {name}, {self.params.size:,} weights, {self.prior})"
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
 
 def _require_predictive(predictive: str) -> None:

@@ -123,9 +123,7 @@ class KroneckerFactor(Factor):
         return 0
 
 
-def sums_of(
-    problem: Problem, sharing: Sharing, factor: Factor | None = None, bias: Bias = "joint"
-) -> KroneckerSums:
+def sums_of(problem: Problem, sharing: Sharing, factor: Factor | None = None, bias: Bias = "joint") -> KroneckerSums:
     """Return empty Kronecker sums for the factor of a problem, or for another one."""
     factor = problem.factor if factor is None else factor
     if isinstance(factor, KroneckerFactor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapwing.curvature.shards import require_one_process
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, warn
 from lapwing.evaluation.meter import measure
 from lapwing.evaluation.report import Gallery, Items, Outside, Report, Result
 from lapwing.evaluation.temperature import TemperatureScaled, device_of
@@ -122,10 +121,9 @@ def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | No
     alike = type(asked) if asked is not None else Likelihood
     first = next((one for one in found if isinstance(one, alike)), None)
     if first is None and asked is not None:
-        warnings.warn(
+        warn(
             f"the noise of the network is unknown and counts as 1 ({asked}): NLL, CRPS and coverage mean little. Give "
             "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior beside the network",
-            stacklevel=3,
         )
     return first or asked
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lapwing import metrics, plots
-from lapwing.errors import BadData
+from lapwing.errors import BadData, brief, nearest
 from lapwing.evaluation.meter import Cost
 from lapwing.predictive import Prediction
+from lapwing.predictive.table import html_table
 from lapwing.writing import replacing
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
 
 Items = Mapping[str, Tensor]  # the scores of all items, by name
@@ -82,6 +84,8 @@ class Report:
         >>> report.to_html("report.html")
     """
 
+    __repr__ = brief
+
     results: Mapping[str, Result]
     bins: int = 15
 
@@ -143,6 +147,24 @@ class Report:
             models[name] = {**row, "items": result.count, "ood": places}
         return {"task": self.kind.kind, "bins": self.bins, "models": models}
 
+    def to_frame(self) -> pandas.DataFrame:
+        """Return the whole table as a pandas data frame: one row per model, one column per score.
+
+        report.to_frame().sort_values("nll")
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_frame() needs pandas: pip install pandas") from error
+        return pandas.DataFrame(
+            {name: self.row(name) for name in self.results}, index=[column.name for column in self.columns()]
+        ).T
+
+    def _repr_html_(self) -> str:
+        columns = self.columns()
+        rows = [[name, *(cell(c.name, self.row(name).get(c.name)) for c in columns)] for name in self.results]
+        return html_table(["", *(title(c.name) for c in columns)], rows, note=self._legend())
+
     def figures(self) -> dict[str, Figure]:
         """Return the pictures by name. Those of images show the last model, which is usually the one of interest."""
         return {name: figure for name, _, figure in self._pictures()}
@@ -181,7 +203,9 @@ class Report:
         known = {column.name: column for column in self.columns()}
         missing = [name for name in names if name not in known]
         if missing:
-            raise BadData(f"the report has no column {missing[0]!r}: choose from {', '.join(known)}")
+            raise BadData(
+                f"the report has no column {missing[0]!r}: choose from {', '.join(known)}{nearest(missing[0], known)}"
+            )
         return tuple(known[name] for name in names) if names else tuple(known.values())
 
     def _best(self, column: Column) -> set[str]:

@@ -1,6 +1,5 @@
 """Temperature scaling: the calibration that a posterior has to beat."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature.shards import require_one_process
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, brief, warn
 from lapwing.evidence.heldout import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches
@@ -28,6 +27,8 @@ class TemperatureScaled:
         >>> scaled = TemperatureScaled.fit(model, val_loader)
         >>> lapwing.evaluate({"MAP": model, "MAP + T": scaled}, test_loader, likelihood="classification").table()
     """
+
+    __repr__ = brief
 
     model: nn.Module
     temperature: float
@@ -70,10 +71,9 @@ def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
         raise BadData("the validation NLL is not finite: check the data")
     temperature = best_logit_temperature(f, y, likelihood, limit=HIGHEST)
     if not 1.01 * LOWEST < temperature < 0.99 * HIGHEST:
-        warnings.warn(
+        warn(
             f"the validation NLL has no minimum between temperatures {LOWEST} and {HIGHEST} (it stopped at "
             f"{temperature:.3g}): every item may be right, or none. Use more validation data.",
-            stacklevel=3,
         )
     return temperature
 

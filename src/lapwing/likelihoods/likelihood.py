@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, kl_divergence
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.likelihoods.marginal import Marginal, Outputs
 from lapwing.storage import is_registered, named, unpack
 
@@ -388,7 +388,10 @@ def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
     known = named(Likelihood)
     if not isinstance(likelihood, str) or likelihood not in known:
         names = ", ".join(f'"{name}"' for name in known)
-        raise BadData(f"likelihood={likelihood!r}: use one of {names}, or an object such as Gaussian(noise=0.1).")
+        raise BadData(
+            f"likelihood={likelihood!r}: use one of {names}, or an object such as Gaussian(noise=0.1)"
+            f"{nearest(likelihood, known) or '.'}"
+        )
     return known[likelihood]()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import UnsupportedOperation, brief
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.krylov import (
     Estimate,
@@ -59,6 +59,8 @@ class Product(ABC):
 class SumProduct(Product):
     """Σ_k c_k G_k."""
 
+    __repr__ = brief
+
     parts: tuple[tuple[float, Product], ...]
 
     @property
@@ -92,6 +94,8 @@ class Solver:
     `method="batches"` leaves solves to the product, which then takes at most `iterations` passes.
     """
 
+    __repr__ = brief
+
     tolerance: float = 1e-6
     iterations: int = 500
     columns: int = 16
@@ -118,6 +122,8 @@ class Operator(PSD):
     The better the sketch, the fewer products: with an exact one nothing is left to iterate. First derivatives in
     factor, shift and vectors; second derivatives raise.
     """
+
+    __repr__ = brief
 
     product: Product
     sketch: Sketch

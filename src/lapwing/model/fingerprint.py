@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import UnsupportedModel
+from lapwing.errors import UnsupportedModel, brief
 from lapwing.model.copies import ATOMIC, written_by_forward
 from lapwing.model.inputs import Inputs, batch_size, close, map_tensors, take, tensors_in
 from lapwing.model.module import borrowed, call, output_tensor
@@ -261,6 +261,8 @@ def _storable(tree: Any) -> bool:
 @dataclass(frozen=True, eq=False)
 class Watch:
     """The state of a module at the fit, to be compared with its state now."""
+
+    __repr__ = brief
 
     sums: tuple[str, ...]
     probe: Probe | None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData, UnsupportedModel, require_whole
+from lapwing.errors import BadData, UnsupportedModel, brief, nearest, require_whole
 from lapwing.linalg.layout import Places, Run
 
 Selection = str | Iterable[str] | Callable[[str, Tensor], bool]
@@ -30,6 +30,8 @@ class Params:
     its first name. `index`, if given, picks single weights out of that vector (a subnetwork); every vector that
     Lapwing hands out then has the length of `index`.
     """
+
+    __repr__ = brief
 
     names: tuple[str, ...]
     values: tuple[Tensor, ...]
@@ -184,7 +186,8 @@ def subnetwork(
         raise BadData("a subnetwork needs a number of weights, subnetwork(100), or their positions, indices=[0, 5, 11]")
     require_whole("the number of weights of a subnetwork", k)
     if by not in ("variance", "magnitude", "random"):
-        raise BadData(f"a subnetwork is chosen by 'variance', 'magnitude' or 'random', got {by!r}")
+        hint = nearest(by, ("variance", "magnitude", "random"))
+        raise BadData(f"a subnetwork is chosen by 'variance', 'magnitude' or 'random', got {by!r}{hint}")
     return Subnetwork(k, by, within)
 
 
@@ -243,7 +246,8 @@ def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
     for pattern in patterns:
         hits = {name for name in every if fnmatchcase(name, pattern)}
         if not hits:
-            raise BadData(f"select={pattern!r} matches no parameter; there are {_some(every)}")
+            hint = nearest(pattern, ("last_layer", "all", *every))
+            raise BadData(f"select={pattern!r} matches no parameter; there are {_some(every)}{hint}")
         frozen = hits - set(free)
         if not isinstance(selection, str) and pattern in every and frozen:
             raise BadData(f"select names {pattern!r}, which is frozen (requires_grad=False)")

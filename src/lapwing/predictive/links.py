@@ -15,7 +15,7 @@ from torch.distributions import Distribution, Independent
 from torch.distributions import Poisson as PoissonLaw
 from torch.nn.functional import logsigmoid
 
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import UnsupportedOperation, nearest
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import Marginal, log_mix, normal_nodes, safe_sqrt
 from lapwing.predictive.function import FunctionDistribution, Known, base_points
@@ -100,7 +100,8 @@ def choose_link(link: str, function: FunctionDistribution, likelihood: Likelihoo
     if link not in others:
         raise UnsupportedOperation(
             f'link="{link}" is not possible for {type(likelihood).__name__} with {function.mean.shape[-1]} outputs and '
-            f'{type(function).__name__}: use "auto", {", ".join(repr(name) for name in (*own, *others))}.'
+            f'{type(function).__name__}: use "auto", {", ".join(repr(name) for name in (*own, *others))}'
+            f"{nearest(link, ('auto', *own, *others)) or '.'}"
         )
     return link
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, brief
 from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.prediction import Prediction
@@ -105,6 +105,8 @@ class Mixture:
 
     Example: `Mixture([la1, la2, la3]).predict(x).probs`.
     """
+
+    __repr__ = brief
 
     members: Sequence[Component]
     weights: str | Tensor = "uniform"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
 
-from lapwing.errors import BadData, UnsupportedOperation, require_generator
+from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import BlendedMarginal, Marginal, MixtureMarginal, sample_crps
@@ -193,7 +192,9 @@ class Prediction(ABC):
         value = getattr(self, by, None) if by in known else None
         if value is None:
             names = [name for name in known if hasattr(type(self), name) and not _is_elsewhere(type(self), name)]
-            raise BadData(f"by={by!r}: predictions of {self.kind} are judged by one of {', '.join(names)}")
+            raise BadData(
+                f"by={by!r}: predictions of {self.kind} are judged by one of {', '.join(names)}{nearest(by, names)}"
+            )
         return -value if by == "confidence" else value
 
     def __len__(self) -> int:
@@ -712,11 +713,10 @@ def _warn_if_coarse(error: Tensor | None) -> None:
     if error is None or not bool((error > COARSE).any()):
         return
     many = f"{int((error > COARSE).sum())} of {error.numel()} items"
-    warnings.warn(
+    warn(
         f"the probabilities of {many} are estimated to within a total variation of {float(error.max()):.2g} only "
         f"(`.monte_carlo_error`; {COARSE:g} is aimed at): their logits are uncertain in many directions. Pass samples= "
         "with a larger number, or tune the prior on held-out data, which makes most posteriors narrower.",
-        stacklevel=3,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
 
+from lapwing.errors import brief, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network, batch_size, take
 from lapwing.model.fingerprint import Watch
@@ -116,12 +116,11 @@ def warn_of_collapse(network: Network, likelihood: Likelihood, function: Sampled
         sampled = log_class_probs(likelihood, draws).exp().mean(0).argmax(-1)
         agreeing = float((sampled == label)[sure].double().mean())
     if agreeing < 0.5:
-        warnings.warn(
+        warn(
             f"the sampled weights have lost what the network knows: of inputs that it is sure of, {agreeing:.0%} keep "
             "their label (unless these inputs are unlike the training data, accuracy has collapsed). Use the "
             "linearized predictive, la.predict(x), which does not sample weights through the network; or tune the "
             "prior on held-out data first, la.tune(val_loader).",
-            stacklevel=4,
         )
 
 
@@ -131,6 +130,8 @@ class Ensemble:
 
     Example: `for weights in la.ensemble(5): torch.func.functional_call(model, weights, (x,))`
     """
+
+    __repr__ = brief
 
     network: Network
     likelihood: Likelihood
