@@ -1,7 +1,8 @@
 """Run a tutorial and write it as a page: text, code, and what the code printed and drew.
 
 A tutorial is a script in jupytext's percent format: cells begin with `# %%`, text cells with `# %% [markdown]`. A result is kept until the
-script or the package changes, in the folder named by LAPWING_DOCS_CACHE (default: lapwing-docs among the temporary files).
+script or the package changes, in the folder named by LAPWING_DOCS_CACHE (default: lapwing-docs among the temporary files). With
+LAPWING_DOCS_RUN=0 pages show code without output, which is enough to check the site.
 
     python docs/site/tutorials.py docs/tutorials/calibration.py      # prints the page
 """
@@ -74,6 +75,12 @@ def run(script: Path) -> tuple[str, dict[str, bytes]]:
     return "\n\n".join(page) + "\n", pictures
 
 
+def plain(script: Path) -> str:
+    """Return the page without what its code prints and draws."""
+    parts = cells(script.read_text(encoding="utf-8"))
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in parts) + "\n"
+
+
 def _key(script: Path) -> str:
     sources = sorted((ROOT / "src").rglob("*.py")) + [script, Path(__file__)]
     digest = hashlib.sha256()
@@ -84,6 +91,8 @@ def _key(script: Path) -> str:
 
 def rendered(script: Path) -> tuple[str, dict[str, bytes]]:
     """Return the page and the pictures of a tutorial, from the cache where nothing has changed; run in a process of its own."""
+    if os.environ.get("LAPWING_DOCS_RUN") == "0":
+        return plain(script), {}
     folder = Path(os.environ.get("LAPWING_DOCS_CACHE", Path(tempfile.gettempdir()) / "lapwing-docs"))
     kept = folder / f"{script.stem}-{_key(script)}.json"
     if not kept.exists():
