@@ -14,12 +14,12 @@ from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation, warn
 from lapwing.evaluation.meter import measure
 from lapwing.evaluation.report import Gallery, Items, Outside, Report, Result
-from lapwing.evaluation.temperature import TemperatureScaled, device_of
+from lapwing.evaluation.temperature import device_of, point_prediction
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches
 from lapwing.model.inputs import as_tensors, batch_size
-from lapwing.model.module import borrowed, call, explained, output_tensor, outside_autocast
-from lapwing.predictive import Prediction, SampledFunction, predict_targets
+from lapwing.model.module import outside_autocast
+from lapwing.predictive import Prediction
 
 PICTURES = 16
 
@@ -38,8 +38,8 @@ def evaluate(
 ) -> Report:
     """Score models on the same test data, and on data unlike what they were trained on.
 
-    `models` maps names to networks, `TemperatureScaled` networks or `Laplace` objects (anything with `.predict(x)`
-    returning a `Prediction`). `data` is read as in `lapwing.fit`; the sets of `ood` need no targets, and a tensor of
+    `models` maps names to networks, `Laplace` objects or baselines (anything with `.predict(x)` returning a
+    `Prediction`). `data` is read as in `lapwing.fit`; the sets of `ood` need no targets, and a tensor of
     inputs is enough. Plain networks are scored under `likelihood`; without it, under that of the first model that
     has one. Classification is scored by accuracy, NLL, ECE with `bins` bins, Brier score and entropy; regression by
     NLL, RMSE, CRPS, coverage and standard deviation; `ood` adds AUROC and FPR95; all get seconds and peak memory.
@@ -83,33 +83,22 @@ class Run:
 
 
 def run_of(model: Any, likelihood: Likelihood | None) -> Run:
-    """Return a network, a temperature-scaled network, or an object with `.predict` as a `Run`."""
+    """Return a network, or an object with `.predict`, as a `Run`."""
     if hasattr(model, "predict"):
-        module = getattr(getattr(model, "network", None), "module", None)
-        module = module if isinstance(module, nn.Module) else nn.Identity()
+        held = (getattr(model, "module", None), getattr(getattr(model, "network", None), "module", None))
+        module = next((each for each in held if isinstance(each, nn.Module)), None) or nn.Identity()
         return Run(model.predict, device_of(module), module)
-    if not isinstance(model, nn.Module | TemperatureScaled):
+    if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise BadData(f"a model is a {kind}: pass an nn.Module, a TemperatureScaled or a Laplace object")
+        raise BadData(f"a model is a {kind}: pass an nn.Module, or an object with predict(x) such as a Laplace object")
     if likelihood is None:
         raise BadData("a plain network has no likelihood: pass likelihood='classification', 'regression', …")
-    module = model.model if isinstance(model, TemperatureScaled) else model
-    return Run(lambda inputs: point_prediction(model, inputs, likelihood), device_of(module), module)
+    return Run(lambda inputs: point_prediction(model, inputs, likelihood), device_of(model), model)
 
 
 def split_of(model: Any) -> Callable[[Any], tuple] | None:
     """Return the `split` that a posterior was fitted with, if any."""
     return getattr(getattr(model, "options", None), "split", None)
-
-
-def point_prediction(model: nn.Module | TemperatureScaled, inputs: Any, likelihood: Likelihood) -> Prediction:
-    """Return p(y | f(x)) for a network without a posterior: the distribution of f is one point."""
-    module = model.model if isinstance(model, TemperatureScaled) else model
-    temperature = model.temperature if isinstance(model, TemperatureScaled) else 1.0
-    with borrowed(module) as own, torch.no_grad(), explained(inputs):
-        raw = output_tensor(call(own, inputs)) / temperature
-    f = likelihood.outputs(raw)
-    return predict_targets(SampledFunction(None, f[None]), likelihood, scalar=raw.ndim == 1)
 
 
 def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | None) -> Likelihood | None:

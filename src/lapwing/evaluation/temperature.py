@@ -11,7 +11,11 @@ from lapwing.errors import BadData, UnsupportedOperation, brief, warn
 from lapwing.evidence.heldout import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches
-from lapwing.model.module import borrowed, call, output_tensor, outside_autocast
+from lapwing.model.convention import Convention
+from lapwing.model.inputs import Inputs
+from lapwing.model.module import borrowed, call, explained, output_tensor, outside_autocast, outside_inference
+from lapwing.predictive import Prediction, SampledFunction, predict_targets
+from lapwing.predictive.predictive import prepared
 
 LOWEST, HIGHEST = 0.01, 100.0
 
@@ -21,7 +25,7 @@ class TemperatureScaled:
     """A classifier whose logits are divided by one number T > 0 (Guo et al. 2017, section 4.2).
 
     `TemperatureScaled.fit` finds the T with the smallest NLL on held-out data; accuracy does not change. It is called
-    as the network is: `scaled(x)` returns f(x) / T.
+    as the network is: `scaled(x)` returns f(x) / T, and `scaled.predict(x)` a `Prediction`.
 
     Example:
         >>> scaled = TemperatureScaled.fit(model, val_loader)
@@ -47,9 +51,30 @@ class TemperatureScaled:
         f, y = logits(model, data, likelihood)
         return cls(model, best_temperature(f, y, likelihood), likelihood)
 
+    @property
+    def module(self) -> nn.Module:
+        """The network itself."""
+        return self.model
+
+    @outside_inference
+    def predict(self, x: Inputs, *, differentiable: bool = False) -> Prediction:
+        """Return p(y | f(x)/T); `differentiable` keeps gradients to x."""
+        inputs = prepared(self.model, device_of(self.model), Convention(), x)
+        return point_prediction(self.model, inputs, self.likelihood, self.temperature, differentiable)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         with borrowed(self.model) as module, torch.no_grad():
             return output_tensor(module(*args, **kwargs)) / self.temperature
+
+
+def point_prediction(
+    model: nn.Module, inputs: Inputs, likelihood: Likelihood, temperature: float = 1.0, differentiable: bool = False
+) -> Prediction:
+    """Return p(y | f(x)/T) for a network without a posterior: the distribution of f is one point."""
+    with borrowed(model) as own, torch.set_grad_enabled(differentiable), explained(inputs):
+        raw = output_tensor(call(own, inputs)) / temperature
+    f = likelihood.outputs(raw)
+    return predict_targets(SampledFunction(None, f[None]), likelihood, scalar=raw.ndim == 1)
 
 
 @outside_autocast

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapwing.errors import BadData, UnsupportedOperation, nearest
@@ -85,21 +85,7 @@ class Predictive:
 
     def inputs(self, x: Inputs) -> Inputs:
         """Prepare inputs as the fit did: without its targets, on its device, in a dtype the network takes, finite."""
-        x = as_tensors(x)
-        x = self.options.convention.inputs_of(x) if isinstance(x, Mapping) else x
-        if not any(True for _ in tensors_in(x)):
-            loader = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
-            hint = "; for a loader, `for p in la.predict_loader(data)` predicts batch by batch" if loader else ""
-            raise BadData(
-                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}{hint}"
-            )
-        x, _ = placed(self.network.module, x, self.network.params.device, self.options.convention.cast)
-        if batch_size(x) == 0:
-            raise BadData("the batch to predict is empty")
-        for tensor in tensors_in(x):
-            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
-                where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-                raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+        x = prepared(self.network.module, self.network.params.device, self.options.convention, x)
         self.network.settle(x)
         return x
 
@@ -261,3 +247,23 @@ class Predictive:
             return inputs, f, self.belief.likelihood.targets(f, batch.targets)
         except BadData as error:
             raise BadData(f"batch {batch.number}: {error}") from error
+
+
+def prepared(module: nn.Module, device: torch.device, convention: Convention, x: Inputs) -> Inputs:
+    """Prepare inputs for a network: without targets, on its device, in a dtype that it takes; refuse NaN and none."""
+    x = as_tensors(x)
+    x = convention.inputs_of(x) if isinstance(x, Mapping) else x
+    if not any(True for _ in tensors_in(x)):
+        loader = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
+        hint = "; for a loader, `for p in la.predict_loader(data)` predicts batch by batch" if loader else ""
+        raise BadData(
+            f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}{hint}"
+        )
+    x, _ = placed(module, x, device, convention.cast)
+    if batch_size(x) == 0:
+        raise BadData("the batch to predict is empty")
+    for tensor in tensors_in(x):
+        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+            where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+            raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+    return x
