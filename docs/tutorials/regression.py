@@ -38,7 +38,7 @@ print(f"noise {float(la.likelihood.noise):.3f} (the data were made with 0.15), p
 # %%
 grid = torch.linspace(-5, 5, 300)[:, None]
 p = la.predict(grid)
-lapwing.plots.band(grid, p, (x, y))
+lapwing.plots.band(grid, p, data=(x, y))
 
 # %% [markdown]
 # The band widens between the two clouds of points and beyond them, where the network has seen nothing. `p.aleatoric` is the noise and
@@ -64,14 +64,21 @@ for level in (0.5, 0.8, 0.95):
 
 # %% [markdown]
 # ## Noise that changes with the input
-# With `"heteroscedastic"` the network has two outputs per target, the natural parameters of a Gaussian. The likelihood itself is the
-# loss: `likelihood.log_prob` is per item.
+# With `HeteroscedasticGaussian` the network has two outputs per target. Here they are the mean and the logarithm of the variance; without
+# `parametrization="mean"` they are natural parameters, which suit training by the evidence. The likelihood itself is the loss:
+# `likelihood.log_prob` is per item.
 
 # %%
 x2 = torch.rand(300, 1) * 6 - 3
 y2 = torch.sin(1.5 * x2) + (0.05 + 0.15 * (x2 + 3) / 2) * torch.randn_like(x2)
-likelihood = lapwing.HeteroscedasticGaussian()
+likelihood = lapwing.HeteroscedasticGaussian(parametrization="mean")
 model2 = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
-train(model2, lambda: -likelihood.log_prob(model2(x2), y2).mean())
-la2 = lapwing.fit(model2, (x2, y2), likelihood, structure="full").tune(method="evidence")
-lapwing.plots.band(grid, la2.predict(grid), (x2, y2))
+train(model2, lambda: -likelihood.log_prob(model2(x2), y2).mean(), steps=600)
+la2 = lapwing.fit(model2, (x2, y2), likelihood, structure="full", prior=1.0)
+grid2 = torch.linspace(-4, 4, 200)[:, None]
+lapwing.plots.band(grid2, la2.predict(grid2), data=(x2, y2))
+
+# %%
+p = la2.predict(torch.tensor([[-2.5], [0.0], [2.5]]))
+for at, noise in zip((-2.5, 0.0, 2.5), p.aleatoric.sqrt()[:, 0]):
+    print(f"x = {at:4.1f}: noise {noise:.2f}, the truth is {0.05 + 0.15 * (at + 3) / 2:.2f}")
