@@ -1,11 +1,13 @@
 """Every Python block of every page runs as it stands, section by section.
 
-A section sees what the ones before it on the page have defined, and what a reader takes for granted: a trained `model`, `train_loader`,
-`val_loader`, `test_loader`, `x`, `y`, and a posterior `la`. A page with a line `<!-- slow -->` runs in `make test-slow`.
+A section sees what the ones before it on the page have defined, and what a reader takes for granted: a trained `model`,
+`train_loader`, `val_loader`, `test_loader`, `x`, `y`, and a posterior `la`. A page with a line `<!-- slow -->` runs in
+`make test-slow`.
 """
 
 import copy
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,7 +38,8 @@ def sections(page: Path) -> list[tuple[str, str]]:
 
 
 def pages() -> list[Any]:
-    found = [page for page in sorted(DOCS.rglob("*.md")) if page.name not in OWN and "decisions" not in page.parts and sections(page)]
+    read = [page for page in sorted(DOCS.rglob("*.md")) if page.name not in OWN and "decisions" not in page.parts]
+    found = [page for page in read if sections(page)]
     marks = {page: [pytest.mark.slow] if "<!-- slow -->" in page.read_text(encoding="utf-8") else [] for page in found}
     return [pytest.param(page, id=str(page.relative_to(DOCS)), marks=marks[page]) for page in found]
 
@@ -65,13 +68,17 @@ def given() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """Take back what a page registers: other tests have classes of the same names."""
+    """Take back what a page registers: other tests have classes of the same names, or mean the real laplace-torch."""
     tables = (storage._classes, storage._names, RULES, LINKS)
+    modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "laplace"}
     before = [{key: copy.copy(value) for key, value in table.items()} for table in tables]
     yield
     for table, kept in zip(tables, before, strict=True):
         table.clear()
         table.update(kept)
+    for name in [name for name in sys.modules if name.split(".")[0] == "laplace"]:
+        del sys.modules[name]
+    sys.modules.update(modules)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # advice, such as that of tuning without held-out data

@@ -1,7 +1,7 @@
 """What the site does beyond Markdown: formulas, the changelog, lists of folders, and tutorials with their output.
 
-mkdocs calls the `on_*` functions. `$$…$$` on lines of their own and `$…$` inside a line are LaTeX and become MathML, which browsers draw
-without any script.
+mkdocs calls the `on_*` functions. `$$…$$` on lines of their own and `$…$` inside a line are LaTeX and become MathML,
+which browsers draw without any script.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run a tutorial and write it as a page: text, code, and what the code printed and drew.
 
-A tutorial is a script in jupytext's percent format: cells begin with `# %%`, text cells with `# %% [markdown]`. A result is kept until the
-script or the package changes, in the folder named by LAPWING_DOCS_CACHE (default: lapwing-docs among the temporary files). With
-LAPWING_DOCS_RUN=0 pages show code without output, which is enough to check the site.
+A tutorial is a script in jupytext's percent format: cells begin with `# %%`, text cells with `# %% [markdown]`. A
+result is kept until the script or the package changes, in the folder named by LAPWING_DOCS_CACHE (default: lapwing-docs
+among the temporary files). With LAPWING_DOCS_RUN=0 pages show code without output, which is enough to check the site.
 
     python docs/site/tutorials.py docs/tutorials/calibration.py      # prints the page
 """
@@ -82,7 +82,7 @@ def plain(script: Path) -> str:
 
 
 def _key(script: Path) -> str:
-    sources = sorted((ROOT / "src").rglob("*.py")) + [script, Path(__file__)]
+    sources = [*sorted((ROOT / "src").rglob("*.py")), script, Path(__file__)]
     digest = hashlib.sha256()
     for path in sources:
         digest.update(path.read_bytes())
@@ -90,7 +90,7 @@ def _key(script: Path) -> str:
 
 
 def rendered(script: Path) -> tuple[str, dict[str, bytes]]:
-    """Return the page and the pictures of a tutorial, from the cache where nothing has changed; run in a process of its own."""
+    """Return the page and the pictures of a tutorial: kept ones where nothing has changed, else by a new process."""
     if os.environ.get("LAPWING_DOCS_RUN") == "0":
         return plain(script), {}
     folder = Path(os.environ.get("LAPWING_DOCS_CACHE", Path(tempfile.gettempdir()) / "lapwing-docs"))

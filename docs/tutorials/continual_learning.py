@@ -52,18 +52,17 @@ print("plain training:", " ".join(f"{a:.1%}" for a in accuracies(model)))
 # `Prior.from_posterior` turns a posterior into the next prior. The penalty is its negative log-density.
 
 # %%
-model, prior = network(), lapwing.Prior(1.0)
-for k, task in enumerate(tasks):
-    posterior = None if k == 0 else la.posterior
+def away(posterior, model):
+    """Half the squared distance from the posterior's mean, measured by its precision."""
+    step = torch.cat([p.flatten() for p in model.parameters()]) - posterior.mean
+    return 0.5 * (step * posterior.precision.matvec(step)).sum()
 
-    def penalty():
-        theta = torch.cat([p.flatten() for p in model.parameters()])
-        if posterior is None:
-            return 0.5 * theta.square().sum()
-        away = theta - posterior.mean
-        return 0.5 * (away * posterior.precision.matvec(away)).sum()
 
-    learn(model, task, penalty)
-    la = lapwing.fit(model, (x[train][:, task], y[train]), "classification", structure="diag", prior=prior)
+model = network()
+learn(model, tasks[0], lambda: 0.5 * sum(p.square().sum() for p in model.parameters()))
+la = lapwing.fit(model, (x[train][:, tasks[0]], y[train]), "classification", structure="diag", prior=1.0)
+for task in tasks[1:]:
+    learn(model, task, lambda posterior=la.posterior: away(posterior, model))
     prior = lapwing.Prior.from_posterior(la.posterior)
+    la = lapwing.fit(model, (x[train][:, task], y[train]), "classification", structure="diag", prior=prior)
 print("with posteriors:", " ".join(f"{a:.1%}" for a in accuracies(model)))

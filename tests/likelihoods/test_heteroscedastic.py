@@ -24,7 +24,12 @@ def test_distribution_functions_hold_however_wide_the_noise_is(
 
 @pytest.mark.parametrize(
     ("mean", "variances"),
-    [((-0.31, 18.56), (3.8, 136.7)), ((53.7, 54.9), (381.5, 502.6)), ((1.0, 0.0), (0.2, 100.0)), ((-3.7, 1.9), (94.0, 88.0))],
+    [
+        ((-0.31, 18.56), (3.8, 136.7)),
+        ((53.7, 54.9), (381.5, 502.6)),
+        ((1.0, 0.0), (0.2, 100.0)),
+        ((-3.7, 1.9), (94.0, 88.0)),
+    ],
 )
 def test_quantiles_hold_however_wide_the_noise_is(mean: tuple[float, float], variances: tuple[float, float]) -> None:
     """The share of draws below a quantile is its level, also where components reach over fifty orders of magnitude."""
