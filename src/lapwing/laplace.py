@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, UnsupportedOperation, require_generator, require_whole
+from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole, warn
 from lapwing.evidence import (
     Groups,
     Rule,
@@ -31,6 +31,8 @@ from lapwing.evidence import (
     tune_validation,
 )
 from lapwing.evidence.curves import TemperatureCurve, temperature_curve
+from lapwing.evidence.drawn import needs_draws
+from lapwing.evidence.sampled import sampled_curve, tune_sampled
 from lapwing.extras.linear_mode import LinearMode, linear_mode
 from lapwing.extras.loo import keep_if_shown, tune_loo
 from lapwing.extras.valla import tune_bound, variational_bound
@@ -41,17 +43,18 @@ from lapwing.model.inputs import Inputs
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
-from lapwing.predictive.predictive import Options, Predictive
+from lapwing.predictive.predictive import Labeled, Options, Predictive
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble
 from lapwing.saving import write
-from lapwing.summary import summary
+from lapwing.summary import html, summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a temperature curve
 INTERPOLATES = (
     "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
     "precision; check on held-out data"
 )
+ELSEWHERE = {"num_outputs": "for BoTorch, wrap it as lapwing.botorch.LaplaceModel(la)"}  # names others look for
 LOO_DATA = 1000  # training samples on which tune() without held-out data compares posterior and network
 
 
@@ -224,7 +227,9 @@ class Laplace:
         (`la.damping("factored").tune(val)`), while the evidence always uses the exact sum.
         """
         if kind not in ("exact", "factored"):
-            raise UnsupportedOperation(f"damping is 'exact' or 'factored', got {kind!r}")
+            raise UnsupportedOperation(
+                f"damping is 'exact' or 'factored', got {kind!r}{nearest(kind, ('exact', 'factored'))}"
+            )
         belief = replace(self.belief, damped=kind == "factored")
         _ = belief.posterior  # raise now if this is not Kronecker
         return replace(self, belief=belief)
@@ -306,6 +311,22 @@ class Laplace:
                 inputs, method=method, link=link, samples=samples, joint=joint, differentiable=differentiable,
                 generator=generator,
             )  # fmt: skip
+
+    @outside_inference
+    def kernel_factors(self, x: Inputs, *, differentiable: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return f (B, *event, C) at inputs x, and U and V (B, *event, C, k) that give its covariance with f anywhere.
+
+        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ, the kernel of the linearized model, for the factors of one call or of two. k is
+        about the number of weights. What many small joint covariances need (`lapwing.botorch`) costs one pass this way.
+        `differentiable=True` keeps the gradients with respect to x.
+
+            f, left, right = la.kernel_factors(x)
+            covariance = left[:, 0] @ right[:, 0].mT  # (B, B), of the first output
+        """
+        self._require_unchanged()
+        inputs = self._predictive.inputs(x)
+        with self.network.explaining(inputs):
+            return self._predictive.kernel_factors(inputs, differentiable)
 
     @outside_inference
     def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
@@ -398,8 +419,10 @@ class Laplace:
         learn: str | Sequence[str] | None = None,
         prior: str = "scalar",
         grid: Mapping[str, Sequence[float]] | None = None,
-        rule: str | Rule = "widest",
+        predictive: str = "linearized",
         link: str = "auto",
+        rule: str | Rule = "widest",
+        progress: bool | None = None,
     ) -> Laplace:
         """Choose prior, temperature and noise; `.tuning` of the result holds what was tried and what it scored.
 
@@ -413,10 +436,19 @@ class Laplace:
         chooses the prior and such a noise. `prior` is "scalar", "layerwise" or "parameterwise". `grid` maps names of
         `learn` to candidates, one of which is chosen. `rule` picks from what was tried: "lowest" the lowest NLL,
         "widest" the smallest precision that is shown to be no worse (`evidence.widest`), which is as good on data like
-        these and more cautious elsewhere.
+        these and more cautious elsewhere. `predictive="sampled"` scores what `predict(x, method="sampled")` predicts, a
+        grid of settings with common random numbers; T·n_data are the pseudo-observations of Ritter et al. (2018).
+        `progress`: True shows a bar, False none, None as in the fit.
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
+        _require_predictive(predictive)
+        if progress is not None and progress != self.options.progress:
+            shown = replace(self, options=replace(self.options, progress=progress))
+            found = shown.tune(
+                data, method=method, learn=learn, prior=prior, grid=grid, predictive=predictive, link=link, rule=rule
+            )
+            return replace(found, options=self.options)
         if data is not None:
             require_one_process("tune with data")
         alone = method == "auto" and data is None
@@ -427,8 +459,13 @@ class Laplace:
         if grid is not None:
             grid = dict(zip(self.likelihood.learned_names(tuple(grid)), grid.values(), strict=True))
         if prior not in ("scalar", "layerwise", "parameterwise"):
-            raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}")
+            hint = nearest(prior, ("scalar", "layerwise", "parameterwise"))
+            raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}{hint}")
         groups = partition(prior, self.curvature.names, self.params)
+        if predictive == "sampled" and method != "validation":
+            raise UnsupportedOperation(
+                "predictive='sampled' is tuned on held-out data: la.tune(val_loader, predictive='sampled')"
+            )
         if method == "evidence":
             tuning = self._tune_evidence(data, groups, learn, grid or {})
             if alone and grid is None and self.likelihood.has_logits:
@@ -437,25 +474,41 @@ class Laplace:
             if data is None:
                 raise BadData("method='validation' needs held-out data: tune(val_loader)")
             self._require_unchanged()
-            tuning = tune_validation(
-                self.belief,
-                groups,
-                self._predictive.held_out(data, link),
-                learn=learn,
-                grid=grid,
-                score=linked(link, samples=128),
-                rule=resolve_rule(rule),
-                memory=self.options.memory,
-            )
+            choices: dict[str, Any] = {"learn": learn, "grid": grid, "rule": resolve_rule(rule)}
+            if predictive == "sampled":
+                tuning = tune_sampled(self._predictive, groups, data, link=link, **choices)
+            else:
+                labeled, by_draws = self._many_outputs(data, link)
+                tuning = tune_validation(
+                    self.belief,
+                    groups,
+                    self._predictive.held_out(data, link, labeled=labeled),
+                    score=linked(link, samples=128),
+                    memory=self.options.memory,
+                    draws=self._predictive.pushed(labeled) if by_draws else None,
+                    **choices,
+                )
         elif method == "loo":
             if data is None:
                 raise BadData("method='loo' needs the training data: tune(train_loader, method='loo')")
             self._require_unchanged()
             tuning = tune_loo(self.belief, groups, self._predictive.held_out(data), learn=learn, grid=grid)
         else:
-            raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}")
+            hint = nearest(method, ("auto", "validation", "evidence", "loo"))
+            raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}{hint}")
         told = f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}"
         return replace(self, belief=tuning.applied(self.belief), tuning=tuning, tuned=told)
+
+    def _many_outputs(self, data: Any, link: str) -> tuple[Iterator[Labeled], bool]:
+        """Return the stream of labeled data, and whether its outputs are so many that draws must take their place."""
+        labeled = self._predictive.labeled(data)
+        first = next(labeled, None)
+        if first is None:
+            return labeled, False
+        _, f, y = first
+        samples = f.shape[0] * (self.batches(data).length or 1)
+        by_draws = needs_draws(self.belief, f, y, link, self.options.memory, samples)
+        return itertools.chain([first], labeled), by_draws
 
     def _tune_evidence(
         self, data: Any, groups: Groups, learn: tuple[str, ...] | None, grid: Mapping[str, Sequence[float]]
@@ -471,7 +524,7 @@ class Laplace:
         if self.params.size <= self.n_data:
             return tuning
         if data is None:
-            warnings.warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)", stacklevel=3)
+            warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)")
         return replace(tuning, messages=(INTERPOLATES, *tuning.messages))
 
     def _kept_if_shown(self, tuning: Tuning, groups: Groups) -> Tuning:
@@ -488,18 +541,23 @@ class Laplace:
         *,
         ood: Mapping[str, Any] | None = None,
         temperatures: Sequence[float] = TEMPERATURES,
+        predictive: str = "linearized",
         link: str = "auto",
     ) -> TemperatureCurve:
         """Compute accuracy, NLL and entropy of labeled `data`, and entropy of the `ood` sets, against the temperature.
 
         Takes one pass over each data set for any number of temperatures; the prior stays. If the temperature of this
-        object is `Tempered(1.0, prior=True)`, the prior is tempered too.
+        object is `Tempered(1.0, prior=True)`, the prior is tempered too. `predictive="sampled"` scores what
+        `predict(x, method="sampled")` predicts, with the same random numbers at all temperatures.
 
             curve = la.temperature_curve(test_loader, ood={"KMNIST": images});  print(curve.table())
             lapwing.plots.temperature(curve).savefig("temperature.png")
         """
         require_one_process("temperature_curve")
+        _require_predictive(predictive)
         self._require_unchanged()
+        if predictive == "sampled":
+            return sampled_curve(self._predictive, data, ood or {}, temperatures, link=link)
         return temperature_curve(
             self.belief,
             self._predictive.held_out(data, link),
@@ -522,6 +580,22 @@ class Laplace:
         self._require_unchanged()
         write(Path(path), self)
 
+    if not TYPE_CHECKING:  # type checkers go on reporting unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            """Point out where a name is that another library looks for here."""
+            if name in ELSEWHERE:
+                raise AttributeError(f"a Laplace posterior has no {name!r}: {ELSEWHERE[name]}")
+            return object.__getattribute__(self, name)  # raises, with the error of a property if that failed
+
     def __repr__(self) -> str:
         name = self.curvature.structure.name
         return f"Laplace({type(self.module).__name__}, {name}, {self.params.size:,} weights, {self.prior})"
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+
+def _require_predictive(predictive: str) -> None:
+    if predictive not in ("linearized", "sampled"):
+        raise UnsupportedOperation(f"predictive is 'linearized' or 'sampled', got {predictive!r}")

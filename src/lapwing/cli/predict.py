@@ -19,6 +19,7 @@ from lapwing.cli.data import require_order
 from lapwing.errors import BadData
 from lapwing.laplace import Laplace
 from lapwing.predictive import Prediction
+from lapwing.predictive.table import columns_of
 from lapwing.writing import replacing
 
 Fields = Mapping[str, Tensor]
@@ -35,7 +36,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     command.add_reading(parser)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> command.Answer:
     command.require_other(options)
     writer_for(options.out)
     model = command.model_of(options)
@@ -43,8 +44,18 @@ def _run(options: argparse.Namespace) -> None:
     data = command.reading_of(options, labeled=False).read(options.data, model, la.likelihood)
     require_order(data, options.data)
     begin = time.perf_counter()
-    count = write_predictions(options.out, _fields(la, data, options))
-    print(f"{count:,} predictions in {time.perf_counter() - begin:.1f} s; written to {options.out}")
+    names: dict[str, None] = {}
+    count = write_predictions(options.out, _named(_fields(la, data, options), names))
+    spent = time.perf_counter() - begin
+    print(f"{count:,} predictions in {spent:.1f} s; written to {options.out}")
+    return {"out": options.out, "items": count, "seconds": spent, "fields": list(names)}
+
+
+def _named(batches: Iterable[Fields], names: dict[str, None]) -> Iterator[Fields]:
+    """Yield the batches, and note the names of their fields."""
+    for fields in batches:
+        names.update(dict.fromkeys(fields))
+        yield fields
 
 
 def _fields(la: Laplace, data: Any, options: argparse.Namespace) -> Iterator[Fields]:
@@ -82,19 +93,14 @@ def writer_for(path: Path) -> Callable[[Path, Iterable[Fields]], int]:
     return WRITERS[path.suffix]
 
 
-def columns_of(fields: Fields) -> dict[str, Tensor]:
-    """Columns (n,): a field of several values an item becomes `name_0`, `name_1`, …"""
-    columns = {}
+def table_of(fields: Fields) -> dict[str, Tensor]:
+    """Return the columns of a table with one row per item; tokens and pixels are no table."""
     for name, value in fields.items():
         if value.ndim > 2:
             raise BadData(
                 f"{name!r} has shape {tuple(value.shape)}, which is no table: write predictions to .npz or .safetensors"
             )
-        if value.ndim == 1 or value.shape[1] == 1:
-            columns[name] = value.reshape(-1)
-        else:
-            columns |= {f"{name}_{k}": value[:, k] for k in range(value.shape[1])}
-    return columns
+    return columns_of(fields, 1)
 
 
 def _write_csv(path: Path, batches: Iterable[Fields]) -> int:
@@ -102,7 +108,7 @@ def _write_csv(path: Path, batches: Iterable[Fields]) -> int:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         for fields in batches:
-            columns = columns_of(fields)
+            columns = table_of(fields)
             if not count:
                 writer.writerow(columns)
             shown = [[format(v, ".8g") for v in column.tolist()] for column in columns.values()]

@@ -4,11 +4,12 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData
+from lapwing.errors import BadData, nearest
 from lapwing.evidence.heldout import (
     SCALING,
     Batch,
@@ -32,6 +33,19 @@ SUBSET = 1000  # samples used for a first guess of the logit temperature
 STEP = 0.2  # distance in log s between the points of a parabola
 
 
+class Labeled(Protocol):
+    """Held-out data as the network itself sees them: outputs f (N, *event, C), canonical targets, a likelihood."""
+
+    @property
+    def f(self) -> Tensor: ...
+
+    @property
+    def y(self) -> Tensor: ...
+
+    @property
+    def likelihood(self) -> Likelihood: ...
+
+
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
     """Return the names that held-out data choose by default."""
     if likelihood.learns_dispersion:
@@ -45,7 +59,8 @@ def check_learned(
     """Refuse names that cannot be learned, and candidates for names that are not learned."""
     unknown = [name for name in (*learn, *(grid or {})) if name not in LEARNABLE]
     if unknown or not learn:
-        raise ValueError(f"held-out data can choose {', '.join(LEARNABLE)}, not {unknown or 'nothing'}")
+        hint = nearest(unknown[0], LEARNABLE) if unknown else ""
+        raise ValueError(f"held-out data can choose {', '.join(LEARNABLE)}, not {unknown or 'nothing'}{hint}")
     idle = [name for name in (grid or {}) if name not in learn]
     if idle:
         raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
@@ -174,11 +189,11 @@ class Candidates:
         found = [Setting(tau, T, phi, logit_temperature=s, unit=self.unit) for tau, T, phi, s in product]
         return found if self.logit_temperatures else self._with_logits(sweep, found, rivals, near)
 
-    def near(self, sweep: Sweep) -> float:
+    def near(self, held: Labeled) -> float:
         """Return the logit temperature of temperature scaling if it is learned, else the one in force."""
         if "logit_temperature" not in self.learned:
             return self.logit_temperature
-        return best_logit_temperature(sweep.f, sweep.y, sweep.likelihood, near=self.logit_temperature)
+        return best_logit_temperature(held.f, held.y, held.likelihood, near=self.logit_temperature)
 
     def _with_logits(
         self, sweep: Sweep, settings: Sequence[Setting], rivals: Mapping[str, Tensor], near: float

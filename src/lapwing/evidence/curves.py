@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.errors import BadData
+from lapwing.errors import BadData, brief
 from lapwing.evidence import Groups, collect, linked, nodes_for
-from lapwing.evidence.heldout import Batch, Sweep
+from lapwing.evidence.heldout import Batch, GramSweep
 from lapwing.evidence.search import MEMORY
 from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, Prediction, predict_targets
@@ -27,6 +27,8 @@ class TemperatureCurve:
     `entropy` is the mean over the test items, `outside` maps each other data set to its mean entropy and `auroc` to how
     well the entropy tells it from the test items. `accuracy` is None where the targets are no classes.
     """
+
+    __repr__ = brief
 
     temperatures: Tensor
     nll: Tensor
@@ -72,8 +74,7 @@ def temperature_curve(
     `inside` and the streams of `outside` yield (f, targets, rows) and are read once; `Laplace.temperature_curve` makes
     them.
     """
-    if not temperatures or not all(T > 0 for T in temperatures):
-        raise BadData(f"temperatures must be positive and at least one, got {list(temperatures)}")
+    check_temperatures(temperatures)
     groups, precision = Groups.of_prior(belief)
     nodes, logit_temperature = nodes_for(belief, precision, temperatures), belief.logit_temperature
     sweep = partial(collect, belief, groups, nodes=nodes, score=linked(link), memory=memory)
@@ -103,7 +104,9 @@ class _Items:
     correct: Tensor | None
 
     @classmethod
-    def of(cls, sweep: Sweep, precision: Tensor, T: float, logit_temperature: float, link: str, samples: int) -> _Items:
+    def of(
+        cls, sweep: GramSweep, precision: Tensor, T: float, logit_temperature: float, link: str, samples: int
+    ) -> _Items:
         likelihood = sweep.likelihood
         dispersion = likelihood.dispersion.detach().double()
         coefficients = sweep.coefficients(precision.double(), torch.tensor(T, dtype=torch.float64), dispersion)
@@ -116,17 +119,24 @@ class _Items:
             function = GaussianFunction(f[start:stop], sweep.covariance(coefficients, start, stop))
             function = function.scaled(1 / logit_temperature)
             prediction = predict_targets(function, likelihood, link=link, samples=samples)
-            parts.append(cls._scores(prediction, y[start:stop]))
+            parts.append(item_scores(prediction, y[start:stop]))
         columns = [torch.cat(column) for column in zip(*parts)]
         columns = columns if mask is None else [column[mask] for column in columns]
         return cls(columns[0], columns[1], columns[2] if len(columns) > 2 else None)
 
-    @staticmethod
-    def _scores(prediction: Prediction, y: Tensor) -> list[Tensor]:
-        entropy = prediction.entropy.double().reshape(len(y), -1).mean(-1)
-        found = [-prediction.log_prob(y).double(), entropy]
-        label = getattr(prediction, "label", None)
-        if label is None:
-            return found
-        truth = y.argmax(-1) if y.ndim > label.ndim else y  # soft labels have one more dimension
-        return [*found, (label == truth).double().reshape(len(y), -1).mean(-1)]
+
+def item_scores(prediction: Prediction, y: Tensor) -> list[Tensor]:
+    """Return −log p(y), the entropy and, for labels, the share of right ones, of each item, (items,) float64."""
+    entropy = prediction.entropy.double().reshape(len(y), -1).mean(-1)
+    found = [-prediction.log_prob(y).double(), entropy]
+    label = getattr(prediction, "label", None)
+    if label is None:
+        return found
+    truth = y.argmax(-1) if y.ndim > label.ndim else y  # soft labels have one more dimension
+    return [*found, (label == truth).double().reshape(len(y), -1).mean(-1)]
+
+
+def check_temperatures(temperatures: Sequence[float]) -> None:
+    """Refuse temperatures that are not positive, and an empty list of them."""
+    if not temperatures or not all(T > 0 for T in temperatures):
+        raise BadData(f"temperatures must be positive and at least one, got {list(temperatures)}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from lapwing.evidence.candidates import (
     GRID,
     Candidates,
+    Labeled,
     box_of,
     check_learned,
     default_learn,
@@ -17,9 +18,11 @@ from lapwing.evidence.candidates import (
     log_spreads,
     noise_grid,
 )
+from lapwing.evidence.drawn import collect_draws, nodes_of_draws
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import (
     Batch,
+    GramSweep,
     Nodes,
     Score,
     Sweep,
@@ -32,6 +35,7 @@ from lapwing.evidence.heldout import (
 )
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
+from lapwing.predictive.predictive import Pushed
 
 BISECTIONS = 3  # bisections of the decade between two priors of the grid
 OPTIONAL = ("temperature",)  # learned by default, but only where that helps
@@ -53,7 +57,8 @@ def tune_validation(
     steps: int = 20,
     memory: int = MEMORY,
     method: str = "validation",
-    prepare: Callable[[Sweep, Setting], Sweep] | None = None,
+    prepare: Callable[[GramSweep, Setting], Sweep] | None = None,
+    draws: Iterable[Pushed] | None = None,
 ) -> Tuning:
     """Minimize the NLL of held-out data over precisions (one per group), temperature and noise.
 
@@ -63,7 +68,9 @@ def tune_validation(
     own. The network without a posterior is always a candidate, and `rule` picks from all of them. What is not in
     `learn` keeps the value that the belief has. By default the data choose the prior, the temperature if they tell
     inputs apart (`tells_apart`), and the logit temperature or a noise that the fit estimated. `prepare` may change what
-    the pass has kept, given the setting in force (leave-one-out does).
+    the pass has kept, given the setting in force (leave-one-out does). `draws`, where given, take the place of
+    `batches`: they yield products with ∂f/∂θ instead of its rows, and items with many outputs are scored by draws of f
+    (`collect_draws`).
 
     A damped belief is tuned as it is (`factored_precision`). The covariances come from a rational approximation in τ/T
     whose relative error is bounded and reported.
@@ -80,8 +87,14 @@ def tune_validation(
         usual = {**GRID, "noise": noises}
     candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, optional, usual)
     box = candidates.box if prepare is None else candidates.including(now).box
-    sweep = collect(belief, groups, batches, nodes_spanning(belief, box), score=score or linked(), memory=memory)
-    sweep = sweep if prepare is None else prepare(sweep, now)
+    nodes = nodes_spanning(belief, box)
+    sweep: Sweep
+    if draws is not None:
+        nodes = nodes_of_draws(nodes, belief.curvature.matrix.largest_eigenvalue())
+        sweep = collect_draws(belief, groups, draws, nodes, memory=memory)
+    else:
+        kept = collect(belief, groups, batches, nodes, score=score or linked(), memory=memory)
+        sweep = kept if prepare is None else prepare(kept, now)
     found = search(sweep, candidates, rule=rule, steps=steps)
     return Tuning.of(
         method,
@@ -128,30 +141,30 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
         settings.append(refined)
         losses = torch.cat([losses, sweep.losses([refined])])
     if "prior" in candidates.given and len(settings[0].precision) > 1:
-        settings, losses = _by_group(sweep, candidates, settings, losses)
-    count = len(settings)
-    limits = [*_limits(sweep, candidates, near), _limit(sweep, None, candidates.logit_temperature)]
-    settings += [setting for setting, _ in limits]
-    losses = torch.cat([losses, *(loss[None] for _, loss in limits)])
-    last = len(settings) - 1
-    barred = {last} if {"noise", "logit_temperature"} & {*candidates.given} else set()
-    barred = {*range(count, last + 1)} if "prior" in candidates.given else barred
-    reference = min(range(count, last + 1), key=lambda k: losses[k].mean().nan_to_num(torch.inf).item())
-    trials = Trials(tuple(settings), losses, rivals, last, frozenset(barred), reference)
+        settings, losses = by_group(sweep.losses, candidates, settings, losses)
+    trials = with_limits(sweep, candidates, settings, losses, rivals, near)
     if steps and "prior" in free and rule is not lowest:
         trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
     best = trials.choose(rule)
     if "logit_temperature" in free and not trials.settings[best].deterministic:
         trials = _polished(sweep, trials, best, near)
         best = len(trials.settings) - 1
-    messages = (*_settled(sweep, given, learned), *_messages(sweep, trials, best, candidates))
+    used = sweep.rho([each for each in trials.settings if not each.deterministic])
+    told = (
+        f"{len(trials.settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
+        f"{sweep.nodes.error(used):.1g}; {rivals_of(trials)}"
+    )
+    messages = (*_settled(sweep, given, learned), *messages_of(trials, best, candidates), told, *sweep.notes)
     return Found(trials, best, iterations, messages)
 
 
-def _by_group(
-    sweep: Sweep, candidates: Candidates, settings: list[Setting], losses: Tensor
+def by_group(
+    score: Callable[[Sequence[Setting]], Tensor], candidates: Candidates, settings: list[Setting], losses: Tensor
 ) -> tuple[list[Setting], Tensor]:
-    """Add settings whose groups have different candidates: from the best on, one group after the other."""
+    """Add settings whose groups have different candidates: from the best on, one group after the other.
+
+    `score` gives the losses (S, N) of settings.
+    """
     for group in range(len(settings[0].precision)):
         best = settings[int(losses.mean(1).nan_to_num(torch.inf).argmin())]
         more = []
@@ -161,27 +174,47 @@ def _by_group(
                 precision[group] = common[group]
                 more.append(replace(best, precision=precision))
         if more:
-            settings, losses = [*settings, *more], torch.cat([losses, sweep.losses(more)])
+            settings, losses = [*settings, *more], torch.cat([losses, score(more)])
     return settings, losses
 
 
-def _limits(sweep: Sweep, candidates: Candidates, near: float) -> list[tuple[Setting, Tensor]]:
+def with_limits(
+    held: Labeled,
+    candidates: Candidates,
+    settings: list[Setting],
+    losses: Tensor,
+    rivals: Mapping[str, Tensor],
+    near: float,
+) -> Trials:
+    """Add the network without a posterior, as it is and with its usual remedy, to settings and their losses."""
+    count = len(settings)
+    limits = [*_limits(held, candidates, near), _limit(held, None, candidates.logit_temperature)]
+    settings = [*settings, *(setting for setting, _ in limits)]
+    losses = torch.cat([losses, *(loss[None] for _, loss in limits)])
+    last = len(settings) - 1
+    barred = {last} if {"noise", "logit_temperature"} & {*candidates.given} else set()
+    barred = {*range(count, last + 1)} if "prior" in candidates.given else barred
+    reference = min(range(count, last + 1), key=lambda k: losses[k].mean().nan_to_num(torch.inf).item())
+    return Trials(tuple(settings), losses, rivals, last, frozenset(barred), reference)
+
+
+def _limits(held: Labeled, candidates: Candidates, near: float) -> list[tuple[Setting, Tensor]]:
     """Score the network without a posterior under the best noise or logit temperature, or each that the user gave."""
     if not {"noise", "logit_temperature"} & {*candidates.learned}:
         return []
-    f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
+    f, y, likelihood = held.f, held.y, held.likelihood
     dispersions: Sequence[float | None] = candidates.dispersions
     if "noise" in candidates.free:
         dispersions = (likelihood.best_dispersion(f, y, HELD_NOISE),)
     divisors: Sequence[float] = candidates.logit_temperatures
     if "logit_temperature" in candidates.free:
         divisors = (near,)
-    return [_limit(sweep, phi, divisor) for phi in dispersions for divisor in divisors]
+    return [_limit(held, phi, divisor) for phi in dispersions for divisor in divisors]
 
 
-def _limit(sweep: Sweep, dispersion: float | None, logit_temperature: float) -> tuple[Setting, Tensor]:
+def _limit(held: Labeled, dispersion: float | None, logit_temperature: float) -> tuple[Setting, Tensor]:
     """Score the network without a posterior under a noise (None: unchanged) and a logit temperature."""
-    f, y, likelihood = sweep.f, sweep.y, sweep.likelihood
+    f, y, likelihood = held.f, held.y, held.likelihood
     likelihood = likelihood if dispersion is None else likelihood.with_dispersion(dispersion)
     empty = torch.empty(0, dtype=torch.float64)
     unit = likelihood.shown_as
@@ -244,7 +277,12 @@ def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[st
     return said
 
 
-def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -> tuple[str, ...]:
+def rivals_of(trials: Trials) -> str:
+    """Return the mean losses of the baselines as one line."""
+    return describe({name: losses.mean().item() for name, losses in trials.baselines.items()})
+
+
+def messages_of(trials: Trials, best: int, candidates: Candidates) -> tuple[str, ...]:
     """Say what to know about the choice."""
     settings, scores = trials.settings, trials.scores
     setting = settings[best]
@@ -270,11 +308,6 @@ def _messages(sweep: Sweep, trials: Trials, best: int, candidates: Candidates) -
             f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the chosen setting has {mean:.2g} ± {error:.2g} "
             "more per item"
         )
-    used = sweep.rho([settings[k] for k in posteriors])
-    messages.append(
-        f"{len(settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
-        f"{sweep.nodes.error(used):.1g}; {describe({n: v.mean().item() for n, v in trials.baselines.items()})}"
-    )
     return tuple(messages)
 
 

@@ -89,9 +89,12 @@ class Features:
     plan: Plan
     event: tuple[int, ...]  # shape of the outputs of a sample when the network was looked at
 
-    def read(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-        """Return the outputs f and the inputs a of the layer; None where these inputs take another way."""
-        with torch.no_grad():
+    def read(self, inputs: Inputs, differentiable: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs f and the inputs a of the layer; None where these inputs take another way.
+
+        `differentiable`: both keep their graph to the inputs.
+        """
+        with torch.set_grad_enabled(differentiable):
             return self._checked(lambda: call(self.body, inputs))
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

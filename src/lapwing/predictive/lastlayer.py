@@ -88,6 +88,12 @@ class SharedRoot(nn.Module):
             return Root(self.left * spread[..., None, :])
         return Root(shared=(self.left, spread, self.inverse))
 
+    def across(self, a: Tensor) -> Tensor:
+        """V (..., o, o·i), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
+        along = a if self.right is None else a @ self.right
+        spread = (self.variances.sqrt() * along[..., None, :]).flatten(-2)  # (..., o·i)
+        return self.left.repeat_interleave(a.shape[-1], 1) * spread[..., None, :]
+
 
 class DenseRoot(nn.Module):
     """The covariance V Vᵀ of the outputs W a, with V (o, P) linear in a: every other posterior of few weights."""
@@ -104,7 +110,11 @@ class DenseRoot(nn.Module):
         return self.white.dtype
 
     def forward(self, a: Tensor) -> Root:
-        return Root((a @ self.white).unflatten(-1, (self.outputs, -1)))
+        return Root(self.across(a))
+
+    def across(self, a: Tensor) -> Tensor:
+        """V (..., o, P), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
+        return (a @ self.white).unflatten(-1, (self.outputs, -1))
 
 
 class LastLayer(nn.Module):
@@ -128,13 +138,16 @@ class LastLayer(nn.Module):
             raise UnsupportedOperation("the covariance of the outputs under this precision has no short form")
         return LastLayer(self._features, root, nn.Identity())
 
-    def read(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    def read(self, inputs: Inputs, differentiable: bool = False) -> tuple[Tensor, Tensor] | None:
         """f (B, *event, C), and the inputs of the last layer with a 1 appended where it has an uncertain bias.
 
         None where the network takes another way from its last layer to its outputs than it took at the fit.
         """
-        found = self._features.read(inputs)
-        return None if found is None else (found[0], self._features.with_ones(found[1], self.root.dtype))
+        found = self._features.read(inputs, differentiable)
+        if found is None:
+            return None
+        with torch.set_grad_enabled(differentiable):
+            return found[0], self._features.with_ones(found[1], self.root.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The same at the arguments that the network takes, without a look at what it makes of them."""

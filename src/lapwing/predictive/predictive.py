@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.linalg import Jacobian
-from lapwing.model import Batches, Network, Plan, batch_size, tensors_in
+from lapwing.model import Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Batch
 from lapwing.model.convention import Convention
 from lapwing.model.inputs import Inputs, as_tensors
 from lapwing.model.module import placed
+from lapwing.model.products import Products
 from lapwing.posterior import Belief
 from lapwing.predictive.lastlayer import LastLayer, last_layer_of
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
@@ -29,8 +30,14 @@ from lapwing.predictive.sampled import sampled_function, warn_of_collapse
 JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
 
+SHARED = 4  # samples that share their draws in tuning by draws: few, so that the errors of draws average out
+
 HeldOut = tuple[Tensor, Tensor, Jacobian]
 """f (B, *event, C), canonical targets, and rows of ∂f/∂θ, (B, event·C)."""
+Pushed = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
+"""f (B, *event, C), canonical targets, and weight tangents (s, P) → J v, (s, B, *event, C)."""
+Labeled = tuple[Inputs, Tensor, Tensor]
+"""The prepared inputs of a batch, f (B, *event, C) and canonical targets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +65,7 @@ class Predictive:
     options: Options
     plan: Plan | None = None
     example: Inputs | None = None
+    _recent: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # the last inputs, with features
 
     @cached_property
     def last_layer(self) -> LastLayer | None:
@@ -78,19 +86,7 @@ class Predictive:
 
     def inputs(self, x: Inputs) -> Inputs:
         """Prepare inputs as the fit did: without its targets, on its device, in a dtype the network takes, finite."""
-        x = as_tensors(x)
-        x = self.options.convention.inputs_of(x) if isinstance(x, Mapping) else x
-        if not any(True for _ in tensors_in(x)):
-            raise BadData(
-                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
-            )
-        x, _ = placed(self.network.module, x, self.network.params.device, self.options.convention.cast)
-        if batch_size(x) == 0:
-            raise BadData("the batch to predict is empty")
-        for tensor in tensors_in(x):
-            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
-                where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-                raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+        x = prepared(self.network.module, self.network.params.device, self.options.convention, x)
         self.network.settle(x)
         return x
 
@@ -150,10 +146,11 @@ class Predictive:
             if by_draws:
                 link, samples = "mc", samples or JVP_DRAWS
         else:
-            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
+            hint = nearest(method, ("linearized", "sampled"))
+            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}{hint}")
         return predict_targets(
             function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
-            belief.likelihood,
+            belief.likelihood.predicting(function.mean),
             link=link,
             samples=samples,
             novelty=lambda: self.novelty(inputs, function.mean, found),
@@ -162,12 +159,25 @@ class Predictive:
             generator=generator,
         )
 
+    def kernel_factors(self, inputs: Inputs, differentiable: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """f at prepared inputs and the two factors of its covariance with f at any others; see `Laplace`."""
+        layer, scale = self.last_layer, 1 / self.belief.logit_temperature
+        found = None if layer is None else layer.read(inputs, differentiable)
+        if layer is not None and found is not None:
+            f, a = found
+            self.network.compare(inputs, f)
+            with torch.set_grad_enabled(differentiable):
+                left = right = layer.root.across(a)
+        else:
+            f, left, right = self.linearized(inputs).kernel_factors(inputs, differentiable)
+        return (f, left, right) if scale == 1.0 else (scale * f, scale * left, scale * right)
+
     def novelty(self, inputs: Inputs, mean: Tensor, found: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """How much a target at these inputs would still teach, (B, *event); see `information_gain`.
 
         `found` are the outputs and the inputs of the last layer, where the short path has them.
         """
-        mean, likelihood = mean.detach(), self.belief.likelihood
+        mean, likelihood = mean.detach(), self.belief.likelihood.predicting(mean)
         layer = None if found is None else self.novelty_layer
         if layer is not None and found is not None:
             return layer.information(*found, likelihood)
@@ -176,67 +186,110 @@ class Predictive:
             return information_bound(mean, at.variance(inputs, mean, at.precision), likelihood)
         return information_gain(mean, at.covariance(inputs, mean, contrast=at.shift_invariant), likelihood)
 
-    def held_out(self, data: Any, link: str = "auto", most: float = math.inf) -> Iterator[HeldOut]:
-        """Stream (f, targets, rows) of labeled data, a few samples at a time, for tuning.
-
-        For links that ignore a common shift of the logits the rows are those of f minus its average. Ends with the
-        batch that reaches `most` samples.
-        """
+    def labeled(self, data: Any, most: float = math.inf) -> Iterator[Labeled]:
+        """Stream (prepared inputs, f, canonical targets) batch by batch, until `most` samples are reached."""
         batches, show = self.batches(data), self.options.progress
         bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
                    leave=False)  # fmt: skip
         for batch in bar:
-            inputs = self._named(batch)
-            short = self._short(inputs)
-            y = self._targets(batch, inputs, None if short is None else short[0])
-            start = 0
-            for f, rows in self._rows(inputs, link, short):
-                yield f, y[start : start + f.shape[0]], rows
-                start += f.shape[0]
-            most -= start
+            yield self._read(batch)
+            most -= batch_size(batch.inputs)
             if most <= 0:
                 return
 
+    def held_out(
+        self, data: Any, link: str = "auto", most: float = math.inf, labeled: Iterable[Labeled] | None = None
+    ) -> Iterator[HeldOut]:
+        """Stream (f, targets, rows) of labeled data, a few samples at a time, for tuning.
+
+        For links that ignore a common shift of the logits the rows are those of f minus its average. Ends with the
+        batch that reaches `most` samples. `labeled` is what `self.labeled(data)` yields, where that is known.
+        """
+        for inputs, outputs, y in self.labeled(data, most) if labeled is None else labeled:
+            start = 0
+            for f, rows in self._rows(inputs, link, outputs[0].numel()):
+                yield f, y[start : start + f.shape[0]], rows
+                start += f.shape[0]
+
+    def pushed(self, labeled: Iterable[Labeled]) -> Iterator[Pushed]:
+        """Stream (f, targets, products with ∂f/∂θ) of labeled data, a few samples at a time, for tuning by draws."""
+        products = Products(self.network, self.batches(()))
+        for inputs, f, y in labeled:
+            n = f.shape[0]
+            for start in range(0, n, SHARED):
+                part = slice(start, min(n, start + SHARED))
+                few = take(inputs, part, n)
+                yield f[part], y[part], partial(self._push, products, few)
+
+    def _push(self, products: Products, inputs: Inputs, tangents: Tensor) -> Tensor:
+        return products.jvp(inputs, tangents)[1]
+
     def unlabeled(self, data: Any, link: str = "auto") -> Iterator[HeldOut]:
         """Stream as `held_out` does, with targets drawn from the network itself; those of the data are not read."""
-        data = as_tensors(data)
-        data = [data] if isinstance(data, Tensor) else data
         generator = torch.Generator(self.network.params.device).manual_seed(0)
-        for raw in self.batches(data).unlabeled():
-            inputs = self.inputs(raw)
-            for f, rows in self._rows(inputs, link, self._short(inputs)):
+        for inputs in self.bare_inputs(data):
+            for f, rows in self._rows(inputs, link, self._outputs(inputs)[0].numel()):
                 yield f, self.belief.likelihood.sample_target(f, generator), rows
 
-    def _short(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-        """Outputs (B, C) and inputs of the last layer, where the posterior is over one."""
-        layer = self.last_layer
-        found = None if layer is None else layer.read(inputs)
-        return found if found is not None and found[0].ndim == 2 else None
+    def _outputs(self, inputs: Inputs) -> Tensor:
+        short = self._short(inputs)
+        return self.network.forward(inputs) if short is None else short[0]
 
-    def _rows(
-        self, inputs: Inputs, link: str, short: tuple[Tensor, Tensor] | None = None
-    ) -> Iterator[tuple[Tensor, Jacobian]]:
+    def bare_inputs(self, data: Any) -> Iterator[Inputs]:
+        """Stream prepared inputs batch by batch; targets are not read, and a tensor of inputs is one batch."""
+        data = as_tensors(data)
+        data = [data] if isinstance(data, Tensor) else data
+        for raw in self.batches(data).unlabeled():
+            yield self.inputs(raw)
+
+    def _rows(self, inputs: Inputs, link: str, directions: int) -> Iterator[tuple[Tensor, Jacobian]]:
         contrast = self.belief.likelihood.shift_invariant and link in ("auto", "mc")
-        layer = self.last_layer if short is not None else None
-        if layer is not None and short is not None:
+        layer, short = self.last_layer, self._short(inputs)
+        if layer is not None and short is not None and short[0].ndim == 2:
             yield short[0], layer.rows(*short, self.belief.curvature.layout, contrast)
             return
-        for linearization, rows in self.linearized(inputs).jacobians(inputs, contrast=contrast):
+        at = self.linearized(inputs)
+        at.require_rows(directions)
+        for linearization, rows in at.jacobians(inputs, directions=directions, contrast=contrast):
             yield linearization.f.detach(), rows
 
-    def _named(self, batch: Batch) -> Inputs:
-        """The inputs of a batch as predictions read them; errors name the batch."""
+    def _short(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+        """Outputs and inputs of the last layer, where the posterior is over one; those of the last inputs are kept."""
+        layer, kept = self.last_layer, self._recent.get("read")
+        if layer is None:
+            return None
+        if kept is None or kept[0] is not inputs:
+            kept = self._recent["read"] = (inputs, layer.read(inputs))
+        return kept[1]
+
+    def _read(self, batch: Batch) -> Labeled:
+        """Return the prepared inputs of a batch, their outputs and canonical targets; errors name the batch."""
         try:
-            return self.inputs(batch.inputs)
+            inputs = self.inputs(batch.inputs)
+            short = self._short(inputs)
+            f = self.network.forward(inputs) if short is None else short[0]
+            if not bool(f.isfinite().all()):
+                raise BadData("the outputs of the network are not finite")
+            return inputs, f, self.belief.likelihood.targets(f, batch.targets)
         except BadData as error:
             raise BadData(f"batch {batch.number}: {error}") from error
 
-    def _targets(self, batch: Batch, inputs: Inputs, f: Tensor | None = None) -> Tensor:
-        """The targets of a batch in canonical form; errors name the batch."""
-        try:
-            f = self.network.forward(inputs) if f is None else f
-            if not bool(f.isfinite().all()):
-                raise BadData("the outputs of the network are not finite")
-            return self.belief.likelihood.targets(f, batch.targets)
-        except BadData as error:
-            raise BadData(f"batch {batch.number}: {error}") from error
+
+def prepared(module: nn.Module, device: torch.device, convention: Convention, x: Inputs) -> Inputs:
+    """Prepare inputs for a network: without targets, on its device, in a dtype that it takes; refuse NaN and none."""
+    x = as_tensors(x)
+    x = convention.inputs_of(x) if isinstance(x, Mapping) else x
+    if not any(True for _ in tensors_in(x)):
+        loader = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
+        hint = "; for a loader, `for p in la.predict_loader(data)` predicts batch by batch" if loader else ""
+        raise BadData(
+            f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}{hint}"
+        )
+    x, _ = placed(module, x, device, convention.cast)
+    if batch_size(x) == 0:
+        raise BadData("the batch to predict is empty")
+    for tensor in tensors_in(x):
+        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+            where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+            raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+    return x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,16 +11,18 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
 
+from lapwing.errors import brief, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network, batch_size, take
 from lapwing.model.fingerprint import Watch
 from lapwing.model.inputs import Inputs
+from lapwing.model.members import run_members
 from lapwing.model.module import outside_autocast, outside_inference
 from lapwing.predictive.function import BLOCK, FunctionDistribution, fixed_generator
 from lapwing.predictive.links import inner_law, log_class_probs
 from lapwing.predictive.prediction import Prediction, predict_targets
 
-LOOKED_AT = 64  # items of a batch that are compared with the network's own predictions
+LOOKED_AT = 16  # items of a batch that are compared with the network's own predictions
 SURE = 0.9  # probability from which the network itself counts as sure of its label
 FEWEST_DRAWS, FEWEST_ITEMS = 5, 8  # below which labels may differ by chance
 
@@ -55,6 +56,12 @@ class SampledFunction(FunctionDistribution):
     def scaled(self, factor: float) -> SampledFunction:
         return SampledFunction(factor * self.mean, factor * self.samples)
 
+    def take(self, index: Tensor) -> SampledFunction:
+        return SampledFunction(self.mean[index], self.samples[:, index])
+
+    def stored(self) -> SampledFunction:
+        return SampledFunction(self.mean.detach(), self.samples.detach())
+
     @cached_property
     def variance(self) -> Tensor:
         return self.samples.var(0, correction=0)
@@ -82,8 +89,8 @@ def sampled_function(
 ) -> SampledFunction:
     """Run the network at each row of weights (s, P). `differentiable` keeps the graph to the inputs."""
     network.require_apart(inputs)
-    with network.copied(), torch.set_grad_enabled(differentiable):
-        return SampledFunction(None, torch.stack([network.at_weights(theta, inputs) for theta in weights]))
+    with torch.set_grad_enabled(differentiable):
+        return SampledFunction(None, run_members(network, weights, inputs))
 
 
 def warn_of_collapse(network: Network, likelihood: Likelihood, function: SampledFunction, inputs: Inputs) -> None:
@@ -92,15 +99,15 @@ def warn_of_collapse(network: Network, likelihood: Likelihood, function: Sampled
     The check needs no labels. It warns where the network itself is sure of at least half of the items looked at, and
     the sampled networks together give most of those another label. Untrained networks are not sure of half their
     inputs, and few draws or few items say nothing. Inputs unlike the training data can look the same, which the
-    warning says. The check costs one forward pass of at most `LOOKED_AT` items.
+    warning says. The check costs one forward pass of at most `LOOKED_AT` items, or nothing if there are too few.
     """
+    if function.samples.shape[0] < FEWEST_DRAWS or function.mean[..., 0].numel() < FEWEST_ITEMS:
+        return
     if not isinstance(inner_law(likelihood, function.mean), BernoulliLaw | CategoricalLaw):
         return
     size = batch_size(inputs)
     with torch.no_grad():
         draws = function.samples[:, :LOOKED_AT].detach()
-        if len(draws) < FEWEST_DRAWS:
-            return
         own = network.forward(take(inputs, slice(0, LOOKED_AT), size) if size > LOOKED_AT else inputs)
         confidence, label = log_class_probs(likelihood, own).exp().max(-1)
         sure = confidence > SURE
@@ -109,12 +116,11 @@ def warn_of_collapse(network: Network, likelihood: Likelihood, function: Sampled
         sampled = log_class_probs(likelihood, draws).exp().mean(0).argmax(-1)
         agreeing = float((sampled == label)[sure].double().mean())
     if agreeing < 0.5:
-        warnings.warn(
+        warn(
             f"the sampled weights have lost what the network knows: of inputs that it is sure of, {agreeing:.0%} keep "
             "their label (unless these inputs are unlike the training data, accuracy has collapsed). Use the "
             "linearized predictive, la.predict(x), which does not sample weights through the network; or tune the "
-            "prior on held-out data first, la.tune(val_loader).",
-            stacklevel=4,
+            "prior for it on held-out data first, la.tune(val_loader, predictive='sampled').",
         )
 
 
@@ -124,6 +130,8 @@ class Ensemble:
 
     Example: `for weights in la.ensemble(5): torch.func.functional_call(model, weights, (x,))`
     """
+
+    __repr__ = brief
 
     network: Network
     likelihood: Likelihood
@@ -150,4 +158,5 @@ class Ensemble:
             function = sampled_function(self.network, self.weights, inputs, differentiable)
         warn_of_collapse(self.network, self.likelihood, function, inputs)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
-        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar, shifted=self.shifted)
+        likelihood = self.likelihood.predicting(function.mean)
+        return predict_targets(function, likelihood, link=link, scalar=self.scalar, shifted=self.shifted)
