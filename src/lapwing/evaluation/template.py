@@ -15,7 +15,8 @@ TEMPLATE = """<!doctype html>
     --bad: #9a3412; } }
   * { box-sizing: border-box; }
   body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: var(--1f2328);
-         background: var(--page); max-width: 1120px; margin: 2.2rem auto; padding: 0 1.25rem; overflow-wrap: break-word; }
+         background: var(--page); max-width: 1120px; margin: 2.2rem auto; padding: 0 1.25rem;
+         overflow-wrap: break-word; }
   dd, .rows td, .items li, figcaption { overflow-wrap: anywhere; }
   .scroll { overflow-x: auto; }
   h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .2rem; }
