@@ -1,4 +1,4 @@
-"""The command line that all experiments share: help from the docstring, and `--smoke`."""
+"""The command line that all experiments share: help from the docstring, `--smoke`, and where results go."""
 
 from __future__ import annotations
 
@@ -19,20 +19,29 @@ class Experiment(argparse.ArgumentParser):
     parser.add_argument("--size", type=int, default=1000)
     given = parser.parse_args()
 
-    A smoke run keeps nothing: its `--cache`, where there is one, is a folder that goes when it ends.
+    A smoke run keeps nothing: its `--cache`, where there is one, is a folder that goes when it ends. With `quick`, an
+    experiment of a paper also takes `--quick` (at most two minutes), `--seeds N` and `--out DIR`, where `_results.py`
+    writes its page, figure and data.
     """
 
-    def __init__(self, description: str | None, smoke: dict[str, Any]) -> None:
+    def __init__(self, description: str | None, smoke: dict[str, Any], quick: dict[str, Any] | None = None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.smoke = smoke
+        self.smoke, self.quick = smoke, quick
         self.add_argument("--smoke", action="store_true", help="tiny data and few steps, to see that it runs")
+        if quick is not None:
+            self.add_argument("--quick", action="store_true", help="smaller, at most two minutes on two cores")
+            self.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds")
+            self.add_argument("--first", type=int, default=0, metavar="SEED", help="the first of the seeds")
+            self.add_argument("--out", type=Path, metavar="DIR", help="write page, figure and data to this folder")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         words = sys.argv[1:] if args is None else list(args)
-        if "--smoke" in words:
-            unknown = self.smoke.keys() - {action.dest for action in self._actions}
-            assert not unknown, f"smoke speaks of {sorted(unknown)}, which are no options"
-            self.set_defaults(**self.smoke)
+        smaller = {"--smoke": self.smoke} | ({} if self.quick is None else {"--quick": self.quick})
+        for word, defaults in smaller.items():
+            if word in words:
+                unknown = defaults.keys() - {action.dest for action in self._actions}
+                assert not unknown, f"{word} speaks of {sorted(unknown)}, which are no options"
+                self.set_defaults(**defaults)
         given = super().parse_args(words, namespace)
         if given.smoke and "cache" in given:
             given.cache = Path(tempfile.mkdtemp(prefix="lapwing-smoke-"))

@@ -29,7 +29,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.evidence import Candidates, Groups, Setting, collect, default_learn, linked, nodes_for, search
 from lapwing.evidence.candidates import GRID
-from lapwing.evidence.heldout import Nodes, Sweep, best_logit_temperature
+from lapwing.evidence.heldout import GramSweep, Nodes, best_logit_temperature
 from lapwing.evidence.search import OPTIONAL
 from lapwing.evidence.tuning import resolve_rule
 
@@ -117,14 +117,14 @@ def trained(case: Case, path: Path) -> nn.Module:
     return model.eval()
 
 
-def pool(name: str, cache: Path) -> Sweep:
+def pool(name: str, cache: Path) -> GramSweep:
     """What one pass over the pool keeps."""
     path = cache / f"few-{name}.safetensors"
     score = {"power": 1, "tempers_prior": False, "score": linked(samples=128)}
     if path.exists():
         found = load_file(path)
         nodes = Nodes(found["shifts"], found["spectrum"])
-        return Sweep(found["f"], found["y"], found["g"], nodes, lapwing.Categorical(), **score)  # type: ignore[arg-type]
+        return GramSweep(found["f"], found["y"], nodes, lapwing.Categorical(), grams=found["g"], **score)  # type: ignore[arg-type]
     case = CASES[name]()
     model = trained(case, cache / f"few-{name}-net.safetensors")
     batches = list(zip(case.train.inputs[: case.fit].split(200), case.train.targets[: case.fit].split(200)))
@@ -139,11 +139,11 @@ def pool(name: str, cache: Path) -> Sweep:
     return sweep
 
 
-def part_of(sweep: Sweep, index: Tensor) -> Sweep:
+def part_of(sweep: GramSweep, index: Tensor) -> GramSweep:
     return replace(sweep, f=sweep.f[index], y=sweep.y[index], grams=sweep.grams[:, :, index])
 
 
-def one_split(everything: Sweep, items: int, seed: int, rule: str = "widest") -> tuple[list[float], Any]:
+def one_split(everything: GramSweep, items: int, seed: int, rule: str = "widest") -> tuple[list[float], Any]:
     """Test NLL of the network, of temperature scaling and of the default, and what the default chose."""
     order = torch.randperm(len(everything.f), generator=torch.Generator().manual_seed(1_000 * items + seed))
     held, test = part_of(everything, order[:items]), part_of(everything, order[items:])

@@ -26,7 +26,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linked, nodes_for, search, widest
-from lapwing.evidence.heldout import Nodes, Sweep
+from lapwing.evidence.heldout import GramSweep, Nodes
 from lapwing.evidence.search import fit_logits
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.novelty import FLOOR, information_gain
@@ -48,14 +48,14 @@ def fitted(structure: str, size: int, path: Path) -> lapwing.Laplace:
     return la
 
 
-def kept(la: lapwing.Laplace, data: datasets.Dataset, path: Path) -> Sweep:
+def kept(la: lapwing.Laplace, data: datasets.Dataset, path: Path) -> GramSweep:
     """What one pass over these images keeps, from the cache where it is there."""
     nodes = nodes_for(la.belief, torch.tensor(REACH[0]).double(), REACH[1])
     options = {"likelihood": la.likelihood, "power": 1, "tempers_prior": False, "score": linked(samples=128)}
     if path.exists():
         found = load_file(path)
         nodes = Nodes(found["shifts"], found["spectrum"])
-        return Sweep(found["f"], found["y"], found["g"], nodes, **options)  # type: ignore[arg-type]
+        return GramSweep(found["f"], found["y"], nodes, grams=found["g"], **options)  # type: ignore[arg-type]
     begin = time.perf_counter()
     groups = Groups.scalar(la.params.size)
     batches = la._predictive.held_out(list(zip(data.inputs.split(100), data.targets.split(100))))
@@ -70,7 +70,7 @@ def standardized(data: datasets.Dataset) -> datasets.Dataset:
     return replace(data, inputs=networks.standardize(data.inputs))
 
 
-def joined(parts: list[Sweep]) -> Sweep:
+def joined(parts: list[GramSweep]) -> GramSweep:
     return replace(
         parts[0],
         f=torch.cat([part.f for part in parts]),
@@ -79,11 +79,11 @@ def joined(parts: list[Sweep]) -> Sweep:
     )
 
 
-def part_of(sweep: Sweep, index: Tensor) -> Sweep:
+def part_of(sweep: GramSweep, index: Tensor) -> GramSweep:
     return replace(sweep, f=sweep.f[index], y=sweep.y[index], grams=sweep.grams[:, :, index])
 
 
-def probabilities(sweep: Sweep, setting: Setting) -> Tensor:
+def probabilities(sweep: GramSweep, setting: Setting) -> Tensor:
     s = setting.logit_temperature
     if setting.deterministic:
         return (sweep.f / s).softmax(-1)
@@ -97,14 +97,14 @@ def probabilities(sweep: Sweep, setting: Setting) -> Tensor:
     return torch.cat(found)
 
 
-def novelty(la: lapwing.Laplace, sweep: Sweep) -> Tensor:
+def novelty(la: lapwing.Laplace, sweep: GramSweep) -> Tensor:
     """The score of `Prediction.novelty`, from the kept pass."""
     floor = FLOOR * la.curvature.matrix.trace().double() / la.params.size
     coefficients = sweep.nodes.coefficients(floor[None])
     return information_gain(sweep.f, sweep.covariance(coefficients), sweep.likelihood).double()
 
 
-def choices(validation: Sweep) -> dict[str, Setting]:
+def choices(validation: GramSweep) -> dict[str, Setting]:
     """What each rule chooses: the default as `la.tune(val)` does, others with T free."""
     one = torch.ones(1, dtype=torch.float64)
     seen: list[Trials] = []
@@ -132,7 +132,7 @@ def choices(validation: Sweep) -> dict[str, Setting]:
     return found
 
 
-def row(setting: Setting, test: Sweep, outside: Sweep) -> dict[str, float]:
+def row(setting: Setting, test: GramSweep, outside: GramSweep) -> dict[str, float]:
     probs, others = probabilities(test, setting), probabilities(outside, setting)
     areas = metrics.auroc(metrics.entropy(probs), metrics.entropy(others))
     return {

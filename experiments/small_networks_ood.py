@@ -27,7 +27,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 from lapwing.evidence import Candidates, Setting, search, widest
-from lapwing.evidence.heldout import Sweep
+from lapwing.evidence.heldout import GramSweep
 
 SIZES = {"train": 20_000, "fit": 4_000, "held-out": 2_000, "test": 1_000, "outside": 300}
 EPOCHS = {"lenet": 8, "batchnorm": 5}
@@ -63,7 +63,7 @@ def trained(kind: str, data: datasets.Dataset, path: Path, epochs: int) -> nn.Mo
     return model.eval()
 
 
-def passes(kind: str, name: str, given: argparse.Namespace) -> dict[str, Sweep]:
+def passes(kind: str, name: str, given: argparse.Namespace) -> dict[str, GramSweep]:
     """What a pass over the held-out, the test and the other images keeps."""
     cache, train = given.cache, datasets.images(name, "train")
     epochs = given.epochs or EPOCHS[kind]

@@ -9,7 +9,7 @@ import gc
 _collecting = gc.isenabled()
 gc.disable()  # a full collection of all that torch has made would take a third of this import
 
-from lapwing import metrics, plots
+from lapwing import attacks, baselines, metrics, plots
 from lapwing.curvature import (
     EKFAC,
     GGN,
@@ -120,6 +120,8 @@ __all__ = [
     "UnsupportedOperation",
     "VaLLA",
     "VersionMismatch",
+    "attacks",
+    "baselines",
     "compare",
     "evaluate",
     "fit",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +27,21 @@ from lapwing.curvature import (
 from lapwing.curvature.curvature import mergeable
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator, warn
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
-from lapwing.model import Batches, Network, Params, Subnetwork, choose_weights, last_layer, select_names, unwrap
+from lapwing.model import (
+    Batches,
+    Network,
+    Params,
+    Subnetwork,
+    choose_weights,
+    explicit_subnetwork,
+    explicit_weights,
+    last_layer,
+    select_names,
+    unwrap,
+)
 from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
@@ -106,6 +114,7 @@ def fit(
     where = _device(module, device)
     require_generator(generator, where)
     batches = filled(Batches(data, module, where, split))
+    select = explicit_subnetwork(select) if isinstance(select, Tensor) else select
     names = _names(module, select, batches)
     network = Network(module, Params.of(module, names), family.outputs)
     options = {"generator": generator, "memory": budget, "progress": progress}
@@ -117,7 +126,7 @@ def fit(
         require_same(_identity(network, family, chosen_prior) | {name: repr(value) for name, value in asked.items()})
     problem = with_noise_ratios(pose(network, batches, family, directions, **options))
     for doubt in problem.doubts:
-        warnings.warn(doubt, stacklevel=_caller())
+        warn(doubt)
     # refuse a wrong prior before the work
     chosen_prior.resolve(names, network.params.sizes, index=network.params.index)
     if checkpoint is not None:
@@ -228,15 +237,6 @@ def load(
     return la
 
 
-def _caller() -> int:
-    """Return how far up the stack the user's call of `fit` is, past wrappers and context managers."""
-    ours = (str(Path(__file__).parent), contextlib.__file__, str(Path(torch.__file__).parent))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
 def _module(model: Any) -> nn.Module:
     module = unwrap(model) if isinstance(model, nn.Module) else model
     if not isinstance(module, nn.Module):
@@ -288,8 +288,11 @@ def _narrowed(
     tempered: Tempered,
     options: dict[str, Any],
 ) -> Network:
-    """Restrict a network to k single weights."""
+    """Restrict a network to single weights."""
     params = network.params
+    if select.indices is not None:
+        index = explicit_weights(select.indices, params.total).to(params.device)
+        return replace(network, params=replace(params, index=index))
     scores: Tensor = params.flat
     if select.by == "variance":
         batches.require_reiterable("choosing a subnetwork by variance")

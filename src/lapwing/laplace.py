@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, UnsupportedOperation, require_generator, require_whole
+from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole, warn
 from lapwing.evidence import (
     Groups,
     Rule,
@@ -31,6 +31,7 @@ from lapwing.evidence import (
     tune_validation,
 )
 from lapwing.evidence.curves import TemperatureCurve, temperature_curve
+from lapwing.evidence.drawn import needs_draws
 from lapwing.evidence.sampled import sampled_curve, tune_sampled
 from lapwing.extras.linear_mode import LinearMode, linear_mode
 from lapwing.extras.loo import keep_if_shown, tune_loo
@@ -43,17 +44,18 @@ from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
 from lapwing.predictive.distilled import MOST, Distilled, distill
-from lapwing.predictive.predictive import Options, Predictive
+from lapwing.predictive.predictive import Labeled, Options, Predictive
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble
 from lapwing.saving import write
-from lapwing.summary import summary
+from lapwing.summary import html, summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a temperature curve
 INTERPOLATES = (
     "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
     "precision; check on held-out data"
 )
+ELSEWHERE = {"num_outputs": "for BoTorch, wrap it as lapwing.botorch.LaplaceModel(la)"}  # names others look for
 LOO_DATA = 1000  # training samples on which tune() without held-out data compares posterior and network
 
 
@@ -226,7 +228,9 @@ class Laplace:
         (`la.damping("factored").tune(val)`), while the evidence always uses the exact sum.
         """
         if kind not in ("exact", "factored"):
-            raise UnsupportedOperation(f"damping is 'exact' or 'factored', got {kind!r}")
+            raise UnsupportedOperation(
+                f"damping is 'exact' or 'factored', got {kind!r}{nearest(kind, ('exact', 'factored'))}"
+            )
         belief = replace(self.belief, damped=kind == "factored")
         _ = belief.posterior  # raise now if this is not Kronecker
         return replace(self, belief=belief)
@@ -307,6 +311,22 @@ class Laplace:
                 inputs, method=method, link=link, samples=samples, joint=joint, differentiable=differentiable,
                 generator=generator,
             )  # fmt: skip
+
+    @outside_inference
+    def kernel_factors(self, x: Inputs, *, differentiable: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return f (B, *event, C) at inputs x, and U and V (B, *event, C, k) that give its covariance with f anywhere.
+
+        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ, the kernel of the linearized model, for the factors of one call or of two. k is
+        about the number of weights. What many small joint covariances need (`lapwing.botorch`) costs one pass this way.
+        `differentiable=True` keeps the gradients with respect to x.
+
+            f, left, right = la.kernel_factors(x)
+            covariance = left[:, 0] @ right[:, 0].mT  # (B, B), of the first output
+        """
+        self._require_unchanged()
+        inputs = self._predictive.inputs(x)
+        with self.network.explaining(inputs):
+            return self._predictive.kernel_factors(inputs, differentiable)
 
     @outside_inference
     def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
@@ -483,7 +503,8 @@ class Laplace:
         if grid is not None:
             grid = dict(zip(self.likelihood.learned_names(tuple(grid)), grid.values(), strict=True))
         if prior not in ("scalar", "layerwise", "parameterwise"):
-            raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}")
+            hint = nearest(prior, ("scalar", "layerwise", "parameterwise"))
+            raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}{hint}")
         groups = partition(prior, self.curvature.names, self.params)
         if predictive == "sampled" and method != "validation":
             raise UnsupportedOperation(
@@ -501,12 +522,14 @@ class Laplace:
             if predictive == "sampled":
                 tuning = tune_sampled(self._predictive, groups, data, link=link, **choices)
             else:
+                labeled, by_draws = self._many_outputs(data, link)
                 tuning = tune_validation(
                     self.belief,
                     groups,
-                    self._predictive.held_out(data, link),
+                    self._predictive.held_out(data, link, labeled=labeled),
                     score=linked(link, samples=128),
                     memory=self.options.memory,
+                    draws=self._predictive.pushed(labeled) if by_draws else None,
                     **choices,
                 )
         elif method == "loo":
@@ -515,9 +538,21 @@ class Laplace:
             self._require_unchanged()
             tuning = tune_loo(self.belief, groups, self._predictive.held_out(data), learn=learn, grid=grid)
         else:
-            raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}")
+            hint = nearest(method, ("auto", "validation", "evidence", "loo"))
+            raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}{hint}")
         told = f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}"
         return replace(self, belief=tuning.applied(self.belief), tuning=tuning, tuned=told)
+
+    def _many_outputs(self, data: Any, link: str) -> tuple[Iterator[Labeled], bool]:
+        """Return the stream of labeled data, and whether its outputs are so many that draws must take their place."""
+        labeled = self._predictive.labeled(data)
+        first = next(labeled, None)
+        if first is None:
+            return labeled, False
+        _, f, y = first
+        samples = f.shape[0] * (self.batches(data).length or 1)
+        by_draws = needs_draws(self.belief, f, y, link, self.options.memory, samples)
+        return itertools.chain([first], labeled), by_draws
 
     def _tune_evidence(
         self, data: Any, groups: Groups, learn: tuple[str, ...] | None, grid: Mapping[str, Sequence[float]]
@@ -533,7 +568,7 @@ class Laplace:
         if self.params.size <= self.n_data:
             return tuning
         if data is None:
-            warnings.warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)", stacklevel=3)
+            warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)")
         return replace(tuning, messages=(INTERPOLATES, *tuning.messages))
 
     def _kept_if_shown(self, tuning: Tuning, groups: Groups) -> Tuning:
@@ -589,9 +624,20 @@ class Laplace:
         self._require_unchanged()
         write(Path(path), self)
 
+    if not TYPE_CHECKING:  # type checkers go on reporting unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            """Point out where a name is that another library looks for here."""
+            if name in ELSEWHERE:
+                raise AttributeError(f"a Laplace posterior has no {name!r}: {ELSEWHERE[name]}")
+            return object.__getattribute__(self, name)  # raises, with the error of a property if that failed
+
     def __repr__(self) -> str:
         name = self.curvature.structure.name
         return f"Laplace({type(self.module).__name__}, {name}, {self.params.size:,} weights, {self.prior})"
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
 
 def _require_predictive(predictive: str) -> None:

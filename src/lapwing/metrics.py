@@ -12,14 +12,17 @@ Example:
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import BadData
 from lapwing.likelihoods.marginal import normal_crps, sample_crps
+from lapwing.model.inputs import as_tensors
 
 __all__ = [
+    "Rejection",
     "Reliability",
     "accuracy",
     "auroc",
@@ -32,6 +35,7 @@ __all__ = [
     "fpr95",
     "gaussian_nll",
     "nll",
+    "rejection",
     "reliability",
     "rmse",
 ]
@@ -162,6 +166,97 @@ def fpr95(inside: Tensor, outside: Tensor, rate: float = 0.95) -> Tensor:
     kept = math.ceil(rate * len(inside) - 1e-9)
     threshold = inside.sort().values[max(kept, 1) - 1]
     return (outside <= threshold).double().mean()
+
+
+@dataclass(frozen=True, eq=False)
+class Rejection:
+    """What a model gains by not answering its most doubtful items. Made by `rejection`.
+
+    One entry per possible threshold, the most trusted items first, each (n,) in float64: `share` is the part of the
+    items that is answered at that threshold, `risk` the share of wrong answers among them (for numbers the root mean
+    squared error), `thresholds` the value to pass to `p.abstain`.
+    """
+
+    share: Tensor
+    risk: Tensor
+    thresholds: Tensor
+    by: str
+    numbers: bool
+
+    @property
+    def accuracy(self) -> Tensor:
+        """The share of right answers among those given, 1 − risk; numbers are neither right nor wrong."""
+        if self.numbers:
+            raise BadData("numbers have no accuracy: use .risk, their root mean squared error")
+        return 1 - self.risk
+
+    @property
+    def area(self) -> Tensor:
+        """The mean risk over all shares, the area under the risk-coverage curve (Geifman and El-Yaniv 2017)."""
+        width = torch.diff(self.share, prepend=self.share.new_zeros(1))
+        return (self.risk * width).sum()
+
+    def threshold(self, risk: float) -> float:
+        """Return the threshold that answers most items with at most this risk on these data.
+
+        The risk on new data is about this one if they are like these, and these are many and held out.
+        """
+        below = (self.risk <= risk).nonzero()
+        if not len(below):
+            raise BadData(
+                f"no threshold reaches a risk of {risk:g} on these data: the most trusted items have "
+                f"{float(self.risk.min()):.3g} at best"
+            )
+        return float(self.thresholds[below[-1, 0]])
+
+    def table(self, shares: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)) -> str:
+        """Return a few points of the curve as text."""
+        lines = [f"{'answered':>8}  {'RMSE' if self.numbers else 'accuracy':>8}  {self.by:>10}"]
+        for wanted in shares:
+            k = min(int((self.share < wanted - 1e-12).sum()), len(self.share) - 1)
+            value = self.risk[k] if self.numbers else self.accuracy[k]
+            lines.append(f"{float(self.share[k]):8.1%}  {float(value):8.4f}  {float(self.thresholds[k]):10.4g}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Rejection({len(self.share)} thresholds of {self.by}, area {float(self.area):.4g})"
+
+
+def rejection(prediction: Any, targets: Any, *, by: str | None = None) -> Rejection:
+    """Return the accuracy against the share of items answered, for a model that abstains where it doubts.
+
+    Items are judged by their confidence, numbers by their standard deviation, or by another field, such as
+    by="epistemic". Items with the same value are answered together; targets that the likelihood ignores do not count.
+
+    Example:
+        >>> curve = metrics.rejection(la.predict(x_val), y_val)
+        >>> la.predict(x).abstain(curve.threshold(risk=0.01))
+    """
+    f = prediction.function.mean
+    by = prediction.doubt_name if by is None else by
+    y = prediction.likelihood.targets(f, torch.as_tensor(as_tensors(targets)))
+    scores, doubt = prediction.scores(y), prediction.doubt(by)
+    numbers = "correct" not in scores
+    loss = scores["square"] if numbers else 1 - scores["correct"].double()
+    if doubt.shape != loss.shape:
+        raise BadData(f"by={by!r} has shape {tuple(doubt.shape)}, the predictions {tuple(loss.shape)}: use another")
+    mask = prediction.likelihood.mask(f, y)
+    if mask is not None:
+        loss, doubt = loss[mask], doubt[mask]
+    loss, doubt = loss.detach().double().cpu().flatten(), doubt.detach().double().cpu().flatten()
+    if not len(loss):
+        raise BadData("there is nothing to score: no target counts")
+    if doubt.isnan().any():
+        raise BadData("a score is NaN: find the prediction that is not finite first")
+    order = doubt.argsort(stable=True)
+    doubt, loss = doubt[order], loss[order]
+    last = torch.cat([doubt[1:] != doubt[:-1], torch.ones(1, dtype=torch.bool)])  # of items with the same value
+    answered = torch.arange(1, len(loss) + 1, dtype=torch.float64)
+    risk = loss.cumsum(0) / answered
+    thresholds = -doubt if by == "confidence" else doubt
+    return Rejection(
+        (answered / len(loss))[last], (risk.sqrt() if numbers else risk)[last], thresholds[last], by, numbers
+    )
 
 
 def _classes(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

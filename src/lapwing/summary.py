@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lapwing.extras.valla import variational_bound
+from lapwing.predictive.table import html_table
 
 BOUNDS = {  # how a structure's evidence compares with that of the full GGN
     None: "; no bound of the full GGN's",
@@ -16,17 +17,9 @@ BOUNDS = {  # how a structure's evidence compares with that of the full GGN
 
 def summary(la: Any) -> str:
     """Describe a Laplace object: what was fitted, how, and what to know about it."""
-    curvature, params = la.curvature, la.params
-    lines = [
-        f"Laplace posterior over {params.size:,} weights of {type(la.module).__name__}",
-        f"  likelihood   {la.likelihood}",
-        f"  structure    {curvature.structure.name}, factor {type(curvature.factor).__name__}",
-        f"  data         {curvature.seen:g} seen, standing for {curvature.n_data:g}",
-        f"  prior        {la.prior}",
-        f"  temperature  {la.temperature}"
-        + (f", logits divided by {la.logit_temperature:.4g}" if la.logit_temperature != 1.0 else ""),
-        f"  log-likelihood at the weights  {float(la.log_likelihood):.6g}",
-    ]
+    lines = [f"Laplace posterior over {la.params.size:,} weights of {type(la.module).__name__}"]
+    lines += [f"  {name:<12} {value}" for name, value in facts(la).items()]
+    lines.append(f"  log-likelihood at the weights  {float(la.log_likelihood):.6g}")
     deterministic = la.tuning is not None and la.tuning.deterministic
     if not la.belief.damped and not deterministic:
         what = "log evidence" if la.temperature.is_bayes else "log evidence of the tempered likelihood"
@@ -36,8 +29,28 @@ def summary(la: Any) -> str:
         lines.append(f"  prior precision raised by {la.posterior.increase:.3g} to make it positive definite")
     if la.tuned:
         lines.append(f"  tuned by {la.tuned}")
-    notes = [*curvature.notes, *(la.tuning.messages if la.tuning else ())]
+    notes = [*la.curvature.notes, *(la.tuning.messages if la.tuning else ())]
     return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
+
+
+def facts(la: Any) -> dict[str, str]:
+    """Return what is known of a Laplace object without any work, by name."""
+    curvature = la.curvature
+    scaled = f", logits divided by {la.logit_temperature:.4g}" if la.logit_temperature != 1.0 else ""
+    return {
+        "likelihood": f"{la.likelihood}",
+        "structure": f"{curvature.structure.name}, factor {type(curvature.factor).__name__}",
+        "data": f"{curvature.seen:g} seen, standing for {curvature.n_data:g}",
+        "prior": f"{la.prior}",
+        "temperature": f"{la.temperature}{scaled}",
+    }
+
+
+def html(la: Any) -> str:
+    """Describe a Laplace object as a small table for notebooks, from what is known without any work."""
+    rows = list(facts(la).items()) + ([("tuned by", la.tuned)] if la.tuned else [])
+    rows += [("note", note) for note in (*la.curvature.notes, *(la.tuning.messages if la.tuning else ()))]
+    return html_table((), rows, f"Laplace posterior over {la.params.size:,} weights of {type(la.module).__name__}")
 
 
 def _distance_line(la: Any) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 from lapwing.evidence import Groups, Setting, collect, linked, tune_validation, widest
 from lapwing.evidence.candidates import tells_apart
-from lapwing.evidence.heldout import Batch, Nodes, Sweep
+from lapwing.evidence.heldout import Batch, GramSweep, Nodes
 from lapwing.evidence.search import fit_logits, wider
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
@@ -33,7 +33,7 @@ def two_spaces(unequal: bool, likelihood: Likelihood, outputs: int) -> tuple[Han
     return Handmade(Diagonal(curvature), torch.zeros(1)), [(f, y, DenseRows(jacobian))]
 
 
-def sweep_of(curvature: Handmade, batches: list[Batch], likelihood: Likelihood, nodes: Nodes) -> Sweep:
+def sweep_of(curvature: Handmade, batches: list[Batch], likelihood: Likelihood, nodes: Nodes) -> GramSweep:
     groups = Groups.scalar(batches[0][2].size)
     belief = believed(curvature, likelihood, groups, torch.zeros(groups.size))
     return collect(belief, groups, batches, nodes, score=linked(), memory=2**30)
@@ -82,7 +82,7 @@ def test_rounding_is_not_a_spread() -> None:
     own = (root @ root.mT)[:, *torch.tril_indices(3, 3)]
     level = torch.logspace(8, 0, len(nodes.shifts))[:, None, None]
     f, y = torch.zeros(20, 3), torch.zeros(20).long()
-    sweep = Sweep(f, y, (own + level)[None], nodes, Categorical(), 1, False, linked())
+    sweep = GramSweep(f, y, nodes, Categorical(), 1, False, (own + level)[None], linked())
     spreads = sweep.spreads()
     assert spreads[0].isnan()
     torch.testing.assert_close(spreads[-1], spreads[-2], rtol=1e-3, atol=0)

@@ -58,6 +58,11 @@ FORMS: dict[str, Any] = {
     "batches of arrays": lambda: [(X[:8].numpy(), Y[:8].numpy()), (X[8:].numpy(), Y[8:].numpy())],
     "tensors and lists": lambda: [(X, Y.tolist())],
     "float64 tensors": lambda: (X, Y),
+    "arrays read backward": lambda: (X.numpy()[::-1].copy()[::-1], Y.numpy()[::-1].copy()[::-1]),
+    "arrays of the other byte order": lambda: (X.numpy().astype(">f8"), Y.numpy().astype(">i8")),
+    "arrays in the order of Fortran": lambda: (np.asfortranarray(X.numpy()), Y.numpy().astype(np.int32)),
+    "objects that are numbers": lambda: (X.numpy().astype(object), Y.numpy()),
+    "frames with other labels": lambda: (frame(X).iloc[::-1].iloc[::-1], series(Y).set_axis(range(20, 0, -1))),
     "float16 array": lambda: (X.half().numpy(), Y.numpy()),
 }
 

@@ -89,3 +89,44 @@ def test_refuses_a_shift_that_leaves_it_indefinite() -> None:
     indefinite = Dense(torch.diag(torch.tensor([1.0, -2.0], dtype=torch.float64)))
     with pytest.raises(NotPositiveDefinite, match=r"eigenvalue is -2.*factor='ggn'"):
         indefinite.shifted_products(DenseRows(torch.ones(1, 3, 2).double()), torch.tensor([1.0]), PAIRS)
+
+
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+def test_shifted_draws(matrix: PSD) -> None:
+    """(A + ρI)^½ d = U z: the same for every shift, and standard normal."""
+    shifts = torch.tensor([1e-3, 0.5, 1e4], dtype=torch.float64)
+    draws = matrix.shifted_draws(2000, shifts, torch.Generator().manual_seed(0))
+    assert draws is not None
+    values, vectors = torch.linalg.eigh(matrix.dense())
+    white = [(d @ vectors * (values + rho).clamp(min=0).sqrt()) @ vectors.T for d, rho in zip(draws, shifts)]
+    torch.testing.assert_close(white[1], white[0], rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(white[2], white[0], rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(white[0].T.cov(), torch.eye(12, dtype=torch.float64), rtol=0, atol=0.12)
+
+
+def test_shifted_draws_of_blocks() -> None:
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
+    matrix = BlockDiagonal(Layout(24, tuple(order.split([12, 12]))), (MATRICES["kronecker"], MATRICES["lowrank"]))
+    shifts = torch.tensor([0.1, 10.0], dtype=torch.float64)
+    draws = matrix.shifted_draws(3, shifts, torch.Generator().manual_seed(0))
+    assert draws is not None
+    values, vectors = torch.linalg.eigh(matrix.dense())
+    white = [(d @ vectors * (values + rho).clamp(min=0).sqrt()) @ vectors.T for d, rho in zip(draws, shifts)]
+    torch.testing.assert_close(white[1], white[0], rtol=1e-7, atol=1e-7)
+
+
+def test_shifted_draws_of_damped_factors() -> None:
+    """d has the precision of the damped matrix: dᵀ A_ρ d = zᵀz whatever the shift."""
+    shifts = torch.tensor([1e-2, 0.5, 1e2], dtype=torch.float64)
+    draws = KRONECKER.shifted_draws(5, shifts, torch.Generator().manual_seed(0), split=2.0)
+    assert draws is not None
+    for d, rho in zip(draws, shifts):
+        damped = KRONECKER.damped(1.0, Diagonal(rho.expand(12)), split=2.0).dense()
+        z = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(torch.einsum("np,pq,nq->n", d, damped, d), z.square().sum(-1))
+
+
+def test_an_indefinite_matrix_has_no_draws() -> None:
+    hessian = Diagonal(torch.tensor([1.0, -0.5]).double())
+    with pytest.raises(NotPositiveDefinite, match="indefinite"):
+        hessian.shifted_draws(1, torch.tensor([0.1], dtype=torch.float64))

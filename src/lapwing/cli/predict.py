@@ -19,6 +19,7 @@ from lapwing.cli.data import require_order
 from lapwing.errors import BadData
 from lapwing.laplace import Laplace
 from lapwing.predictive import Prediction
+from lapwing.predictive.table import columns_of
 from lapwing.writing import replacing
 
 Fields = Mapping[str, Tensor]
@@ -82,19 +83,14 @@ def writer_for(path: Path) -> Callable[[Path, Iterable[Fields]], int]:
     return WRITERS[path.suffix]
 
 
-def columns_of(fields: Fields) -> dict[str, Tensor]:
-    """Columns (n,): a field of several values an item becomes `name_0`, `name_1`, …"""
-    columns = {}
+def table_of(fields: Fields) -> dict[str, Tensor]:
+    """Return the columns of a table with one row per item; tokens and pixels are no table."""
     for name, value in fields.items():
         if value.ndim > 2:
             raise BadData(
                 f"{name!r} has shape {tuple(value.shape)}, which is no table: write predictions to .npz or .safetensors"
             )
-        if value.ndim == 1 or value.shape[1] == 1:
-            columns[name] = value.reshape(-1)
-        else:
-            columns |= {f"{name}_{k}": value[:, k] for k in range(value.shape[1])}
-    return columns
+    return columns_of(fields, 1)
 
 
 def _write_csv(path: Path, batches: Iterable[Fields]) -> int:
@@ -102,7 +98,7 @@ def _write_csv(path: Path, batches: Iterable[Fields]) -> int:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         for fields in batches:
-            columns = columns_of(fields)
+            columns = table_of(fields)
             if not count:
                 writer.writerow(columns)
             shown = [[format(v, ".8g") for v in column.tolist()] for column in columns.values()]

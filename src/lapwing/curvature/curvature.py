@@ -17,7 +17,7 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.shards import require_same, sharded, together
-from lapwing.errors import BadData, TooLarge, UnsupportedOperation
+from lapwing.errors import BadData, TooLarge, UnsupportedOperation, brief, nearest
 from lapwing.linalg import PSD, Jacobian, Layout, Places
 from lapwing.model import Block, Network, Params, Plan, PlanChanged, dynamic_plan
 from lapwing.storage import name_of, named, pack
@@ -150,7 +150,9 @@ def resolve_structure(structure: str | Structure) -> Structure:
     structures = named(Structure)
     if structure not in structures:
         known = sorted(structures.keys() - {"auto"})
-        raise UnsupportedOperation(f"structure is one of {known} or 'auto', got {structure!r}")
+        raise UnsupportedOperation(
+            f"structure is one of {known} or 'auto', got {structure!r}{nearest(structure, structures)}"
+        )
     try:
         return structures[structure]()
     except TypeError as error:
@@ -197,6 +199,8 @@ class Curvature:
 
         la.curvature.matrix, la.curvature.n_data
     """
+
+    __repr__ = brief
 
     matrix: PSD
     layout: Layout

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, TooLarge, UnsupportedOperation, require_whole
+from lapwing.errors import BadData, TooLarge, UnsupportedOperation, nearest, require_whole
 from lapwing.likelihoods import Likelihood
 from lapwing.storage import named, register
 
@@ -138,7 +138,9 @@ def resolve_factor(factor: str | Factor) -> Factor | None:
         return None
     factors = named(Factor)
     if factor not in factors:
-        raise UnsupportedOperation(f"factor is one of {sorted(factors)} or 'auto', got {factor!r}")
+        raise UnsupportedOperation(
+            f"factor is one of {sorted(factors)} or 'auto', got {factor!r}{nearest(factor, factors)}"
+        )
     return factors[factor]()
 
 

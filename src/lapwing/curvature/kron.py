@@ -6,7 +6,7 @@ A `KroneckerFactor` replaces these sums by its own.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from typing import Literal, cast
@@ -31,6 +31,7 @@ from lapwing.model import Block, BlockRows, Digest, Plan
 from lapwing.storage import register
 
 Sharing = Literal["auto", "expand", "reduce"]
+Bias = Literal["joint", "separate"]
 
 DENSE_ROWS = 512  # small parameters (norms, raw tensors) have a dense block up to this size, else a diagonal
 COUNTS = ("rows", "inner", "outer")  # sum of input weights; number of inputs and of gradients, which bound the ranks
@@ -122,20 +123,23 @@ class KroneckerFactor(Factor):
         return 0
 
 
-def sums_of(problem: Problem, sharing: Sharing, factor: Factor | None = None) -> KroneckerSums:
+def sums_of(problem: Problem, sharing: Sharing, factor: Factor | None = None, bias: Bias = "joint") -> KroneckerSums:
     """Return empty Kronecker sums for the factor of a problem, or for another one."""
     factor = problem.factor if factor is None else factor
     if isinstance(factor, KroneckerFactor):
         return factor.sums(problem)
-    return KronAccumulator(problem, resolve_sharing(sharing, problem), factor)
+    return KronAccumulator(problem, resolve_sharing(sharing, problem), factor, bias)
 
 
 class KronAccumulator(KroneckerSums):
     """Sums per block: covariances of inputs and gradients for each orientation, or a dense or diagonal block."""
 
-    def __init__(self, problem: Problem, sharing: Literal["expand", "reduce"], factor: Factor) -> None:
+    def __init__(
+        self, problem: Problem, sharing: Literal["expand", "reduce"], factor: Factor, bias: Bias = "joint"
+    ) -> None:
         params = problem.network.params
         self.factor, self.note = factor, f"weight sharing: {sharing}"
+        self.separate = bias == "separate"
         self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
         zeros = partial(torch.zeros, dtype=params.dtype, device=params.device)
         self.tensors: dict[str, Tensor] = {}
@@ -265,6 +269,9 @@ class KronAccumulator(KroneckerSums):
         gradients = self.tensors[_of_gradients(k, swapped)]
         counts = [float(self.tensors[f"{_key(k, swapped)}.{side}"]) for side in ("outer", "inner")]
         outer, inner = (int(count) if isfinite(count) else None for count in counts)
+        if self.separate and block.bias:  # G ⊗ blockdiag(E[a aᵀ], 1): no use of a bias is swapped
+            mean[:, -1, :-1], mean[:, :-1, -1] = 0, 0
+            inner = None if inner is None else inner + 1
         if swapped:
             return Kronecker(mean, gradients, 1.0, (inner, outer))
         return Kronecker(gradients, mean, 1.0, (outer, inner))
@@ -321,22 +328,28 @@ class Kron(Structure):
     2023); "auto" takes "reduce" unless outputs have positions. Norm scales, raw parameters and other explicit rows have
     dense blocks (diagonal ones where large).
 
+    `bias="joint"` keeps how a bias and the weights of its layer depend on each other, G ⊗ E[ā āᵀ] with ā = (a, 1).
+    "separate" leaves that out: G ⊗ E[a aᵀ] for the weights and G for the bias, as laplace-torch does.
+
         la = lapwing.fit(model, loader, "classification", structure=lapwing.Kron(sharing="expand"))
     """
 
     sharing: Sharing = "auto"
+    bias: Bias = field(default="joint", metadata={"later": True})
     subnetworks = False
     mergeable = True
 
     def __post_init__(self) -> None:
         if self.sharing not in ("auto", "expand", "reduce"):
             raise UnsupportedOperation(f"sharing is 'auto', 'expand' or 'reduce', got {self.sharing!r}")
+        if self.bias not in ("joint", "separate"):
+            raise UnsupportedOperation(f"bias is 'joint' or 'separate', got {self.bias!r}")
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return sum(bytes_of(block, itemsize) for block in plan.blocks)
 
     def estimate(self, problem: Problem) -> Estimate:
-        accumulator = sums_of(problem, self.sharing)
+        accumulator = sums_of(problem, self.sharing, bias=self.bias)
         return _estimate(accumulator, accumulator.fill(problem))
 
     def continues(self, matrix: PSD, problem: Problem) -> bool:
@@ -344,7 +357,7 @@ class Kron(Structure):
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Merge the sums of both data sets: Kronecker products themselves do not add."""
-        accumulator = sums_of(problem, self.sharing)
+        accumulator = sums_of(problem, self.sharing, bias=self.bias)
         before = accumulator.sums_behind(cast(BlockDiagonal, matrix), state)
         new = accumulator.tensors.keys() - before.keys()
         if before.keys() - accumulator.tensors.keys() or any(name.rsplit(".")[-1] not in COUNTS for name in new):

@@ -1,6 +1,5 @@
 """Temperature scaling: the calibration that a posterior has to beat."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature.shards import require_one_process
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, brief, warn
 from lapwing.evidence.heldout import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches
-from lapwing.model.module import borrowed, call, output_tensor, outside_autocast
+from lapwing.model.convention import Convention
+from lapwing.model.inputs import Inputs
+from lapwing.model.module import borrowed, call, explained, output_tensor, outside_autocast, outside_inference
+from lapwing.predictive import Prediction, SampledFunction, predict_targets
+from lapwing.predictive.predictive import prepared
 
 LOWEST, HIGHEST = 0.01, 100.0
 
@@ -22,12 +25,14 @@ class TemperatureScaled:
     """A classifier whose logits are divided by one number T > 0 (Guo et al. 2017, section 4.2).
 
     `TemperatureScaled.fit` finds the T with the smallest NLL on held-out data; accuracy does not change. It is called
-    as the network is: `scaled(x)` returns f(x) / T.
+    as the network is: `scaled(x)` returns f(x) / T, and `scaled.predict(x)` a `Prediction`.
 
     Example:
         >>> scaled = TemperatureScaled.fit(model, val_loader)
         >>> lapwing.evaluate({"MAP": model, "MAP + T": scaled}, test_loader, likelihood="classification").table()
     """
+
+    __repr__ = brief
 
     model: nn.Module
     temperature: float
@@ -46,9 +51,30 @@ class TemperatureScaled:
         f, y = logits(model, data, likelihood)
         return cls(model, best_temperature(f, y, likelihood), likelihood)
 
+    @property
+    def module(self) -> nn.Module:
+        """The network itself."""
+        return self.model
+
+    @outside_inference
+    def predict(self, x: Inputs, *, differentiable: bool = False) -> Prediction:
+        """Return p(y | f(x)/T); `differentiable` keeps gradients to x."""
+        inputs = prepared(self.model, device_of(self.model), Convention(), x)
+        return point_prediction(self.model, inputs, self.likelihood, self.temperature, differentiable)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         with borrowed(self.model) as module, torch.no_grad():
             return output_tensor(module(*args, **kwargs)) / self.temperature
+
+
+def point_prediction(
+    model: nn.Module, inputs: Inputs, likelihood: Likelihood, temperature: float = 1.0, differentiable: bool = False
+) -> Prediction:
+    """Return p(y | f(x)/T) for a network without a posterior: the distribution of f is one point."""
+    with borrowed(model) as own, torch.set_grad_enabled(differentiable), explained(inputs):
+        raw = output_tensor(call(own, inputs)) / temperature
+    f = likelihood.outputs(raw)
+    return predict_targets(SampledFunction(None, f[None]), likelihood, scalar=raw.ndim == 1)
 
 
 @outside_autocast
@@ -70,10 +96,9 @@ def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
         raise BadData("the validation NLL is not finite: check the data")
     temperature = best_logit_temperature(f, y, likelihood, limit=HIGHEST)
     if not 1.01 * LOWEST < temperature < 0.99 * HIGHEST:
-        warnings.warn(
+        warn(
             f"the validation NLL has no minimum between temperatures {LOWEST} and {HIGHEST} (it stopped at "
             f"{temperature:.3g}): every item may be right, or none. Use more validation data.",
-            stacklevel=3,
         )
     return temperature
 

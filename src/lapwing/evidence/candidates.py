@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData
+from lapwing.errors import BadData, nearest
 from lapwing.evidence.heldout import (
     SCALING,
     Batch,
@@ -59,7 +59,8 @@ def check_learned(
     """Refuse names that cannot be learned, and candidates for names that are not learned."""
     unknown = [name for name in (*learn, *(grid or {})) if name not in LEARNABLE]
     if unknown or not learn:
-        raise ValueError(f"held-out data can choose {', '.join(LEARNABLE)}, not {unknown or 'nothing'}")
+        hint = nearest(unknown[0], LEARNABLE) if unknown else ""
+        raise ValueError(f"held-out data can choose {', '.join(LEARNABLE)}, not {unknown or 'nothing'}{hint}")
     idle = [name for name in (grid or {}) if name not in learn]
     if idle:
         raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")

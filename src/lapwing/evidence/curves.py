@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.errors import BadData
+from lapwing.errors import BadData, brief
 from lapwing.evidence import Groups, collect, linked, nodes_for
-from lapwing.evidence.heldout import Batch, Sweep
+from lapwing.evidence.heldout import Batch, GramSweep
 from lapwing.evidence.search import MEMORY
 from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, Prediction, predict_targets
@@ -27,6 +27,8 @@ class TemperatureCurve:
     `entropy` is the mean over the test items, `outside` maps each other data set to its mean entropy and `auroc` to how
     well the entropy tells it from the test items. `accuracy` is None where the targets are no classes.
     """
+
+    __repr__ = brief
 
     temperatures: Tensor
     nll: Tensor
@@ -102,7 +104,9 @@ class _Items:
     correct: Tensor | None
 
     @classmethod
-    def of(cls, sweep: Sweep, precision: Tensor, T: float, logit_temperature: float, link: str, samples: int) -> _Items:
+    def of(
+        cls, sweep: GramSweep, precision: Tensor, T: float, logit_temperature: float, link: str, samples: int
+    ) -> _Items:
         likelihood = sweep.likelihood
         dispersion = likelihood.dispersion.detach().double()
         coefficients = sweep.coefficients(precision.double(), torch.tensor(T, dtype=torch.float64), dispersion)

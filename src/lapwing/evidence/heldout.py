@@ -17,6 +17,7 @@ smoother: the same nodes serve it if the coefficients are fitted at pairs (g, a)
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,11 +54,15 @@ JITTER = 1e-6  # share of the mean variance added to the diagonal: the covarianc
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
-    """Shifts ρ_j (m,), ascending, and the eigenvalues e (k,) and pairs (g, a) (l, 2) at which a_j(ρ) are fitted."""
+    """Shifts ρ_j (m,), ascending, and the eigenvalues e (k,) and pairs (g, a) (l, 2) at which a_j(ρ) are fitted.
+
+    `power` is that of the kernel: 1 for covariances, (e + ρ)⁻¹, and ½ for draws, (e + ρ)^-½.
+    """
 
     shifts: Tensor
     spectrum: Tensor
     pairs: Tensor | None = None
+    power: float = 1.0
 
     @classmethod
     def spanning(
@@ -74,14 +79,14 @@ class Nodes:
         return cls(shifts, torch.cat([grid.new_zeros(1), grid]), pairs)
 
     def _ratios(self, rho: Tensor) -> Tensor:
-        """(e + ρ)/(e + ρ_j) and (g + √ρ)(a + √ρ)/((g + √ρ_j)(a + √ρ_j)), (*b, k + l, m)."""
+        """(e + ρ)/(e + ρ_j) and (g + √ρ)(a + √ρ)/((g + √ρ_j)(a + √ρ_j)) to the power of the kernel, (*b, k + l, m)."""
         rho = rho[..., None, None]
-        plain = (self.spectrum[:, None] + rho) / (self.spectrum[:, None] + self.shifts)
-        if self.pairs is None:
-            return plain
-        g, a = self.pairs[:, :1], self.pairs[:, 1:]
-        root, roots = rho.sqrt(), self.shifts.sqrt()
-        return torch.cat([plain, (g + root) * (a + root) / ((g + roots) * (a + roots))], -2)
+        found = (self.spectrum[:, None] + rho) / (self.spectrum[:, None] + self.shifts)
+        if self.pairs is not None:
+            g, a = self.pairs[:, :1], self.pairs[:, 1:]
+            root, roots = rho.sqrt(), self.shifts.sqrt()
+            found = torch.cat([found, (g + root) * (a + root) / ((g + roots) * (a + roots))], -2)
+        return found if self.power == 1.0 else found**self.power
 
     def coefficients(self, rho: Tensor) -> Tensor:
         """a(ρ): (*b) -> (*b, m), by least squares in the relative error; differentiable."""
@@ -98,7 +103,7 @@ class Nodes:
         worst = 0.0
         for few in rho.double().unique().split(AT_ONCE):
             fitted = (self._ratios(few) @ self.coefficients(few)[..., None])[..., 0]
-            worst = max(worst, (fitted - 1).abs().max().item())
+            worst = max(worst, (fitted ** (1 / self.power) - 1).abs().max().item())
         return worst
 
 
@@ -110,22 +115,52 @@ def _factor_pairs(low: float, largest: float) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
+class Sweep(ABC):
     """What one pass over held-out data keeps, enough to score any setting without another pass.
 
-    Outputs f (N, *event, C), targets, and grams (G, m, N·event, C(C+1)/2): the lower triangles of J (H + ρ_j I)⁻¹ Jᵀ
-    per group of weights and node.
+    Outputs f (N, *event, C), their targets, and the nodes ρ_j between which settings are interpolated.
     """
 
     f: Tensor
     y: Tensor
-    grams: Tensor
     nodes: Nodes
     likelihood: Likelihood
     power: int
     tempers_prior: bool
-    score: Score
-    adjust: Adjust | None = None
+
+    @property
+    @abstractmethod
+    def groups(self) -> int:
+        """G, the number of precisions that a setting has."""
+
+    @property
+    @abstractmethod
+    def at_once(self) -> int:
+        """How many settings to score together."""
+
+    @abstractmethod
+    def parts(self, coefficients: Tensor, dispersion: Tensor, scale: Tensor, logits: Tensor) -> Iterator[Tensor]:
+        """Yield −log p(y) of chunks of items under several settings of one dispersion, (S, items).
+
+        `coefficients` are (S, G, m); `scale` = T/φ and `logits`, which divide the logits, are (S,).
+        """
+
+    @abstractmethod
+    def subset(self, size: int) -> Sweep:
+        """Keep about `size` samples, evenly spread."""
+
+    @abstractmethod
+    def spreads(self) -> Tensor:
+        """Measure how unequal the items are at each node: the standard deviation of their log-variances, (m,).
+
+        For classes, the variance is that of f minus its average over the classes. NaN where a variance is below
+        rounding.
+        """
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to say about the pass."""
+        return ()
 
     def _rho(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> tuple[Tensor, Tensor]:
         """c = T/φ^k (*b) and ρ = τ/c (*b, G) for precisions (*b, G), temperatures and dispersions (*b)."""
@@ -144,19 +179,14 @@ class Sweep:
         return self._rho(*self._scalars(settings)[:3])[1]
 
     def coefficients(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> Tensor:
-        """Return the weight of each gram in the covariance, (*b, G, m); differentiable."""
-        c, rho = self._rho(tau.expand(*tau.shape[:-1], self.grams.shape[0]), temperature, dispersion)
+        """Return the weight of what each node keeps in a setting's covariance or draws, (*b, G, m); differentiable."""
+        c, rho = self._rho(tau.expand(*tau.shape[:-1], self.groups), temperature, dispersion)
+        c = c[..., None, None] ** self.nodes.power
         if rho.requires_grad:
-            return self.nodes.coefficients(rho) / c[..., None, None]
+            return self.nodes.coefficients(rho) / c
         distinct, place = rho.unique(return_inverse=True)  # the settings of a grid share many ratios
         found = torch.cat([self.nodes.coefficients(few) for few in distinct.split(AT_ONCE)])
-        return found[place] / c[..., None, None]
-
-    def covariance(self, coefficients: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the covariances of f for items start … stop − 1, (*b, items, C, C)."""
-        grams = self.grams[:, :, start:stop]
-        flat = coefficients.to(grams).flatten(-2) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
-        return unpack_symmetric(flat.reshape(*flat.shape[:-1], *grams.shape[2:]), self.f.shape[-1])
+        return found[place] / c
 
     def losses(self, settings: Sequence[Setting]) -> Tensor:
         """Return −log p(y) of every item that counts under every setting, (S, N) float64.
@@ -165,19 +195,40 @@ class Sweep:
         """
         items = self.f[..., 0].numel()
         tau, T, phi, logits = self._scalars(settings)
-        at_once = max(1, self._step // items)
         found = torch.empty(len(settings), items, dtype=torch.float64, device=self.f.device)
         with torch.no_grad():
             coefficients = self.coefficients(tau, T, phi)
             for dispersion in phi.unique():
-                for few in (phi == dispersion).nonzero()[:, 0].split(at_once):
+                for few in (phi == dispersion).nonzero()[:, 0].split(self.at_once):
                     parts = self.parts(coefficients[few], dispersion, (T / phi**self.power)[few], logits[few])
                     found[few.to(found.device)] = torch.cat(list(parts), 1)
         mask = self.likelihood.mask(self.f, self.y)
         return found if mask is None else found[:, mask.reshape(-1)]
 
-    def subset(self, size: int) -> Sweep:
-        """Keep about `size` samples, evenly spread."""
+
+@dataclass(frozen=True, eq=False)
+class GramSweep(Sweep):
+    """Keeps grams (G, m, N·event, C(C+1)/2): the lower triangles of J (H + ρ_j I)⁻¹ Jᵀ per group and node."""
+
+    grams: Tensor
+    score: Score
+    adjust: Adjust | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.grams.shape[0]
+
+    @property
+    def at_once(self) -> int:
+        return max(1, self._step // self.f[..., 0].numel())
+
+    def covariance(self, coefficients: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the covariances of f for items start … stop − 1, (*b, items, C, C)."""
+        grams = self.grams[:, :, start:stop]
+        flat = coefficients.to(grams).flatten(-2) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
+        return unpack_symmetric(flat.reshape(*flat.shape[:-1], *grams.shape[2:]), self.f.shape[-1])
+
+    def subset(self, size: int) -> GramSweep:
         keep = torch.arange(0, len(self.f), max(1, len(self.f) // size))
         places = self.f[0, ..., 0].numel()
         index = (places * keep[:, None] + torch.arange(places)).reshape(-1)
@@ -193,10 +244,6 @@ class Sweep:
         return max(1, CHUNK // (256 * self.f.shape[-1]))
 
     def parts(self, coefficients: Tensor, dispersion: Tensor, scale: Tensor, logits: Tensor) -> Iterator[Tensor]:
-        """Yield −log p(y) of chunks of items under several settings of one dispersion, (S, items).
-
-        `coefficients` are (S, G, m); `scale` = T/φ and `logits`, which divide the logits, are (S,).
-        """
         likelihood = self.likelihood
         if dispersion.requires_grad or dispersion.item() != likelihood.dispersion.item():
             likelihood = likelihood.with_dispersion(dispersion)
@@ -217,11 +264,6 @@ class Sweep:
             yield -self.score(*flat, likelihood).double().unflatten(0, (several, -1))
 
     def spreads(self) -> Tensor:
-        """Measure how unequal the items are at each node: the standard deviation of their log-variances, (m,).
-
-        For classes, the variance is that of f minus its average over the classes. NaN where a variance is below
-        rounding.
-        """
         size = self.f.shape[-1]
         low, high = torch.tril_indices(size, size, device=self.f.device)
         shared = 1 / size if self.likelihood.shift_invariant and size > 1 else 0.0
@@ -242,7 +284,7 @@ class Sweep:
 
 def collect(
     belief: Belief, groups: Groups, batches: Iterable[Batch], nodes: Nodes, *, score: Score, memory: int
-) -> Sweep:
+) -> GramSweep:
     """Read the data once and keep what scoring needs; the blocks of a damped belief are damped."""
     matrix, split = belief.curvature.matrix, belief.split
     outputs: list[Tensor] = []
@@ -250,6 +292,14 @@ def collect(
     grams: list[Tensor] = []
     used = 0
     for f, y, rows in batches:
+        used += _gram_bytes(f, groups, nodes)
+        if 2 * used > memory:  # known before it is taken: the grams of a batch are held twice while they are made
+            read = sum(len(part) for part in outputs) + len(f)
+            raise TooLarge(
+                f"tuning on held-out data keeps {groups.count} × {len(nodes.shifts)} covariances of {f.shape[-1]} "
+                f"outputs per item, more than {memory / 1e9:.3g} GB after {read} data. Use fewer validation data, "
+                "prior='scalar', a narrower grid, or raise memory="
+            )
         try:
             part = _grams(matrix, groups, rows, nodes, f, split)
         except NotConverged as error:
@@ -258,29 +308,27 @@ def collect(
                 f"products with this curvature are too inexact for the smallest ({error}) Pass a narrower grid, as in "
                 "tune(val, grid={'prior': (0.1, 1.0, 10.0), 'temperature': (1.0,)}), or use a network in float64"
             ) from error
-        used += part.numel() * part.element_size()
-        if 2 * used > memory:
-            read = sum(len(part) for part in outputs) + len(f)
-            raise TooLarge(
-                f"tuning on held-out data keeps {groups.count} × {len(nodes.shifts)} covariances of {f.shape[-1]} "
-                f"outputs per item, more than {memory / 1e9:.3g} GB after {read} data. Use fewer validation data, "
-                "prior='scalar', a narrower grid, or raise memory="
-            )
         outputs.append(f.detach())
         targets.append(y)
         grams.append(part)
     if not outputs:
         raise BadData("the validation data hold no batch")
-    return Sweep(
+    return GramSweep(
         torch.cat(outputs),
         torch.cat(targets),
-        torch.cat(grams, 2),
         nodes,
         belief.likelihood,
         belief.power,
         belief.temperature.prior,
+        torch.cat(grams, 2),
         score,
     )
+
+
+def _gram_bytes(f: Tensor, groups: Groups, nodes: Nodes) -> int:
+    """Return the memory that the grams of a batch take."""
+    classes = f.shape[-1]
+    return f.numel() * (classes + 1) // 2 * groups.count * len(nodes.shifts) * f.element_size()
 
 
 def _grams(matrix: PSD, groups: Groups, rows: Rows, nodes: Nodes, f: Tensor, split: float | None = None) -> Tensor:

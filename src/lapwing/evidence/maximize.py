@@ -119,12 +119,27 @@ def _objective(belief: Belief, groups: Groups, fit: Fit) -> tuple[Concave, Tenso
     scaled = matrix.scale(T / prior_scale)  # τ' = prior_scale·τ: shift log τ, so that both forms are one
     squares = groups.squares(belief) * prior_scale
     informed = groups.total((matrix.diagonal().detach().double() > 0).double()) > 0
+    _require_semidefinite(scaled)
     spectrum = scaled.grouped_eigenvalues(groups.index)
     if spectrum is None or bool((spectrum[0] < 0).any()):
         return CovarianceEvidence(scaled.cleaned(), groups, squares, fit), informed
     values, group = spectrum
     seen = values > 0
     return SpectralEvidence(values[seen].log(), group.to(values.device)[seen], squares, fit), informed
+
+
+def _require_semidefinite(matrix: PSD) -> None:
+    """Refuse an exact Hessian with negative eigenvalues beyond rounding: log|T·H + τI| has no lower bound there."""
+    values = matrix.eigenvalues()
+    if values is None:
+        return
+    lowest, rounding = values.min().item(), torch.finfo(matrix.dtype).eps ** 0.5 * values.abs().max().item()
+    if lowest < -rounding:
+        raise NotPositiveDefinite(
+            f"the curvature is indefinite: its smallest eigenvalue is {lowest:.3g}, and the evidence grows without "
+            f"limit as the prior precision falls towards {-lowest:.3g}, so it has no maximum. Fit with factor='ggn', "
+            "which is never indefinite, train on to a minimum, or choose the prior yourself: la.replace(prior=...)."
+        )
 
 
 def _messages(found: Optimum, groups: Groups, silent: Tensor | None, low: Tensor, high: Tensor) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.errors import BadData, NotPositiveDefinite
+from lapwing.errors import BadData, NotPositiveDefinite, warn
 from lapwing.evidence.candidates import GRID, LOGIT_RANGE, Candidates, check_learned, default_learn
 from lapwing.evidence.curves import TemperatureCurve, check_temperatures, item_scores
 from lapwing.evidence.groups import Groups
@@ -246,11 +245,10 @@ def _labels_kept(held: HeldOut, trials: Trials, best: int, now: Setting) -> list
     if after is not None:
         said += f" and {after[1]:.1%} after"
         if after[1] < own - LOST:
-            warnings.warn(
+            warn(
                 f"sampled weights have lost what the network knows: {after[1]:.1%} right labels on the held-out data "
                 f"where the network has {own:.1%}. Try a wider grid (larger priors, larger temperatures), or use the "
                 "linearized predictive: la.tune(val) and la.predict(x).",
-                stacklevel=6,
             )
     return [said]
 

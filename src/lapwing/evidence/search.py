@@ -18,9 +18,11 @@ from lapwing.evidence.candidates import (
     log_spreads,
     noise_grid,
 )
+from lapwing.evidence.drawn import collect_draws, nodes_of_draws
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import (
     Batch,
+    GramSweep,
     Nodes,
     Score,
     Sweep,
@@ -33,6 +35,7 @@ from lapwing.evidence.heldout import (
 )
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
+from lapwing.predictive.predictive import Pushed
 
 BISECTIONS = 3  # bisections of the decade between two priors of the grid
 OPTIONAL = ("temperature",)  # learned by default, but only where that helps
@@ -54,7 +57,8 @@ def tune_validation(
     steps: int = 20,
     memory: int = MEMORY,
     method: str = "validation",
-    prepare: Callable[[Sweep, Setting], Sweep] | None = None,
+    prepare: Callable[[GramSweep, Setting], Sweep] | None = None,
+    draws: Iterable[Pushed] | None = None,
 ) -> Tuning:
     """Minimize the NLL of held-out data over precisions (one per group), temperature and noise.
 
@@ -64,7 +68,9 @@ def tune_validation(
     own. The network without a posterior is always a candidate, and `rule` picks from all of them. What is not in
     `learn` keeps the value that the belief has. By default the data choose the prior, the temperature if they tell
     inputs apart (`tells_apart`), and the logit temperature or a noise that the fit estimated. `prepare` may change what
-    the pass has kept, given the setting in force (leave-one-out does).
+    the pass has kept, given the setting in force (leave-one-out does). `draws`, where given, take the place of
+    `batches`: they yield products with ∂f/∂θ instead of its rows, and items with many outputs are scored by draws of f
+    (`collect_draws`).
 
     A damped belief is tuned as it is (`factored_precision`). The covariances come from a rational approximation in τ/T
     whose relative error is bounded and reported.
@@ -81,8 +87,14 @@ def tune_validation(
         usual = {**GRID, "noise": noises}
     candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, optional, usual)
     box = candidates.box if prepare is None else candidates.including(now).box
-    sweep = collect(belief, groups, batches, nodes_spanning(belief, box), score=score or linked(), memory=memory)
-    sweep = sweep if prepare is None else prepare(sweep, now)
+    nodes = nodes_spanning(belief, box)
+    sweep: Sweep
+    if draws is not None:
+        nodes = nodes_of_draws(nodes, belief.curvature.matrix.largest_eigenvalue())
+        sweep = collect_draws(belief, groups, draws, nodes, memory=memory)
+    else:
+        kept = collect(belief, groups, batches, nodes, score=score or linked(), memory=memory)
+        sweep = kept if prepare is None else prepare(kept, now)
     found = search(sweep, candidates, rule=rule, steps=steps)
     return Tuning.of(
         method,
@@ -142,7 +154,7 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
         f"{len(trials.settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
         f"{sweep.nodes.error(used):.1g}; {rivals_of(trials)}"
     )
-    messages = (*_settled(sweep, given, learned), *messages_of(trials, best, candidates), told)
+    messages = (*_settled(sweep, given, learned), *messages_of(trials, best, candidates), told, *sweep.notes)
     return Found(trials, best, iterations, messages)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import UnsupportedOperation, brief, nearest
 from lapwing.evidence.groups import Groups
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Belief, Prior, Tempered
@@ -120,6 +120,8 @@ class Tuning:
         la = la.tune(val_loader)
         print(la.tuning.table())
     """
+
+    __repr__ = brief
 
     method: str
     settings: tuple[Setting, ...]
@@ -238,5 +240,6 @@ def resolve_rule(rule: str | Rule) -> Rule:
     if callable(rule):
         return rule
     if rule not in RULES:
-        raise UnsupportedOperation(f"rule is {', '.join(map(repr, RULES))} or a function of `Trials`, got {rule!r}")
+        names = ", ".join(map(repr, RULES))
+        raise UnsupportedOperation(f"rule is {names} or a function of `Trials`, got {rule!r}{nearest(rule, RULES)}")
     return RULES[rule]

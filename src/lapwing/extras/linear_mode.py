@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.errors import NotConverged
+from lapwing.errors import NotConverged, brief
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD
 from lapwing.linalg.krylov import conjugate_gradients
@@ -23,6 +23,8 @@ NEWTON, BACKTRACKS = 50, 20
 @dataclass(frozen=True, eq=False)
 class LinearMode:
     """θ̄ (P,) = argmax T·log p(D | f̂ + J(θ − θ̂)) − ½(θ − μ₀)ᵀΠ(θ − μ₀), the log joint there, and the work it took."""
+
+    __repr__ = brief
 
     weights: Tensor
     log_joint: Tensor

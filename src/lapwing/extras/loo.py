@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, TooLarge, UnsupportedOperation
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.heldout import Batch, Score, Sweep
+from lapwing.evidence.heldout import Batch, GramSweep, Score
 from lapwing.evidence.search import MEMORY, tune_validation
 from lapwing.evidence.tuning import DETERMINISTIC, Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
@@ -50,7 +50,7 @@ def tune_loo(
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")
     clamped: list[float] = []
 
-    def prepare(sweep: Sweep, setting: Setting) -> Sweep:
+    def prepare(sweep: GramSweep, setting: Setting) -> GramSweep:
         removal = Removal(belief.likelihood.factor(*sweep.flat))
         moved, share = removal.means(sweep, setting)
         clamped.append(share)
@@ -86,7 +86,7 @@ class Removal:
         removed = wide + (half * gain[..., None, :]) @ half.mT
         return removed.to(covariance.dtype), (leverage > LEVERAGE).any(-1)
 
-    def means(self, sweep: Sweep, setting: Setting) -> tuple[Tensor, float]:
+    def means(self, sweep: GramSweep, setting: Setting) -> tuple[Tensor, float]:
         """Return f₋ₙ at the setting in force, in the shape of f, and the share of data that was clamped."""
         phi = sweep.likelihood.dispersion.item()
         scalars = torch.tensor([setting.temperature, phi], dtype=torch.float64)

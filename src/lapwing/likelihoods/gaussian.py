@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Normal
 
-from lapwing.errors import BadData
+from lapwing.errors import BadData, warn
 from lapwing.likelihoods.likelihood import (
     Likelihood,
     as_target,
@@ -81,6 +80,9 @@ class Gaussian(Likelihood):
                 "give one number, or one per output."
             )
         return noise.to(promote(f))
+
+    def noise_variance(self, f: Tensor) -> Tensor:
+        return self.sigma(f).square().expand(f.shape[-1])
 
     def conditional(self, f: Tensor) -> Independent:
         return Independent(Normal(f, self.sigma(f).expand(f.shape), validate_args=False), 1, validate_args=False)
@@ -169,10 +171,9 @@ class Gaussian(Likelihood):
             return self.with_dispersion(relative.mean().cpu() * self.dispersion.detach()) if len(relative) else self
         seen = squares[squares > 0]
         if len(seen) < len(squares):
-            warnings.warn(
+            warn(
                 f"{len(squares) - len(seen)} of {len(squares)} outputs have no residuals on the training data, which "
                 "says nothing about their noise: give it, as in Gaussian(noise=0.1)",
-                stacklevel=2,
             )
         least = seen.min() if len(seen) else torch.ones_like(statistics[0])
         return Gaussian(torch.where(squares > 0, squares, least).sqrt().cpu(), estimated=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, kl_divergence
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.likelihoods.marginal import Marginal, Outputs
 from lapwing.storage import is_registered, named, unpack
 
@@ -191,6 +191,11 @@ class Likelihood(ABC):
 
     # --- the prediction --------------------------------------------------------------------------------------------
 
+    def predicting(self, f: Tensor) -> Likelihood:
+        """Return the likelihood under which outputs f are predicted: another one where f are not those of the fit, such
+        as the reward of one item after a fit to preferences between two."""
+        return self
+
     def marginal(self, f: Outputs) -> Marginal | None:
         """Return ∫ p(y | f) N(f) df where it has a closed form or a quadrature in one dimension; else None."""
         return None
@@ -201,6 +206,10 @@ class Likelihood(ABC):
     def softmax(self) -> bool:
         """Whether p(y | f) = softmax(f)_y over the last dimension of f."""
         return False
+
+    def noise_variance(self, f: Tensor) -> Tensor | None:
+        """The variance of y given f, (C,), where y = f + noise that is the same at all inputs; None elsewhere."""
+        return None
 
     @property
     def has_logits(self) -> bool:
@@ -379,7 +388,10 @@ def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
     known = named(Likelihood)
     if not isinstance(likelihood, str) or likelihood not in known:
         names = ", ".join(f'"{name}"' for name in known)
-        raise BadData(f"likelihood={likelihood!r}: use one of {names}, or an object such as Gaussian(noise=0.1).")
+        raise BadData(
+            f"likelihood={likelihood!r}: use one of {names}, or an object such as Gaussian(noise=0.1)"
+            f"{nearest(likelihood, known) or '.'}"
+        )
     return known[likelihood]()
 
 

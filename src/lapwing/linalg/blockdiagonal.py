@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, brief
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, require_positive
@@ -30,6 +30,8 @@ class BlockDiagonal(PSD):
 
     BlockDiagonal(Layout.contiguous([12, 5]), (Kronecker(g, a), Diagonal(values)))
     """
+
+    __repr__ = brief
 
     layout: Layout
     blocks: tuple[PSD, ...]
@@ -114,6 +116,13 @@ class BlockDiagonal(PSD):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self.layout.scatter([*self._each(lambda a: a.sample(n, generator))])
+
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        parts = [*self._each(lambda a: a.shifted_draws(n, shifts, generator, split))]
+        known = [part for part in parts if part is not None]
+        return self.layout.scatter(known) if len(known) == len(parts) else None
 
     def scale(self, c: Scalar) -> BlockDiagonal:
         blocks = tuple(block.scale(c) for block in self.blocks)

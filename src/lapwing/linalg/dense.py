@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import NotPositiveDefinite
-from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, not_positive, require_positive
+from lapwing.errors import NotPositiveDefinite, brief
+from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, not_positive, require_positive, require_shifts
 from lapwing.linalg.rows import DenseRows, Rows
 from lapwing.linalg.spectrum import Spectrum
 from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_symmetric, flaw_of_values
@@ -27,6 +27,8 @@ class Dense(PSD):
 
         posterior = Dense(curvature).scale(2.0) + Diagonal(torch.full((P,), 0.1))
     """
+
+    __repr__ = brief
 
     matrix: Tensor
     factor: Scalar = 1.0
@@ -146,6 +148,17 @@ class Dense(PSD):
     def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
         values = self.eigenvalues()
         return None if values is None else (values, DenseRows(self._rows(rows).dense() @ self.spectrum.vectors))
+
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        values = self.eigenvalues()
+        if values is None:
+            return None
+        require_shifts(values, shifts)
+        z = torch.randn(n, self.size, generator=generator, dtype=self.dtype, device=self.device)
+        roots = (values + shifts.double()[:, None]).rsqrt().to(self.dtype)
+        return (z * roots[:, None]) @ self.spectrum.vectors.T
 
     def cleaned(self) -> Dense:
         values = self.eigenvalues()

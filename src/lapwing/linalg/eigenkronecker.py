@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior
-from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
+from lapwing.errors import IncompatiblePrior, brief
+from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive, require_shifts
 from lapwing.linalg.rows import DenseRows, Rows, chunks
 from lapwing.linalg.spectrum import sum_log1p
 from lapwing.linalg.tangent import tangent
@@ -36,6 +36,8 @@ class EigenKronecker(PSD):
     A⁻¹ ≈ A₀⁻¹ − A₀⁻¹ diag(δ) A₀⁻¹ and similar formulas give exact first derivatives without differentiating an
     eigenbasis; second derivatives raise.
     """
+
+    __repr__ = brief
 
     left: Tensor
     right: Tensor
@@ -164,9 +166,21 @@ class EigenKronecker(PSD):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn(n, *self.shape, dtype=self.dtype, device=self.device, generator=generator)
+        return self._corrected(self.colored(noise), 0.5)
+
+    def colored(self, z: Tensor) -> Tensor:
+        """(B_l ⊗ B_r) values^-½ z for the dual basis B and z (n, q, o, i), (n, P): draws from N(0, A₀⁻¹)."""
         left, right = self._dual
-        draws = (left @ (noise * self._positive.rsqrt().to(self.dtype)) @ right.mT).flatten(-3)
-        return self._corrected(draws, 0.5)
+        return (left @ (z * self._positive.rsqrt().to(self.dtype)) @ right.mT).flatten(-3)
+
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        if self.left_scale is not None or self.tangent is not None:
+            return None
+        require_shifts(self.values, shifts)
+        z = torch.randn(n, *self.shape, generator=generator, dtype=self.dtype, device=self.device)
+        return torch.stack([replace(self, values=self.values + rho).colored(z) for rho in shifts.double()])
 
     def scale(self, c: Scalar) -> EigenKronecker:
         delta = None if self.tangent is None else self.tangent * c

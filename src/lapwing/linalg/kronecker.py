@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
+from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation, brief
 from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
@@ -31,6 +31,8 @@ class Kronecker(PSD):
 
         Kronecker(g[None], a[None]).scale(2.0) + Diagonal(torch.full((o * i,), 0.1))
     """
+
+    __repr__ = brief
 
     left: Tensor
     right: Tensor
@@ -242,6 +244,14 @@ class Kronecker(PSD):
             return super().shifted_products(rows, shifts, pairs)
         each = [self._damped(1.0, rho, split).quadratic(rows) for rho in shifts]
         return torch.stack([gram[:, pairs[0], pairs[1]] for gram in each])
+
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        if split is None:
+            return self._eigen(self.grid()).shifted_draws(n, shifts, generator)
+        z = torch.randn(n, *self.shape, generator=generator, dtype=self.dtype, device=self.device)
+        return torch.stack([self._damped(1.0, rho, split).colored(z) for rho in shifts])
 
     def largest_damped(self, split: float) -> float:
         left, right = (side.max().item() * math.sqrt(float(self.factor)) for side in self.factor_eigenvalues)

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import NotPositiveDefinite
+from lapwing.errors import NotPositiveDefinite, brief
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive, require_shifts
 from lapwing.linalg.rows import Rows, chunks
 from lapwing.linalg.validity import first_flaw, flaw_of_values
@@ -30,6 +30,8 @@ class LowRank(PSD):
 
         LowRank(rows, torch.ones(len(rows)), torch.zeros(rows.shape[1])) + Diagonal(prior)
     """
+
+    __repr__ = brief
 
     basis: Tensor
     values: Tensor
@@ -194,6 +196,27 @@ class LowRank(PSD):
         half = self._half_basis()
         return torch.linalg.eigvalsh(half @ half.T).clamp(min=0)
 
+    def _orthonormal(self) -> tuple[Tensor, Tensor]:
+        """The eigenvalues e > 0 of Uᵀ diag(d) U and their eigenvectors as rows V (rank, P), float64."""
+        half = self._half_basis()
+        values, vectors = torch.linalg.eigh(half @ half.T)
+        keep = values > values.max() * len(values) * torch.finfo(torch.float64).eps
+        return values[keep], (vectors[:, keep].T @ half) / values[keep].sqrt()[:, None]
+
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        """ρ^-½ z + Vᵀ ((e + ρ)^-½ − ρ^-½) V z: outside the span of U there is nothing but the shift."""
+        if bool(self.shift.any()):
+            return super().shifted_draws(n, shifts, generator)
+        values, basis = self._orthonormal()
+        shifts = shifts.double()
+        require_shifts(values.new_zeros(1), shifts)
+        z = torch.randn(n, self.size, generator=generator, dtype=self.dtype, device=self.device).double()
+        change = (values + shifts[:, None]).rsqrt() - shifts.rsqrt()[:, None]  # (m, rank)
+        moved = ((z @ basis.T) * change[:, None]) @ basis
+        return (moved + z * shifts.rsqrt()[:, None, None]).to(self.dtype)
+
     def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
         return None  # `shifted_products` works within the span of U instead
 
@@ -201,11 +224,8 @@ class LowRank(PSD):
         """J Jᵀ/ρ − (J V) diag(e/(ρ(e + ρ))) (J V)ᵀ for A = V diag(e) Vᵀ, in float64."""
         if bool(self.shift.any()):
             return super().shifted_products(rows, shifts, pairs)
-        half = self._half_basis()
-        values, vectors = torch.linalg.eigh(half @ half.T)
-        require_shifts(values.clamp(min=0), shifts)
-        keep = values > values.max() * len(values) * torch.finfo(torch.float64).eps
-        values, basis = values[keep], (vectors[:, keep].T @ half) / values[keep].sqrt()[:, None]
+        values, basis = self._orthonormal()
+        require_shifts(values.new_zeros(1), shifts)
         wide = self._rows(rows).to(torch.float64)
         inside = wide.matvec(basis)  # (rank, n, r)
         whole = wide.weighted_gram(torch.ones(self.size, dtype=torch.float64, device=self.device))

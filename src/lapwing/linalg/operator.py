@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import UnsupportedOperation, brief
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.krylov import (
     Estimate,
@@ -59,6 +59,8 @@ class Product(ABC):
 class SumProduct(Product):
     """Σ_k c_k G_k."""
 
+    __repr__ = brief
+
     parts: tuple[tuple[float, Product], ...]
 
     @property
@@ -92,6 +94,8 @@ class Solver:
     `method="batches"` leaves solves to the product, which then takes at most `iterations` passes.
     """
 
+    __repr__ = brief
+
     tolerance: float = 1e-6
     iterations: int = 500
     columns: int = 16
@@ -118,6 +122,8 @@ class Operator(PSD):
     The better the sketch, the fewer products: with an exact one nothing is left to iterate. First derivatives in
     factor, shift and vectors; second derivatives raise.
     """
+
+    __repr__ = brief
 
     product: Product
     sketch: Sketch
@@ -415,6 +421,14 @@ class Operator(PSD):
             dense = rows.dense()
             gram = dense.flatten(0, 1).double() @ self._inverse(dense).flatten(0, 1).T
         return gram.reshape(rows.n, rows.r, rows.n, rows.r).to(self.dtype)
+
+    def cross_factors(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        rows = self._rows(rows)
+        if self.solver.predictive == "samples":
+            inside = rows.matvec(self._draws().to(rows.dtype)).movedim(0, -1) / self.solver.samples**0.5
+            return inside, inside
+        dense = rows.dense()
+        return dense.double(), self._inverse(dense)
 
     def _inverse(self, dense: Tensor) -> Tensor:
         flat = dense.reshape(-1, self.size).double()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite
+from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite, brief
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
@@ -144,6 +144,21 @@ class PSD(ABC):
         require_shifts(values, shifts)
         return rotated.weighted_products(1 / (values.to(rotated.dtype) + shifts.to(rotated.dtype)[:, None]), pairs)
 
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        """U (e + ρ)^-½ z for shifts ρ (m,) and n standard normal z, (m, n, P): draws from N(0, (A + ρ I)⁻¹).
+
+        The same z serve every shift, in one eigenbasis A = U diag(e) Uᵀ, so that a draw is a smooth function of ρ. With
+        a `split`, blocks that damp by factors use `damped` in place of the sum. None where A has no eigenbasis at hand.
+        """
+        if self._decomposed is None:
+            return None
+        require_shifts(self._decomposed.values, shifts)
+        z = torch.randn(n, self.size, generator=generator, dtype=self.dtype, device=self.device)
+        roots = (self._decomposed.values + shifts.double()[:, None]).rsqrt().to(self.dtype)
+        return (z * roots[:, None]) @ self._decomposed.vectors.to(self.dtype).mT
+
     def damped(self, c: Scalar, prior: PSD, *, split: float = 1.0) -> PSD:
         """c A + Π; a Kronecker product damps its factors one by one instead (Ritter et al. 2018, Eq. 9)."""
         return self.scale(c) + prior
@@ -270,6 +285,14 @@ class PSD(ABC):
         white = self.whiten(rows).flatten(0, 1)
         return (white @ white.T).reshape(rows.n, rows.r, rows.n, rows.r)
 
+    def cross_factors(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """U and V, (n, r, k) each, with U(J) V(J′)ᵀ = J A⁻¹ J′ᵀ for any two sets of rows, also of different calls.
+
+        By default both are `whiten(J)`, which is linear in J.
+        """
+        white = self.whiten(rows)
+        return white, white
+
     def logdet_ratio(self, prior: PSD) -> Tensor:
         """log |A + Π| − log |Π|, a float64 scalar."""
         return (self + prior).logdet() - prior.logdet()
@@ -319,6 +342,8 @@ class Diagonal(PSD):
 
         Diagonal(torch.tensor(0.5).expand(10))  # 0.5 I, stored as one number
     """
+
+    __repr__ = brief
 
     values: Tensor
     levels: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
@@ -472,6 +497,13 @@ class Diagonal(PSD):
 
     def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
         return self.values.double(), self._rows(rows)
+
+    def shifted_draws(
+        self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
+    ) -> Tensor | None:
+        require_shifts(self.values, shifts)
+        z = torch.randn(n, self.size, generator=generator, dtype=self.dtype, device=self.device)
+        return z * (self.values.double() + shifts.double()[:, None]).rsqrt().to(self.dtype)[:, None]
 
     def known_eigenvalues(self) -> Tensor | None:
         fixed = not self.values.requires_grad and bool((self.values >= 0).all())

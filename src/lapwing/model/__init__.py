@@ -6,7 +6,15 @@ from lapwing.model.inputs import batch_size, take, tensors_in
 from lapwing.model.linearization import Digest, Linearization
 from lapwing.model.module import unwrap
 from lapwing.model.network import Network, last_layer
-from lapwing.model.params import Params, Subnetwork, choose_weights, select_names, subnetwork
+from lapwing.model.params import (
+    Params,
+    Subnetwork,
+    choose_weights,
+    explicit_subnetwork,
+    explicit_weights,
+    select_names,
+    subnetwork,
+)
 from lapwing.model.plan import Block, Plan, PlanChanged, dynamic_plan
 
 __all__ = [
@@ -25,6 +33,8 @@ __all__ = [
     "batch_size",
     "choose_weights",
     "dynamic_plan",
+    "explicit_subnetwork",
+    "explicit_weights",
     "last_layer",
     "select_names",
     "subnetwork",

@@ -108,8 +108,12 @@ def is_array(value: Any) -> bool:
 
 def _tensor_of(value: Any) -> Tensor:
     array = np.asarray(value)
+    if array.dtype == object and all(isinstance(entry, Number | np.bool_) for entry in array.flat):
+        array = array.astype(np.float64)  # a frame with columns of numbers and of truth values
+    if array.dtype.byteorder not in "=|" and not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        return torch.from_numpy(array if array.flags.writeable and min(array.strides, default=0) >= 0 else array.copy())
     except TypeError as error:
         raise BadData(
             f"a {type(value).__name__} of dtype {array.dtype} holds no plain numbers: turn its entries into numbers"

@@ -197,13 +197,14 @@ class Linearization:
     def _subnetwork(self, rows: BlockRows) -> Jacobian:
         index = self.params.index
         assert index is not None
+        sorter = index.argsort()
         columns, places = [], []
         for block, at in zip(self.plan.blocks, range(len(rows)), strict=True):
             own = block.places.index.to(index.device)
             keep = torch.isin(own, index).nonzero().flatten()
             if keep.numel():
                 columns.append(rows[at].dense()[..., keep])
-                places.append(torch.searchsorted(index, own[keep]))
+                places.append(sorter[torch.searchsorted(index, own[keep], sorter=sorter)])
         order = torch.cat(places).argsort()
         values = torch.cat(columns, -1)[..., order]
         return Jacobian((DenseRows(values),), Layout.contiguous([index.numel()]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import LapwingError, UnsupportedModel
+from lapwing.errors import LapwingError, UnsupportedModel, brief
 from lapwing.model.blockrows import RecordedPass
 from lapwing.model.copies import written_by_forward
 from lapwing.model.forward import Recording, Values, agrees, push_forward
@@ -42,6 +42,8 @@ class Network:
 
     `outputs`, which the likelihood provides, turns what the module returns into that shape.
     """
+
+    __repr__ = brief
 
     module: nn.Module
     params: Params

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData, UnsupportedModel, require_whole
+from lapwing.errors import BadData, UnsupportedModel, brief, nearest, require_whole
 from lapwing.linalg.layout import Places, Run
+from lapwing.model.adapters import active_adapters, adapter_tensors
 
 Selection = str | Iterable[str] | Callable[[str, Tensor], bool]
 View = Callable[[Tensor], Tensor]
@@ -30,6 +31,8 @@ class Params:
     its first name. `index`, if given, picks single weights out of that vector (a subnetwork); every vector that
     Lapwing hands out then has the length of `index`.
     """
+
+    __repr__ = brief
 
     names: tuple[str, ...]
     values: tuple[Tensor, ...]
@@ -150,29 +153,86 @@ def require_no_hooks(parameters: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Subnetwork:
-    """A selection of `size` single weights: those with the largest variance or magnitude, or a random set."""
+    """A selection of single weights: those with the largest variance or magnitude, a random set, or `indices`."""
 
     size: int
-    by: Literal["variance", "magnitude", "random"] = "variance"
+    by: Literal["variance", "magnitude", "random", "indices"] = "variance"
     within: Any = "all"
+    indices: Tensor | None = None
 
 
-def subnetwork(k: int, by: Literal["variance", "magnitude", "random"] = "variance", within: Any = "all") -> Subnetwork:
+def subnetwork(
+    k: int | None = None,
+    by: Literal["variance", "magnitude", "random"] = "variance",
+    within: Any = "all",
+    *,
+    indices: Tensor | Sequence[int] | None = None,
+) -> Subnetwork:
     """Select k single weights: `lapwing.fit(..., structure="full", select=lapwing.subnetwork(100))`.
 
     by="variance" takes the largest marginal variances of a diagonal posterior under the prior of the fit,
     "magnitude" the largest absolute weights, "random" a uniform set (with the fit's generator).
+
+    `indices` names the weights themselves: positions in the flat vector of all parameters that `within` selects, or a
+    mask of that length. Vectors and matrices of the posterior are in the order of the positions. A tensor of positions
+    or a mask is also accepted as `select=` itself.
+
+        lapwing.subnetwork(indices=[0, 5, 11])
     """
+    if indices is not None:
+        if k is not None:
+            raise BadData("a subnetwork has either a number of weights or indices=, not both")
+        return explicit_subnetwork(indices, within)
+    if k is None:
+        raise BadData("a subnetwork needs a number of weights, subnetwork(100), or their positions, indices=[0, 5, 11]")
     require_whole("the number of weights of a subnetwork", k)
     if by not in ("variance", "magnitude", "random"):
-        raise BadData(f"a subnetwork is chosen by 'variance', 'magnitude' or 'random', got {by!r}")
+        hint = nearest(by, ("variance", "magnitude", "random"))
+        raise BadData(f"a subnetwork is chosen by 'variance', 'magnitude' or 'random', got {by!r}{hint}")
     return Subnetwork(k, by, within)
 
 
+def explicit_subnetwork(indices: Tensor | Sequence[int], within: Any = "all") -> Subnetwork:
+    """Select the single weights at these positions, or where a mask is true."""
+    given = torch.as_tensor(indices)
+    if given.numel() and (given.ndim != 1 or given.is_floating_point() or given.is_complex()):
+        raise BadData(
+            f"the indices of a subnetwork are a vector of whole numbers or a mask (torch.bool), got {given.dtype} of "
+            f"shape {tuple(given.shape)}"
+        )
+    if given.dtype != torch.bool and len(given.unique()) < len(given):
+        raise BadData("the indices of a subnetwork hold a position more than once")
+    size = int(given.sum()) if given.dtype == torch.bool else len(given)
+    if not size:
+        raise BadData("the indices of a subnetwork are empty: name at least one weight")
+    return Subnetwork(size, "indices", within, given.detach().clone())
+
+
+def explicit_weights(indices: Tensor, total: int) -> Tensor:
+    """Return the positions that indices or a mask name in a flat vector of so many weights."""
+    if indices.dtype == torch.bool:
+        if len(indices) != total:
+            raise BadData(f"the mask of a subnetwork has {len(indices)} entries, but {total} weights are selected")
+        return indices.nonzero().flatten()
+    if int(indices.min()) < 0 or int(indices.max()) >= total:
+        raise BadData(
+            f"the indices of a subnetwork lie in 0 … {total - 1}, the positions in the flat vector of the selected "
+            f"parameters; got {int(indices.min())} … {int(indices.max())}"
+        )
+    return indices.long()
+
+
 def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
-    """Return the names of the selected parameters, in order of `named_parameters()`, without frozen and empty ones."""
-    free = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+    """Return the names of the selected parameters, in order of `named_parameters()`, without frozen and empty ones.
+
+    Frozen parameters of an active PEFT adapter take part where `select` names them: adapters that were loaded for
+    inference are frozen.
+    """
     every = dict(module.named_parameters())
+    named = selection not in ("all", "last_layer") if isinstance(selection, str) else not callable(selection)
+    active = active_adapters(module) if named else set()
+    adapters = {name for name, (owner, _) in adapter_tensors(module).items() if owner in active} if active else set()
+    free = {name: p for name, p in every.items() if (p.requires_grad or name in adapters) and p.numel()}
     if not free:
         raise BadData("every parameter of the model is frozen (requires_grad=False): nothing to put a posterior on")
     known, patterns = _patterns(selection)
@@ -194,7 +254,8 @@ def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
     for pattern in patterns:
         hits = {name for name in every if fnmatchcase(name, pattern)}
         if not hits:
-            raise BadData(f"select={pattern!r} matches no parameter; there are {_some(every)}")
+            hint = nearest(pattern, ("last_layer", "all", *every))
+            raise BadData(f"select={pattern!r} matches no parameter; there are {_some(every)}{hint}")
         frozen = hits - set(free)
         if not isinstance(selection, str) and pattern in every and frozen:
             raise BadData(f"select names {pattern!r}, which is frozen (requires_grad=False)")

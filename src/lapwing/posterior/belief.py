@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature import Curvature
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, brief
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal
 from lapwing.posterior.posterior import Posterior, factored_precision, make_posterior
@@ -81,6 +81,8 @@ class Belief:
         belief = Belief.of(la.curvature, 0.1, la.likelihood)
         belief.posterior.variance
     """
+
+    __repr__ = brief
 
     curvature: Curvature
     prior: Prior

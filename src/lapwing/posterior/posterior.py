@@ -7,7 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, TooLarge, UnsupportedOperation, require_generator
+from lapwing.errors import (
+    IncompatiblePrior,
+    NotPositiveDefinite,
+    TooLarge,
+    UnsupportedOperation,
+    brief,
+    require_generator,
+)
 from lapwing.linalg import PSD, Diagonal
 from lapwing.model.module import outside_autocast
 
@@ -23,6 +30,8 @@ class Posterior:
         draws = la.posterior.sample(10)  # (10, P)
         la.posterior.log_prob(draws)
     """
+
+    __repr__ = brief
 
     mean: Tensor
     precision: PSD

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation
+from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, nearest
 from lapwing.linalg import PSD, Diagonal, unpack_sound
 from lapwing.posterior.posterior import Posterior
 from lapwing.storage import pack, prefixed, under, unpack
@@ -229,7 +229,10 @@ def _check_patterns(patterns: Mapping[str, Scalar], names: Sequence[str], used: 
             continue
         hits = [name for name in names if pattern == name or fnmatchcase(name, pattern)]
         if not hits:
-            raise IncompatiblePrior(f"the prior's pattern {pattern!r} matches none of the parameters {_some(names)}")
+            raise IncompatiblePrior(
+                f"the prior's pattern {pattern!r} matches none of the parameters {_some(names)}"
+                f"{nearest(pattern, names)}"
+            )
         raise IncompatiblePrior(
             f"the prior's pattern {pattern!r} never holds: earlier patterns already took {_some(hits)}. Put it first"
         )

@@ -29,7 +29,8 @@ WEIGHT_DRAWS = 128
 
 _DRAWS = 64  # points by weight draws per block: a constant, so that results do not depend on the batch
 
-Sampler = Callable[[int, torch.Generator | None], Tensor]
+Sampler = Callable[[int, torch.Generator | None], Tensor | Iterator[Tensor]]
+"""(n, generator) → n draws of f, (n, B, *event, C), at once or in pieces (k, B, *event, C)."""
 
 
 class FunctionDistribution(ABC):
@@ -66,6 +67,14 @@ class FunctionDistribution(ABC):
     def scaled(self, factor: float) -> FunctionDistribution:
         """Return the distribution of factor·f."""
 
+    @abstractmethod
+    def take(self, index: Tensor) -> FunctionDistribution:
+        """Return the distribution at some items of the batch, chosen by a tensor of their numbers."""
+
+    def stored(self) -> FunctionDistribution:
+        """Return the same distribution made of tensors alone, so that it can be pickled without the network."""
+        return self
+
     @property
     def item_covariance(self) -> Tensor:
         """The covariance of the outputs of each item, (B, *event, C, C), also where `joint`."""
@@ -89,6 +98,11 @@ class FunctionDistribution(ABC):
     @property
     def mirrored(self) -> bool:
         """Whether the second half of each block is the mirror image of the first."""
+        return False
+
+    @property
+    def needs_network(self) -> bool:
+        """Whether points come from passes through the network, which a stored distribution has no longer."""
         return False
 
     @property
@@ -120,7 +134,8 @@ class GaussianFunction(FunctionDistribution):
     """f ~ N(mean, covariance), the linearized predictive of the outputs.
 
     `covariance` and `variance` are tensors, or functions without arguments that are called once, when needed.
-    `sampler(n, generator)` draws (n, B, *event, C) without a covariance, joint over inputs as weight samples are.
+    `sampler(n, generator)` draws (n, B, *event, C) without a covariance, joint over inputs as weight samples are, at
+    once or in pieces of fewer draws.
     Expectations per item then use `root`, if that gives R (C, C) and s (B, C) with covariances R diag(s²) Rᵀ, and
     otherwise the draws with their mirror images; those of a softmax use the covariances if `closed` says that they
     are worth their cost. With `joint=True` the covariance is (B, *event, C, B, *event, C).
@@ -179,10 +194,58 @@ class GaussianFunction(FunctionDistribution):
             factor * self.mean,
             None if covariance is None else lambda: factor**2 * self.covariance,
             variance=None if variance is None else lambda: factor**2 * self.variance,
-            sampler=None if sampler is None else lambda n, generator: factor * sampler(n, generator),
+            sampler=None if sampler is None else lambda n, g: (factor * part for part in self._drawn(n, g)),
             joint=self._joint,
             contrasts=(lambda: factor**2 * contrasts()) if callable(contrasts) else contrasts,
             root=lambda: None if self._found_root is None else scaled_root(self._found_root, factor),
+            closed=self._closed,
+        )
+
+    def take(self, index: Tensor) -> GaussianFunction:
+        covariance, variance, sampler, contrasts = self._covariance, self._variance, self._sampler, self._contrasts
+
+        def chosen() -> Tensor:
+            some = self.covariance[index]
+            return some.index_select(self.mean.ndim, index) if self._joint else some
+
+        def root() -> tuple[Tensor, ...] | None:
+            found = self._found_root
+            return None if found is None else (found[0], found[1][index], *found[2:])
+
+        return GaussianFunction(
+            self.mean[index],
+            None if covariance is None else chosen,
+            variance=None if variance is None else lambda: self.variance[index],
+            sampler=None if sampler is None else lambda n, g: (part[:, index] for part in self._drawn(n, g)),
+            joint=self._joint,
+            contrasts=(lambda: contrasts()[index]) if callable(contrasts) else contrasts,
+            root=None if self._root is None else root,
+            closed=self._closed,
+        )
+
+    def stored(self) -> GaussianFunction:
+        """Return the same law of each item from tensors alone.
+
+        Draws of weights become draws from the covariance of each item, independent between items unless `joint`.
+        Where there is no covariance, the mean and the variance remain, and what needs draws raises.
+        """
+        root = None if self._found_root is None else tuple(part.detach() for part in self._found_root)
+        whole = self._covariance is not None and (self._joint or (root is None and self.has_covariance))
+        single = self._variance is not None and self.mean.shape[-1] == 1
+        covariance: Any = self.covariance.detach() if whole else None
+        contrasts: Any = bool(self._contrasts)
+        if covariance is None and root is not None:
+            covariance = RootCovariance(root)
+        elif callable(self._contrasts):
+            contrasts = Known(self._contrasts().detach()) if whole else False
+        return GaussianFunction(
+            self.mean.detach(),
+            covariance,
+            variance=self.variance.detach(),
+            sampler=no_more_draws if covariance is None and self._sampler is not None and not single else None,
+            joint=self._joint,
+            contrasts=contrasts,
+            root=None if root is None else Known(root),
             closed=self._closed,
         )
 
@@ -248,11 +311,17 @@ class GaussianFunction(FunctionDistribution):
         mean = self.mean
         generator = fixed_generator(mean.device) if generator is None else generator
         if self._sampler is not None:
-            return self._sampler(n, generator)
+            return torch.cat(list(self._drawn(n, generator)))
         noise = torch.randn(n, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
         if self._joint:
             return mean + (noise.reshape(n, -1) @ self._joint_root).reshape(noise.shape)
         return mean + (noise[..., None, :] @ self._item_root)[..., 0, :]
+
+    def _drawn(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Yield draws from the sampler in the pieces that it gives."""
+        assert self._sampler is not None
+        found = self._sampler(n, generator)
+        yield from (found,) if isinstance(found, Tensor) else found
 
     @cached_property
     def _found_root(self) -> tuple[Tensor, ...] | None:
@@ -265,6 +334,10 @@ class GaussianFunction(FunctionDistribution):
     @property
     def mirrored(self) -> bool:
         return self._sampler is not None and self._visible_root is None
+
+    @property
+    def needs_network(self) -> bool:
+        return self.mirrored
 
     @property
     def normal(self) -> bool:
@@ -314,9 +387,10 @@ class GaussianFunction(FunctionDistribution):
         if self._sampler is not None:
             generator = fixed_generator(self.mean.device) if generator is None else generator
             for start in range(0, n, _DRAWS):
-                k = min(_DRAWS, n - start)
-                drawn = self._sampler((k + 1) // 2, generator)
-                yield torch.cat([drawn, 2 * self.mean - drawn])[:k]  # a draw's mirror image costs nothing
+                left = min(_DRAWS, n - start)
+                for drawn in self._drawn((left + 1) // 2, generator):
+                    yield torch.cat([drawn, 2 * self.mean - drawn])[:left]  # a draw's mirror image costs nothing
+                    left -= 2 * len(drawn)
             return
         mean, root = self.mean, self._point_root
         size = max(1, BLOCK // max(1, mean.numel()))
@@ -328,6 +402,35 @@ class GaussianFunction(FunctionDistribution):
             else:
                 noise = torch.randn(k, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
                 yield mean + (noise[..., None, :] @ root)[..., 0, :]
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A value as a function without arguments, which can be pickled."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, eq=False)
+class RootCovariance:
+    """R diag(s²) Rᵀ per item from R (C, C) and s (B, *event, C), computed when it is called."""
+
+    root: tuple[Tensor, ...]
+
+    def __call__(self) -> Tensor:
+        spread = self.root[1].square()[..., None, :]
+        return ((self.root[0] * spread) @ self.root[0].mT).to(spread.dtype)
+
+
+def no_more_draws(n: int, generator: torch.Generator | None) -> Tensor:
+    """Refuse draws of a stored distribution that has neither a covariance nor the network."""
+    raise UnsupportedOperation(
+        "this prediction was pickled or moved, and its draws need the network, which stayed behind: draw before "
+        "pickling, p.sample(n), or predict again."
+    )
 
 
 def scaled_root(root: tuple[Tensor, ...], factor: float) -> tuple[Tensor, ...]:

@@ -100,6 +100,12 @@ class SharedRoot(nn.Module):
     def forward(self, a: Tensor) -> Root:
         return Root(shared=(self.left, output_spread(self.right, self.variances, a), self.inverse))
 
+    def across(self, a: Tensor) -> Tensor:
+        """V (..., o, o·i), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
+        along = a if self.right is None else a @ self.right
+        spread = (self.variances.sqrt() * along[..., None, :]).flatten(-2)  # (..., o·i)
+        return self.left.repeat_interleave(a.shape[-1], 1) * spread[..., None, :]
+
 
 class DenseRoot(nn.Module):
     """The covariance V Vᵀ of the outputs W a, with V (o, P) linear in a: every other posterior of few weights."""
@@ -116,7 +122,11 @@ class DenseRoot(nn.Module):
         return self.white.dtype
 
     def forward(self, a: Tensor) -> Root:
-        return Root((a @ self.white).unflatten(-1, (self.outputs, -1)))
+        return Root(self.across(a))
+
+    def across(self, a: Tensor) -> Tensor:
+        """V (..., o, P), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
+        return (a @ self.white).unflatten(-1, (self.outputs, -1))
 
 
 class LastLayer(nn.Module):

@@ -15,10 +15,10 @@ from torch.distributions import Distribution, Independent
 from torch.distributions import Poisson as PoissonLaw
 from torch.nn.functional import logsigmoid
 
-from lapwing.errors import UnsupportedOperation
+from lapwing.errors import UnsupportedOperation, nearest
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import Marginal, log_mix, normal_nodes, safe_sqrt
-from lapwing.predictive.function import FunctionDistribution, base_points
+from lapwing.predictive.function import FunctionDistribution, Known, base_points
 from lapwing.predictive.softmax import Spread, expected_softmax, spread_of
 
 
@@ -39,6 +39,16 @@ class ClassLaw:
             return torch.stack([w * law.expected_entropy() for w, law in zip(weights, laws)]).sum(0)
 
         return cls(log_mix([law.log_probs for law in laws], weights), expected)
+
+    def take(self, index: Tensor) -> ClassLaw:
+        """Return the law of some items of the batch, chosen by a tensor of their numbers."""
+        error = None if self.error is None else self.error[index]
+        return ClassLaw(self.log_probs[index], lambda: self.expected_entropy()[index], error)
+
+    def stored(self) -> ClassLaw:
+        """Return the same law made of tensors alone, so that it can be pickled."""
+        error = None if self.error is None else self.error.detach()
+        return ClassLaw(self.log_probs.detach(), Known(self.expected_entropy().detach()), error)
 
 
 Law = Callable[[FunctionDistribution, Likelihood, int | None, torch.Generator | None], ClassLaw | Marginal]
@@ -90,7 +100,8 @@ def choose_link(link: str, function: FunctionDistribution, likelihood: Likelihoo
     if link not in others:
         raise UnsupportedOperation(
             f'link="{link}" is not possible for {type(likelihood).__name__} with {function.mean.shape[-1]} outputs and '
-            f'{type(function).__name__}: use "auto", {", ".join(repr(name) for name in (*own, *others))}.'
+            f'{type(function).__name__}: use "auto", {", ".join(repr(name) for name in (*own, *others))}'
+            f"{nearest(link, ('auto', *own, *others)) or '.'}"
         )
     return link
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, brief
 from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.prediction import Prediction
@@ -33,8 +33,18 @@ class MixtureFunction(FunctionDistribution):
     def has_covariance(self) -> bool:
         return False
 
+    @property
+    def needs_network(self) -> bool:
+        return any(part.needs_network for part in self.parts)
+
     def scaled(self, factor: float) -> MixtureFunction:
         return MixtureFunction([part.scaled(factor) for part in self.parts], self.weights)
+
+    def take(self, index: Tensor) -> MixtureFunction:
+        return MixtureFunction([part.take(index) for part in self.parts], self.weights)
+
+    def stored(self) -> MixtureFunction:
+        return MixtureFunction([part.stored() for part in self.parts], self.weights.detach())
 
     @cached_property
     def mean(self) -> Tensor:
@@ -96,6 +106,8 @@ class Mixture:
     Example: `Mixture([la1, la2, la3]).predict(x).probs`.
     """
 
+    __repr__ = brief
+
     members: Sequence[Component]
     weights: str | Tensor = "uniform"
 
@@ -149,7 +161,7 @@ def mix(parts: Sequence[Prediction], weights: Tensor) -> Prediction:
             "them one, with la.replace(likelihood=...)"
         )
     weights = weights.to(first.function.mean)
-    mixed = type(first)(
+    return type(first)(
         MixtureFunction([part.function for part in parts], weights),
         first.likelihood,
         link="mixture",
@@ -158,7 +170,6 @@ def mix(parts: Sequence[Prediction], weights: Tensor) -> Prediction:
         score=lambda: torch.stack([w * part.novelty for w, part in zip(weights, parts)]).sum(0),
         scalar=first.scalar,
         shifted=first.shifted,
+        members=tuple(parts),
+        weights=weights,
     )
-    # What is known exactly replaces what the prediction would compute from `function` by Monte Carlo.
-    mixed.__dict__.update(first.mixed(parts, weights))
-    return mixed

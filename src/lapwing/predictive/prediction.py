@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import math
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
 
-from lapwing.errors import UnsupportedOperation, require_generator
+from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import BlendedMarginal, Marginal, MixtureMarginal, sample_crps
 from lapwing.model.convention import are_tokens, shift
+from lapwing.model.inputs import as_tensors
 from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.links import ClassLaw, choose_link, entropy, inner_law, law_of
+from lapwing.predictive.table import SHOWN, frame_of, html_of
+
+if TYPE_CHECKING:
+    import pandas
 
 TARGETS = 1024
 """Draws of y, at least, where its law has no quantiles or entropy in closed form."""
@@ -33,10 +38,28 @@ COARSE = 0.01
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
 """Central intervals whose coverage is scored."""
 
+MOST_WORDS = 8  # numbers or labels of an item that are written out
+
 DRAWS = 256  # of y, for a CRPS without closed form
 
 _CLASSES = ("probs", "label", "confidence")
-_VALUES = ("variance", "stddev", "interval")
+_VALUES = ("variance", "stddev", "interval", "quantile", "cdf")
+
+
+class _Elsewhere:
+    """A field that predictions of another kind have. Reading it raises an `AttributeError` that says so."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        kind, others = ("classification", _VALUES) if self.name in _CLASSES else ("regression", _CLASSES)
+        raise AttributeError(
+            f".{self.name} is for {kind}; a prediction of {type(instance.likelihood).__name__} has .mean, .entropy, "
+            f".total, .aleatoric, .epistemic and .{', .'.join(others)}."
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,7 +71,10 @@ class Prediction(ABC):
     binary labels have an entropy each. Everything but `sample` is the same for an item whatever else is in the batch,
     unless a generator was given. Reports and files ask a prediction for its `scores`, `uncertainty` and `fields`.
 
-    Example: `p = la.predict(x); p.mean, p.epistemic, p.log_prob(y)`
+    A prediction is a sequence of items: `len(p)`, `p[3]` (a prediction of one item), `p[10:20]`, `p[mask]`. It can be
+    pickled and moved to another device, without the network.
+
+    Example: `p = la.predict(x); p.mean, p.epistemic, p.log_prob(y); p[:5].to_frame()`
     """
 
     kind: ClassVar[str] = "targets"
@@ -65,6 +91,27 @@ class Prediction(ABC):
     score: Tensor | Callable[[], Tensor] | None = None
     scalar: bool = False
     shifted: bool = False  # position t predicts the label at t + 1
+    members: tuple[Any, ...] = ()  # predictions that are mixed, and their weights
+    weights: Tensor | None = None
+
+    if TYPE_CHECKING:  # what an editor completes; predictions of another kind raise an AttributeError that says so
+
+        @property
+        def probs(self) -> Tensor: ...
+        @property
+        def label(self) -> Tensor: ...
+        @property
+        def confidence(self) -> Tensor: ...
+        @property
+        def variance(self) -> Tensor: ...
+        @property
+        def stddev(self) -> Tensor: ...
+        def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]: ...
+        def quantile(self, q: float | Sequence[float] | Tensor) -> Tensor: ...
+        def cdf(self, y: Any) -> Tensor: ...
+    else:
+        probs, label, confidence = _Elsewhere(), _Elsewhere(), _Elsewhere()
+        variance, stddev, interval, quantile, cdf = (_Elsewhere() for _ in _VALUES)
 
     @property
     @abstractmethod
@@ -96,6 +143,7 @@ class Prediction(ABC):
 
         Labels of a language model mean what they mean to its own loss: those of position t + 1 are taken at t.
         """
+        y = as_tensors(y)
         if self.shifted:
             y = torch.as_tensor(y)
             y = shift(y) if are_tokens(y) else y
@@ -121,13 +169,120 @@ class Prediction(ABC):
     def fields(self, level: float = 0.95) -> dict[str, Tensor]:
         """Return what files hold of this prediction, by name, one row per item; intervals have this level."""
 
-    @abstractmethod
-    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
-        """Mix predictions of this kind exactly: cached values for the prediction that stands for Σ_k w_k p_k(y)."""
+    doubt_name: ClassVar[str] = "uncertainty"
+    """The field by which `abstain` decides, if none is named."""
 
-    def caption(self, index: int, y: Tensor | None = None) -> str:
-        """Return words for item `index` of the batch, for a picture of it; y are canonical targets."""
-        return f"{float(self.uncertainty[index].mean()):.2f}"
+    def abstain(self, threshold: float, *, by: str | None = None) -> Tensor:
+        """Return True where the model should not answer: a confidence below the threshold, or a spread above it.
+
+        Classes and labels are judged by `confidence`, numbers by `stddev`. `by` names another field, such as "entropy",
+        "epistemic" or "novelty", of which large values are doubtful. `lapwing.metrics.rejection(p, y).threshold(risk)`
+        finds a threshold for a wanted risk on held-out data.
+
+            p.label[~p.abstain(0.9)]
+        """
+        if not isinstance(threshold, int | float | Tensor) or math.isnan(threshold):
+            raise BadData(f"threshold must be a number, got {threshold!r}")
+        by = self.doubt_name if by is None else by
+        value = self.doubt(by)
+        return value > (-threshold if by == "confidence" else threshold)
+
+    def doubt(self, by: str | None = None) -> Tensor:
+        """Return a field of which large values are doubtful; the confidence with its sign reversed."""
+        by = self.doubt_name if by is None else by
+        known = ("confidence", "entropy", "epistemic", "total", "novelty", "stddev", "uncertainty")
+        value = getattr(self, by, None) if by in known else None
+        if value is None:
+            names = [name for name in known if hasattr(type(self), name) and not _is_elsewhere(type(self), name)]
+            raise BadData(
+                f"by={by!r}: predictions of {self.kind} are judged by one of {', '.join(names)}{nearest(by, names)}"
+            )
+        return -value if by == "confidence" else value
+
+    def __len__(self) -> int:
+        return self.function.mean.shape[0]
+
+    def __getitem__(self, index: Any) -> Prediction:
+        """Return the prediction at some items: a number, a slice, or numbers or a mask in a list, array or tensor.
+
+        `p[3]` keeps the batch dimension and holds one item: `p[3].mean` is `p.mean[3:4]`.
+        """
+        chosen = _items(index, len(self), self.function.mean.device)
+        score = self.score
+        part = replace(
+            self,
+            function=self.function.take(chosen),
+            score=None if score is None else lambda: self.novelty[chosen],
+            members=tuple(member[chosen] for member in self.members),
+        )
+        for name, value in self._drawn().items():
+            part.__dict__[name] = value.take(chosen) if isinstance(value, ClassLaw) else value[:, chosen]
+        return part
+
+    def __iter__(self) -> Iterator[Prediction]:
+        return (self[k] for k in range(len(self)))
+
+    def _drawn(self) -> dict[str, Any]:
+        """Return results that other items, or a prediction without the network, would not find again.
+
+        Draws from a generator depend on the batch. What is computed already saves work.
+        """
+        names = ("_points",) if self.seed is not None and not self.members else ()
+        return {name: getattr(self, name) for name in ("_points",) if name in names or name in self.__dict__}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: every field, without the network. What was not asked for yet is computed."""
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        kept = self._drawn()
+        if self.function.needs_network and not self.function.has_covariance:
+            kept["_points"] = self._points
+        try:
+            state["score"] = None if self.score is None else self.novelty.detach()
+        except UnsupportedOperation:
+            state["score"] = None
+        state["function"] = self.function.stored()
+        return state | {name: v.stored() if isinstance(v, ClassLaw) else v.detach() for name, v in kept.items()}
+
+    def to(self, device: torch.device | str) -> Prediction:
+        """Return the prediction on another device, with nothing left on this one; gradients are cut.
+
+        p = la.predict(x).to("cpu")
+        """
+        here, there = self.function.mean.device, torch.device(device)
+        if there.type == here.type and there.index in (None, here.index):
+            return self
+        buffer = io.BytesIO()
+        torch.save(self, buffer)
+        buffer.seek(0)
+        moved: Prediction = torch.load(buffer, map_location=there, weights_only=False)
+        return moved
+
+    def to_frame(self, *, level: float = 0.95, novelty: bool = False, index: Any = None) -> pandas.DataFrame:
+        """Return a pandas data frame, one row per item (per item and position for tokens and pixels).
+
+        Classes have label, confidence, entropy, epistemic and probs_0, probs_1, …; numbers have mean, stddev, the
+        variances epistemic and aleatoric, and lower and upper of a central interval of this level.
+
+            la.predict(frame).to_frame(index=frame.index)
+        """
+        found = self.fields(level)
+        if novelty:
+            found["novelty"] = self.novelty
+        return frame_of(found, self.function.mean.ndim - 1, index)
+
+    def _repr_html_(self) -> str:
+        shown, rows = self[:SHOWN], self.function.mean.ndim - 1
+        caption = f"{len(self):,} predictions of {self.kind} ({type(self.likelihood).__name__}, link {self.link!r})"
+        if rows > 1:
+            return html_of(caption, {"uncertainty": shown.uncertainty.reshape(len(shown), -1).mean(1)}, 1, len(self))
+        return html_of(caption, shown.fields(), rows, len(self))
+
+    def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
+        """Return words for item `index` of the batch: its "truth", the "answer" and the "certainty" of the answer.
+
+        y are canonical targets and `classes` names of classes. What cannot be said in a few words is empty.
+        """
+        return {"truth": "", "answer": "", "certainty": f"{float(self.uncertainty[index].mean()):.2f}"}
 
     @cached_property
     @outside_autocast
@@ -177,15 +332,6 @@ class Prediction(ABC):
         shape = tuple(self.function.mean.shape)
         return f"{type(self).__name__}({type(self.likelihood).__name__}, outputs {shape}, link={self.link!r})"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _CLASSES + _VALUES:
-            kind = "classification" if name in _CLASSES else "regression"
-            raise AttributeError(
-                f".{name} is for {kind}; a prediction of {type(self.likelihood).__name__} has .mean, .entropy, .total, "
-                f".aleatoric, .epistemic and .{', .'.join(_VALUES if name in _CLASSES else _CLASSES)}."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Labels(Prediction):
@@ -194,6 +340,9 @@ class _Labels(Prediction):
     @cached_property
     @outside_autocast
     def _law(self) -> ClassLaw:
+        if self.members:
+            assert self.weights is not None
+            return ClassLaw.mixed([member._law for member in self.members], self.weights)
         law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
         if self.kind == "classes" and self.samples is None and not torch.compiler.is_compiling():
             _warn_if_coarse(law.error)
@@ -219,8 +368,17 @@ class _Labels(Prediction):
     def fields(self, level: float = 0.95) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in ("label", "confidence", "entropy", "epistemic", "probs")}
 
-    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
-        return {"_law": ClassLaw.mixed([part._law for part in parts], weights)}
+    doubt_name: ClassVar[str] = "confidence"
+
+    def _drawn(self) -> dict[str, Any]:
+        found = super()._drawn()
+        if "_law" in self.__dict__ or (self.seed is not None and not self.members):
+            found["_law"] = self._law
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self._law
+        return super().__getstate__()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -280,13 +438,13 @@ class ClassPrediction(_Labels):
             soft = torch.nn.functional.one_hot(y.clamp(0, probs.shape[-1] - 1), probs.shape[-1])
         return {"log_prob": self.log_prob_of_targets(y), **_label_scores(probs, soft.to(probs))}
 
-    def caption(self, index: int, y: Tensor | None = None) -> str:
-        """Return "truth → label" and the probability of the label."""
+    def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
         if self.probs.ndim != 2:
-            return super().caption(index, y)
+            return super().described(index, y, classes)
+        name = lambda k: classes[k] if 0 <= k < len(classes) else str(k)  # noqa: E731
         probability, label = self.probs[index].max(-1)
-        truth = "" if y is None else f"{int(y[index] if y.ndim == 1 else y[index].argmax())} → "
-        return f"{truth}{int(label)}\np {float(probability):.2f}"
+        truth = "" if y is None else name(int(y[index] if y.ndim == 1 else y[index].argmax()))
+        return {"truth": truth, "answer": name(int(label)), "certainty": f"p {float(probability):.2f}"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -345,8 +503,20 @@ class LabelPrediction(_Labels):
         p = self.mean
         return {"log_prob": self.log_prob_of_targets(y), **_label_scores(_both(p), _both(y.reshape(p.shape).to(p)))}
 
-    def caption(self, index: int, y: Tensor | None = None) -> str:
-        return f"p {float(self.mean[index].max()):.2f}"
+    def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
+        p = self.mean[index].flatten()
+        if len(p) > MOST_WORDS:
+            return super().described(index, y, classes)
+        names = classes if len(classes) == len(p) else [str(k) for k in range(len(p))]
+        said = lambda on: ", ".join(n for n, each in zip(names, on) if each) or "none"  # noqa: E731
+        if len(p) == 1:
+            yes = lambda on: (classes[int(on)] if len(classes) == 2 else str(int(on)))  # noqa: E731
+            truth = "" if y is None else yes(bool(y[index].flatten()[0] > 0.5))
+            sure = max(float(p[0]), 1 - float(p[0]))
+            return {"truth": truth, "answer": yes(bool(p[0] > 0.5)), "certainty": f"p {sure:.2f}"}
+        truth = "" if y is None else said((y[index].flatten() > 0.5).tolist())
+        certainty = " ".join(f"{float(each):.2f}" for each in p)
+        return {"truth": truth, "answer": said((p > 0.5).tolist()), "certainty": f"p {certainty}"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -358,14 +528,18 @@ class ValuePrediction(Prediction):
 
     kind: ClassVar[str] = "numbers"
     uncertainty_name: ClassVar[str] = "standard deviation"
+    doubt_name: ClassVar[str] = "stddev"
 
     @cached_property
     @outside_autocast
     def _marginal(self) -> Marginal:
         marginal: Marginal | None = None
+        if self.members:
+            assert self.weights is not None
+            return BlendedMarginal.of([member._marginal for member in self.members], self.weights)
         if self.link in ("exact", "quadrature"):
             marginal = self.likelihood.marginal(self.function)
-        elif self.link not in ("mc", "mixture"):
+        elif self.link != "mc":
             marginal = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
         return self._sampled_marginal() if marginal is None else marginal
 
@@ -413,12 +587,40 @@ class ValuePrediction(Prediction):
         """Return lower and upper bounds of the central interval that holds each output with this probability."""
         if not 0 < level < 1:
             raise ValueError(f"interval level {level}: it is a probability between 0 and 1, such as 0.95.")
-        levels = ((1 - level) / 2, (1 + level) / 2)
+        lower, upper = self.quantile(((1 - level) / 2, (1 + level) / 2))
+        return lower, upper
+
+    def quantile(self, q: float | Sequence[float] | Tensor) -> Tensor:
+        """Return y with p(output ≤ y) = q, output by output; several levels come first, (len(q), *shape of y).
+
+        p.quantile(0.5);  lower, median, upper = p.quantile([0.05, 0.5, 0.95])
+        """
+        levels = torch.as_tensor(as_tensors(q), dtype=torch.float64).cpu()
+        if levels.ndim > 1 or not levels.numel() or not bool(((levels > 0) & (levels < 1)).all()):
+            raise ValueError(f"quantile levels {q}: they are probabilities between 0 and 1, such as 0.5 or [0.1, 0.9].")
+        each = levels.reshape(-1).tolist()
         try:
-            lower, upper = (self._marginal.quantile(q) for q in levels)
+            found = torch.stack([self._marginal.quantile(level) for level in each])
         except (NotImplementedError, UnsupportedOperation):  # torch knows no distribution function for this law
-            lower, upper = torch.quantile(self._targets, self._targets.new_tensor(levels), dim=0)
-        return self._outside(lower), self._outside(upper)
+            found = torch.quantile(self._targets, self._targets.new_tensor(each), dim=0)
+        found = self._outside(found)
+        return found if levels.ndim else found[0]
+
+    def cdf(self, y: Any) -> Tensor:
+        """Return p(output ≤ y), output by output: y has the shape of targets, or is one number for all.
+
+        Of data like those of the fit, `p.cdf(y)` is uniform between 0 and 1 if the prediction is calibrated.
+        """
+        mean = self._marginal.mean
+        y = torch.as_tensor(as_tensors(y)).to(mean)
+        if y.ndim and y.shape not in (mean.shape, self.mean.shape, mean.shape[:-1] if mean.shape[-1:] == (1,) else ()):
+            raise BadData(f"y has shape {tuple(y.shape)}; expected {tuple(self.mean.shape)}, or one number")
+        y = y.reshape(mean.shape) if y.ndim else y.expand(mean.shape)
+        try:
+            found = self._marginal.cdf(y)
+        except NotImplementedError:  # torch knows no distribution function for this law
+            found = (self._targets <= y).double().mean(0)
+        return self._outside(found.to(mean.dtype))
 
     def log_prob_of_targets(self, y: Any) -> Tensor:
         f = self.function.mean
@@ -458,7 +660,7 @@ class ValuePrediction(Prediction):
         return (self.variance.flatten(1).sum(-1) if self.variance.ndim > 1 else self.variance).sqrt()
 
     def scores(self, y: Tensor) -> dict[str, Tensor]:
-        """Return log_prob per item; squared error, CRPS, standard deviation and coverage of intervals per output."""
+        """Return log_prob per item, and per output: what was predicted, squared error, CRPS, coverage of intervals."""
         mean = self.mean
         truth = y.reshape(mean.shape)
         covered = {}
@@ -470,8 +672,20 @@ class ValuePrediction(Prediction):
             "square": (mean - truth).square(),
             "crps": self._crps(y, truth),
             "stddev": self.variance.sqrt(),
+            "mean": mean,
+            "truth": truth,
+            **dict(zip(("lower", "upper"), self.interval(0.95))),
             **covered,
         }
+
+    def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
+        mean, spread = self.mean[index].flatten(), self.stddev[index].flatten()
+        if len(mean) > MOST_WORDS:
+            return super().described(index, y, classes)
+        truth = "" if y is None else ", ".join(f"{float(each):.4g}" for each in y[index].flatten())
+        answer = ", ".join(f"{float(each):.4g}" for each in mean)
+        certainty = "± " + ", ".join(f"{float(each):.2g}" for each in spread)
+        return {"truth": truth, "answer": answer, "certainty": certainty}
 
     def _crps(self, y: Tensor, truth: Tensor) -> Tensor:
         """Return the CRPS per output: closed form, or from draws that are the same at every call."""
@@ -483,8 +697,28 @@ class ValuePrediction(Prediction):
         found["lower"], found["upper"] = self.interval(level)
         return found
 
-    def mixed(self, parts: Sequence[Any], weights: Tensor) -> dict[str, Any]:
-        return {"_marginal": BlendedMarginal.of([part._marginal for part in parts], weights)}
+
+def _items(index: Any, count: int, device: torch.device) -> Tensor:
+    """Return the numbers of the items that an index chooses out of `count`."""
+    every = torch.arange(count, device=device)
+    if isinstance(index, slice):
+        return every[list(range(count)[index])]
+    index = torch.as_tensor(as_tensors(index))
+    if index.ndim > 1 or index.is_floating_point() or index.is_complex():
+        raise IndexError(f"items are chosen by a number, a slice, a list of numbers or a mask, got {index!r}")
+    if index.dtype == torch.bool:
+        if index.shape != (count,):
+            raise IndexError(f"a mask of shape {tuple(index.shape)} does not fit a prediction of {count} items")
+        return every[index.to(device)]
+    index = index.reshape(-1)
+    if bool(((index < -count) | (index >= count)).any()):
+        raise IndexError(f"index {index.tolist()} is out of range for a prediction of {count} items")
+    return every[index.to(device)]
+
+
+def _is_elsewhere(kind: type, name: str) -> bool:
+    """Whether a field is one that only predictions of another kind have."""
+    return isinstance(getattr(kind, name, None), _Elsewhere)
 
 
 def _label_scores(probs: Tensor, soft: Tensor) -> dict[str, Tensor]:
@@ -508,11 +742,10 @@ def _warn_if_coarse(error: Tensor | None) -> None:
     if error is None or not bool((error > COARSE).any()):
         return
     many = f"{int((error > COARSE).sum())} of {error.numel()} items"
-    warnings.warn(
+    warn(
         f"the probabilities of {many} are estimated to within a total variation of {float(error.max()):.2g} only "
         f"(`.monte_carlo_error`; {COARSE:g} is aimed at): their logits are uncertain in many directions. Pass samples= "
         "with a larger number, or tune the prior on held-out data, which makes most posteriors narrower.",
-        stacklevel=3,
     )
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.linalg import Jacobian
-from lapwing.model import Batches, Network, Plan, batch_size, tensors_in
+from lapwing.model import Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Batch
 from lapwing.model.convention import Convention
 from lapwing.model.inputs import Inputs, as_tensors
 from lapwing.model.module import placed
+from lapwing.model.products import Products
 from lapwing.posterior import Belief
 from lapwing.predictive.lastlayer import LastLayer, last_layer_of
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
@@ -29,8 +30,14 @@ from lapwing.predictive.sampled import sampled_function, warn_of_collapse
 JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
 
+SHARED = 4  # samples that share their draws in tuning by draws: few, so that the errors of draws average out
+
 HeldOut = tuple[Tensor, Tensor, Jacobian]
 """f (B, *event, C), canonical targets, and rows of ∂f/∂θ, (B, event·C)."""
+Pushed = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
+"""f (B, *event, C), canonical targets, and weight tangents (s, P) → J v, (s, B, *event, C)."""
+Labeled = tuple[Inputs, Tensor, Tensor]
+"""The prepared inputs of a batch, f (B, *event, C) and canonical targets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,19 +85,7 @@ class Predictive:
 
     def inputs(self, x: Inputs) -> Inputs:
         """Prepare inputs as the fit did: without its targets, on its device, in a dtype the network takes, finite."""
-        x = as_tensors(x)
-        x = self.options.convention.inputs_of(x) if isinstance(x, Mapping) else x
-        if not any(True for _ in tensors_in(x)):
-            raise BadData(
-                f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}"
-            )
-        x, _ = placed(self.network.module, x, self.network.params.device, self.options.convention.cast)
-        if batch_size(x) == 0:
-            raise BadData("the batch to predict is empty")
-        for tensor in tensors_in(x):
-            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
-                where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-                raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+        x = prepared(self.network.module, self.network.params.device, self.options.convention, x)
         self.network.settle(x)
         return x
 
@@ -151,10 +146,11 @@ class Predictive:
             if by_draws:
                 link, samples = "mc", samples or JVP_DRAWS
         else:
-            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}")
+            hint = nearest(method, ("linearized", "sampled"))
+            raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}{hint}")
         return predict_targets(
             function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
-            belief.likelihood,
+            belief.likelihood.predicting(function.mean),
             link=link,
             samples=samples,
             novelty=lambda: self.novelty(inputs, function.mean),
@@ -163,46 +159,70 @@ class Predictive:
             generator=generator,
         )
 
+    def kernel_factors(self, inputs: Inputs, differentiable: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """f at prepared inputs and the two factors of its covariance with f at any others; see `Laplace`."""
+        layer, scale = self.last_layer, 1 / self.belief.logit_temperature
+        if layer is not None:
+            self.network.require_apart(inputs)
+            with torch.set_grad_enabled(differentiable):
+                f, a = layer(inputs)
+                left = right = layer.root.across(a)
+        else:
+            f, left, right = self.linearized(inputs).kernel_factors(inputs, differentiable)
+        return (f, left, right) if scale == 1.0 else (scale * f, scale * left, scale * right)
+
     def novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
         """How much a target at these inputs would still teach, (B, *event); see `information_gain`."""
-        mean, likelihood = mean.detach(), self.belief.likelihood
+        mean, likelihood = mean.detach(), self.belief.likelihood.predicting(mean)
         at = replace(self.linearized(inputs), precision=novelty_precision(self.belief.curvature.matrix))
         if mean.shape[-1] > CLOSED_FORM:
             return information_bound(mean, at.variance(inputs, mean, at.precision), likelihood)
         return information_gain(mean, at.covariance(inputs, mean, contrast=at.shift_invariant), likelihood)
 
-    def held_out(self, data: Any, link: str = "auto", most: float = math.inf) -> Iterator[HeldOut]:
-        """Stream (f, targets, rows) of labeled data, a few samples at a time, for tuning.
-
-        For links that ignore a common shift of the logits the rows are those of f minus its average. Ends with the
-        batch that reaches `most` samples.
-        """
+    def labeled(self, data: Any, most: float = math.inf) -> Iterator[Labeled]:
+        """Stream (prepared inputs, f, canonical targets) batch by batch, until `most` samples are reached."""
         batches, show = self.batches(data), self.options.progress
         bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
                    leave=False)  # fmt: skip
         for batch in bar:
-            y = self._targets(batch)
-            start = 0
-            for f, rows in self._rows(batch.inputs, link):
-                yield f, y[start : start + f.shape[0]], rows
-                start += f.shape[0]
-            most -= start
+            yield self._read(batch)
+            most -= batch_size(batch.inputs)
             if most <= 0:
                 return
+
+    def held_out(
+        self, data: Any, link: str = "auto", most: float = math.inf, labeled: Iterable[Labeled] | None = None
+    ) -> Iterator[HeldOut]:
+        """Stream (f, targets, rows) of labeled data, a few samples at a time, for tuning.
+
+        For links that ignore a common shift of the logits the rows are those of f minus its average. Ends with the
+        batch that reaches `most` samples. `labeled` is what `self.labeled(data)` yields, where that is known.
+        """
+        for inputs, outputs, y in self.labeled(data, most) if labeled is None else labeled:
+            start = 0
+            for f, rows in self._rows(inputs, link, outputs[0].numel()):
+                yield f, y[start : start + f.shape[0]], rows
+                start += f.shape[0]
+
+    def pushed(self, labeled: Iterable[Labeled]) -> Iterator[Pushed]:
+        """Stream (f, targets, products with ∂f/∂θ) of labeled data, a few samples at a time, for tuning by draws."""
+        products = Products(self.network, self.batches(()))
+        for inputs, f, y in labeled:
+            n = f.shape[0]
+            for start in range(0, n, SHARED):
+                part = slice(start, min(n, start + SHARED))
+                few = take(inputs, part, n)
+                yield f[part], y[part], partial(self._push, products, few)
+
+    def _push(self, products: Products, inputs: Inputs, tangents: Tensor) -> Tensor:
+        return products.jvp(inputs, tangents)[1]
 
     def unlabeled(self, data: Any, link: str = "auto") -> Iterator[HeldOut]:
         """Stream as `held_out` does, with targets drawn from the network itself; those of the data are not read."""
         generator = torch.Generator(self.network.params.device).manual_seed(0)
         for inputs in self.bare_inputs(data):
-            for f, rows in self._rows(inputs, link):
+            for f, rows in self._rows(inputs, link, self.network.forward(inputs)[0].numel()):
                 yield f, self.belief.likelihood.sample_target(f, generator), rows
-
-    def labeled(self, data: Any) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
-        """Stream prepared inputs, the outputs f of the network itself and canonical targets, batch by batch."""
-        for batch in self.batches(data):
-            y = self._targets(batch)
-            inputs = self.inputs(batch.inputs)
-            yield inputs, self.network.forward(inputs), y
 
     def bare_inputs(self, data: Any) -> Iterator[Inputs]:
         """Stream prepared inputs batch by batch; targets are not read, and a tensor of inputs is one batch."""
@@ -211,17 +231,39 @@ class Predictive:
         for raw in self.batches(data).unlabeled():
             yield self.inputs(raw)
 
-    def _rows(self, inputs: Inputs, link: str) -> Iterator[tuple[Tensor, Jacobian]]:
+    def _rows(self, inputs: Inputs, link: str, directions: int) -> Iterator[tuple[Tensor, Jacobian]]:
         contrast = self.belief.likelihood.shift_invariant and link in ("auto", "mc")
-        for linearization, rows in self.linearized(inputs).jacobians(inputs, contrast=contrast):
+        at = self.linearized(inputs)
+        for linearization, rows in at.jacobians(inputs, directions=directions, contrast=contrast):
             yield linearization.f.detach(), rows
 
-    def _targets(self, batch: Batch) -> Tensor:
-        """The targets of a batch in canonical form; errors name the batch."""
+    def _read(self, batch: Batch) -> Labeled:
+        """Return the prepared inputs of a batch, their outputs and canonical targets; errors name the batch."""
         try:
-            f = self.network.forward(self.inputs(batch.inputs))
+            inputs = self.inputs(batch.inputs)
+            f = self.network.forward(inputs)
             if not bool(f.isfinite().all()):
                 raise BadData("the outputs of the network are not finite")
-            return self.belief.likelihood.targets(f, batch.targets)
+            return inputs, f, self.belief.likelihood.targets(f, batch.targets)
         except BadData as error:
             raise BadData(f"batch {batch.number}: {error}") from error
+
+
+def prepared(module: nn.Module, device: torch.device, convention: Convention, x: Inputs) -> Inputs:
+    """Prepare inputs for a network: without targets, on its device, in a dtype that it takes; refuse NaN and none."""
+    x = as_tensors(x)
+    x = convention.inputs_of(x) if isinstance(x, Mapping) else x
+    if not any(True for _ in tensors_in(x)):
+        loader = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
+        hint = "; for a loader, `for p in la.predict_loader(data)` predicts batch by batch" if loader else ""
+        raise BadData(
+            f"expected a tensor, a tuple of tensors or a dict of tensors to predict, got {type(x).__name__}{hint}"
+        )
+    x, _ = placed(module, x, device, convention.cast)
+    if batch_size(x) == 0:
+        raise BadData("the batch to predict is empty")
+    for tensor in tensors_in(x):
+        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+            where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+            raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+    return x

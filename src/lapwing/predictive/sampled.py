@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
 
+from lapwing.errors import brief, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network, batch_size, take
 from lapwing.model.fingerprint import Watch
@@ -55,6 +55,12 @@ class SampledFunction(FunctionDistribution):
 
     def scaled(self, factor: float) -> SampledFunction:
         return SampledFunction(factor * self.mean, factor * self.samples)
+
+    def take(self, index: Tensor) -> SampledFunction:
+        return SampledFunction(self.mean[index], self.samples[:, index])
+
+    def stored(self) -> SampledFunction:
+        return SampledFunction(self.mean.detach(), self.samples.detach())
 
     @cached_property
     def variance(self) -> Tensor:
@@ -110,12 +116,11 @@ def warn_of_collapse(network: Network, likelihood: Likelihood, function: Sampled
         sampled = log_class_probs(likelihood, draws).exp().mean(0).argmax(-1)
         agreeing = float((sampled == label)[sure].double().mean())
     if agreeing < 0.5:
-        warnings.warn(
+        warn(
             f"the sampled weights have lost what the network knows: of inputs that it is sure of, {agreeing:.0%} keep "
             "their label (unless these inputs are unlike the training data, accuracy has collapsed). Use the "
             "linearized predictive, la.predict(x), which does not sample weights through the network; or tune the "
-            "prior on held-out data first, la.tune(val_loader).",
-            stacklevel=4,
+            "prior for it on held-out data first, la.tune(val_loader, predictive='sampled').",
         )
 
 
@@ -125,6 +130,8 @@ class Ensemble:
 
     Example: `for weights in la.ensemble(5): torch.func.functional_call(model, weights, (x,))`
     """
+
+    __repr__ = brief
 
     network: Network
     likelihood: Likelihood
@@ -151,4 +158,5 @@ class Ensemble:
             function = sampled_function(self.network, self.weights, inputs, differentiable)
         warn_of_collapse(self.network, self.likelihood, function, inputs)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
-        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar, shifted=self.shifted)
+        likelihood = self.likelihood.predicting(function.mean)
+        return predict_targets(function, likelihood, link=link, scalar=self.scalar, shifted=self.shifted)

@@ -380,6 +380,8 @@ def require_answers(matrix: PSD, dense: Tensor, rows: Rows, dtype: torch.dtype) 
         close(matrix.quadratic(given), quadratic, dtype)
         close(matrix.variance(given), quadratic.diagonal(dim1=1, dim2=2), dtype)
         close(matrix.joint(given), torch.einsum("nrp,pq,msq->nrms", j, inverse, j), dtype)
+        left, right = matrix.cross_factors(given)[0], matrix.cross_factors(DenseRows(j[:1].to(dtype)))[1]
+        close(torch.einsum("nrk,msk->nrms", left, right), torch.einsum("nrp,pq,msq->nrms", j, inverse, j[:1]), dtype)
 
 
 def functions(case: Case) -> dict[str, tuple[Callable[[PSD], Tensor], Callable[[Tensor], Tensor]]]:

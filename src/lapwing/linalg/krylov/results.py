@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lapwing.errors import NotConverged
+from lapwing.errors import NotConverged, warn
 
 Matvec = Callable[[Tensor], Tensor]
 """A symmetric matrix as a function of blocks of row vectors: (k, P) → (k, P)."""
@@ -65,7 +64,7 @@ def report(policy: Policy, message: str) -> None:
     """Raise `NotConverged` or warn, as the policy says."""
     if policy == "raise":
         raise NotConverged(message)
-    warnings.warn(message, stacklevel=4)
+    warn(message)
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:

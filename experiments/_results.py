@@ -1,0 +1,148 @@
+"""What an experiment of a paper leaves: a table, a figure, its data, and a page that holds the paper to its words.
+
+    result = Result("toy", "Toy regression x³", "001, Figs. 1 and 8", "python -m experiments.toy", seeds=(0,))
+    result = result.with_rows([{"method": "kron", "NLL": 2.53}]).with_claims(Claim(...))
+    result.finish(given.out, figure)      # prints the table; with a folder, writes toy.md, .json, .png and .svg
+
+A verdict is "holds", "holds in part" or "does not hold", with a reason; it follows from numbers by a rule that the
+experiment states, never by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import BadData
+
+VERDICTS = ("holds", "holds in part", "does not hold")
+SHOWN = 4  # significant digits
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of a paper, what was found here, and whether the sentence holds."""
+
+    quote: str
+    where: str
+    found: str
+    verdict: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise BadData(f"a verdict is one of {', '.join(VERDICTS)}, got {self.verdict!r}")
+
+
+def verdict(*parts: bool) -> str:
+    """Return "holds" where all parts of a claim are true, "holds in part" where some are, else "does not hold"."""
+    return VERDICTS[0] if all(parts) else VERDICTS[1] if any(parts) else VERDICTS[2]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one experiment. `data` is what the figure shows: numbers, lists and tensors by name."""
+
+    name: str
+    title: str
+    paper: str
+    command: str
+    seeds: Sequence[int] = (0,)
+    rows: Sequence[Mapping[str, Any]] = ()
+    claims: Sequence[Claim] = ()
+    notes: Sequence[str] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_rows(self, rows: Sequence[Mapping[str, Any]]) -> Result:
+        """Return the result with a table: one mapping from column to value per row."""
+        return replace(self, rows=tuple(dict(row) for row in rows))
+
+    def with_claims(self, *claims: Claim) -> Result:
+        """Return the result with claims added."""
+        return replace(self, claims=(*self.claims, *claims))
+
+    def with_notes(self, *notes: str) -> Result:
+        """Return the result with notes added: what was done differently, and why."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def with_data(self, **data: Any) -> Result:
+        """Return the result with numbers for the JSON file."""
+        return replace(self, data={**self.data, **data})
+
+    def finish(self, out: Path | None, draw: Callable[[], Any] | None = None) -> None:
+        """Print table and verdicts; with a folder, write the page, the data, and the figure that `draw` makes."""
+        print(self.table())
+        for claim in self.claims:
+            print(f"{claim.verdict}: “{claim.quote}” ({claim.where}). {claim.found} {claim.reason}")
+        if out is None:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        if draw is not None:
+            figure = draw()
+            for suffix in ("png", "svg"):
+                figure.savefig(out / f"{self.name}.{suffix}", bbox_inches="tight")
+        (out / f"{self.name}.json").write_text(json.dumps(_plain(asdict(self)), indent=1) + "\n", encoding="utf-8")
+        (out / f"{self.name}.md").write_text(self.page(draw is not None), encoding="utf-8")
+        print(f"written to {out}: {self.name}.md, .json" + (", .png, .svg" if draw is not None else ""))
+
+    def table(self) -> str:
+        """Return the rows as aligned text."""
+        lines = _cells(self.rows)
+        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))] if lines else []
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+    def page(self, figure: bool = True) -> str:
+        """Return the page as Markdown: claims with verdicts, figure, table, notes, command."""
+        seeds = f"seed {self.seeds[0]}" if len(self.seeds) == 1 else f"seeds {', '.join(map(str, self.seeds))}"
+        parts = [f"# {self.title}", f"Paper {self.paper}. Made by `{self.command}`, {seeds}."]
+        for claim in self.claims:
+            said = f"> {claim.quote}\n>\n> — {claim.where}"
+            parts += [said, f"{claim.found} **{claim.verdict.capitalize()}**: {claim.reason}"]
+        parts += [f"![{self.title}]({self.name}.png)"] if figure else []
+        lines = _cells(self.rows)
+        if lines:
+            rule = "|" + "---|" * len(lines[0])
+            body = ["| " + " | ".join(line) + " |" for line in lines]
+            parts.append("\n".join([body[0], rule, *body[1:]]))
+        parts += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n\n".join(parts) + "\n"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean over seeds, with the standard deviation where there are several."""
+    found = torch.tensor(list(values), dtype=torch.float64)
+    mean = f"{found.mean():.{SHOWN}g}"
+    return mean if len(found) < 2 else f"{mean} ± {found.std():.2g}"
+
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [names, *([_text(row.get(name, "")) for name in names] for row in rows)] if rows else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.item()
+    if isinstance(value, float):
+        return f"{value:.{SHOWN}g}"
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it; numbers that are not finite are an error of the experiment."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadData(f"a result is {value}: an experiment writes finite numbers only")
+    return value

@@ -1,0 +1,16 @@
+"""Methods to compare a posterior with. Each has `predict(x) -> Prediction`, and `fit` where it needs data.
+
+from lapwing.baselines import DeepEnsemble, MCDropout
+
+dropout = MCDropout(model, "classification", samples=50)
+lapwing.evaluate({"Laplace": la, "dropout": dropout}, test_loader).table()
+"""
+
+from lapwing.baselines.dropout import MCDropout
+from lapwing.baselines.ensemble import DeepEnsemble
+from lapwing.baselines.hmc import HMC
+from lapwing.baselines.meanfield import MeanField
+from lapwing.baselines.swag import SWAG
+from lapwing.evaluation.temperature import TemperatureScaled
+
+__all__ = ["HMC", "SWAG", "DeepEnsemble", "MCDropout", "MeanField", "TemperatureScaled"]

@@ -1,0 +1,180 @@
+"""Hamiltonian Monte Carlo by Pyro's No-U-Turn sampler: the reference for networks of hundreds of weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.baselines.mixing import Weighted
+from lapwing.baselines.training import Task
+from lapwing.errors import TooLarge, require_whole, warn
+from lapwing.likelihoods import Likelihood
+from lapwing.model.inputs import Inputs
+from lapwing.model.module import call, in_use, output_tensor, outside_inference
+from lapwing.predictive import Prediction
+
+LARGEST = 5000  # weights; more need days
+CONVERGED = 1.05  # R-hat of the outputs above which the chains have not mixed
+CHECKED = 64  # training inputs at whose outputs R-hat is computed
+JITTER = 0.1  # standard deviation of the starting points around the weights of the network
+
+
+@dataclass(frozen=True, eq=False)
+class HMC:
+    """Weights (S, P) drawn from the posterior itself by NUTS (Hoffman and Gelman 2014), from Pyro (extra `baselines`).
+
+    `r_hat` and `ess` (P,) are the split R-hat and the effective sample size of every weight. Weights that can trade
+    places never mix, and need not: judge by `output_r_hat` and `output_ess`, those of the network's outputs at training
+    inputs. A fit warns where an R-hat of the outputs exceeds 1.05.
+
+    Example:
+        >>> hmc = HMC.fit(model.double(), (X, y), lapwing.Gaussian(noise=0.3), prior=1.0, samples=1000)
+        >>> hmc.predict(x).stddev, hmc.output_r_hat.max()
+    """
+
+    network: Weighted
+    weights: Tensor
+    r_hat: Tensor
+    ess: Tensor
+    output_r_hat: Tensor
+    output_ess: Tensor
+    divergences: int = 0
+
+    @classmethod
+    def fit(
+        cls,
+        model: nn.Module,
+        data: Any,
+        likelihood: str | Likelihood,
+        *,
+        prior: Any = 1.0,
+        samples: int = 500,
+        warmup: int = 500,
+        chains: int = 2,
+        depth: int = 10,
+        n_data: float | None = None,
+        generator: torch.Generator | None = None,
+        split: Callable[[Any], tuple] | None = None,
+        progress: bool | None = None,
+    ) -> HMC:
+        """Draw `samples` weights per chain after `warmup` steps of adaptation, over all data at once.
+
+        Chains start near the weights of the model and run one after the other. `depth` limits the doublings of a
+        trajectory. Networks in float64 are safer: rounding in float32 costs acceptance. `n_data` rescales the
+        log-likelihood as in `lapwing.fit`. The module is not written to, and random numbers outside are as before.
+        """
+        try:
+            from pyro.infer import MCMC, NUTS
+            from pyro.ops.stats import effective_sample_size, split_gelman_rubin
+        except ImportError as error:
+            raise ImportError("HMC needs pyro-ppl: pip install 'lapwing-torch[baselines]'") from error
+        for name, value in {"samples": samples, "warmup": warmup, "chains": chains, "depth": depth}.items():
+            require_whole(name, value)
+        task = Task.of(model, data, likelihood, "HMC", prior, 2**20, n_data, generator, split)
+        if task.params.size > LARGEST:
+            raise TooLarge(
+                f"HMC is for networks of hundreds of weights, at most {LARGEST}; this one has {task.params.size}. Use "
+                "MeanField, SWAG or lapwing.fit"
+            )
+        kept = [batch for _, batch in task.each(1)]
+        seen = sum(task_count(batch) for batch in kept)
+
+        def energy(at: dict[str, Tensor]) -> Tensor:
+            theta = at["theta"]
+            values = task.params.unflatten(theta)
+            total = sum((task.nll(batch, values)[0] for batch in kept), start=theta.new_zeros(()))
+            return total * (task.n_data / seen) + task.distance(theta)
+
+        found, divergences = [], 0
+        with task.running(), torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="pyro")
+            for _ in range(chains):
+                seed = int(torch.randint(2**31, (), generator=task.generator, device=task.generator.device))
+                torch.manual_seed(seed)
+                start = task.params.flat + JITTER * torch.randn_like(task.params.flat)
+                kernel = NUTS(potential_fn=energy, max_tree_depth=depth)
+                run = MCMC(
+                    kernel,
+                    num_samples=samples,
+                    warmup_steps=warmup,
+                    initial_params={"theta": start},
+                    disable_progbar=not progress,
+                )
+                run.run()
+                found.append(run.get_samples()["theta"].detach())
+                divergences += sum(len(each) for each in run.diagnostics()["divergences"].values())
+            draws = torch.stack(found)  # (chains, samples, P)
+            outputs = _outputs(task, kept[0].inputs, draws)
+        network = Weighted.of(task.module, task.params, task.likelihood, task.convention)
+        hmc = cls(
+            network,
+            draws.flatten(0, 1),
+            split_gelman_rubin(draws.double(), 0, 1),
+            effective_sample_size(draws.double(), 0, 1),
+            split_gelman_rubin(outputs, 0, 1),
+            effective_sample_size(outputs, 0, 1),
+            divergences,
+        )
+        hmc._warn()
+        return hmc
+
+    def _warn(self) -> None:
+        worst = self.output_r_hat.max().item()
+        if not worst <= CONVERGED:
+            warn(
+                f"the chains have not mixed: an R-hat of the outputs is {worst:.3g} ({CONVERGED} is aimed at). Use "
+                "more samples and warmup."
+            )
+
+    @property
+    def module(self) -> nn.Module:
+        """The network whose weights are drawn."""
+        return self.network.module
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the outputs of the network mean."""
+        return self.network.likelihood
+
+    def summary(self) -> str:
+        """Return one line: how many draws, R-hat and effective sample size of outputs and weights, divergences."""
+        parts = [f"{len(self.weights)} draws"]
+        for name, r_hat, ess in (
+            ("outputs", self.output_r_hat, self.output_ess),
+            ("weights", self.r_hat, self.ess),
+        ):
+            parts.append(f"{name}: R-hat at most {r_hat.max():.3f}, effective sample size at least {ess.min():.0f}")
+        return "; ".join([*parts, f"{self.divergences} divergences"])
+
+    @outside_inference
+    def predict(self, x: Inputs, *, samples: int | None = None, differentiable: bool = False) -> Prediction:
+        """Return the mixture of the networks at the drawn weights: all, or `samples` of them evenly spread."""
+        weights = self.weights
+        if samples is not None:
+            require_whole("samples", samples)
+            rows = torch.linspace(0, len(weights) - 1, min(samples, len(weights)), device=weights.device)
+            weights = weights[rows.round().long()]
+        return self.network.predict(weights, x, differentiable=differentiable)
+
+
+def task_count(batch: Any) -> float:
+    """Return how many data a batch stands for."""
+    if batch.weights is not None:
+        return float(batch.weights.double().sum())
+    return float(len(torch.as_tensor(batch.targets)))
+
+
+def _outputs(task: Task, inputs: Inputs, draws: Tensor) -> Tensor:
+    """Return the outputs of every draw at a few training inputs, (chains, samples, items·C), float64."""
+    with torch.no_grad():
+        rows = [
+            task.likelihood.outputs(output_tensor(call(in_use(task.module), inputs, task.params.unflatten(theta))))
+            for theta in draws.flatten(0, 1)
+        ]
+    few = torch.stack([row[:CHECKED].double().flatten() for row in rows])
+    return few.unflatten(0, draws.shape[:2])
