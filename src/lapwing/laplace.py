@@ -385,7 +385,8 @@ class Laplace:
         posterior gives them, at the first `most` inputs of `data` (targets are not read) and, with `perturb`, at noisy
         and mixed inputs, so that it is uncertain where the posterior is. One input in five is held out, and
         `.distances` and `.summary()` say how far the predictor is from the posterior there and on the sets of `ood`,
-        which it never learns from. `epochs` trains the head's correction (50 by default; 0 leaves it out).
+        which it never learns from. For classes, `function` leaves out the variance that all logits share, which no
+        probability sees. `epochs` trains the head's correction (50 by default; 0 leaves it out).
 
             fast = la.distill(train_loader, ood={"SVHN": images});  print(fast.summary())
             fast.predict(x).probs;  fast.export("model.onnx", x[:2])

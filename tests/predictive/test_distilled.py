@@ -45,6 +45,28 @@ def fitted(task: str = "classification", dtype: torch.dtype = torch.float32) -> 
     return lapwing.fit(net, data, LIKELIHOODS.get(task, task), structure="kron", prior=5.0, progress=False), x
 
 
+def centered_diagonal(covariance: Tensor) -> Tensor:
+    """The variances of the outputs minus their average."""
+    c = covariance.shape[-1]
+    center = torch.eye(c, dtype=covariance.dtype) - 1 / c
+    return (center @ covariance @ center).diagonal(dim1=-2, dim2=-1)
+
+
+def test_what_all_logits_share_does_not_drown_the_rest() -> None:
+    """Under a very wide prior the average of the logits varies 1e6 times as much as their differences."""
+    net, x = dense.build(lambda: nn.Linear(4, 3)), dense.randn(300, 4)
+    data = (x, dense.outputs(dense.build(lambda: nn.Linear(4, 3), 1), x).argmax(-1))
+    wide = lapwing.fit(net, data, "classification", structure="full", prior=1e-7, progress=False)
+    exact = wide.predict(x).function.covariance
+    assert float(exact.mean((1, 2)).median() / centered_diagonal(exact).median()) > 1e5
+    narrow = lapwing.fit(
+        net.float(), (x.float(), data[1]), "classification", structure="full", prior=1e-7, progress=False
+    )
+    fast = narrow.distill(x.float())
+    ratio = centered_diagonal(fast.predict(x.float()).function.covariance).double() / centered_diagonal(exact)
+    assert float(ratio.log().square().mean().sqrt()) < 0.5
+
+
 def test_variances_of_a_linear_model_are_exact_also_far_away() -> None:
     """Under a diagonal posterior, Var(wᵀx + b) = Σ v_i x_i² + v_b is a quadratic form in the energies."""
     x, w = dense.randn(400, 4), torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64)
@@ -94,7 +116,9 @@ def test_it_is_near_its_teacher_and_says_how_near(task: str) -> None:
     held = x[96:]  # the last fifth of the batch
     theirs, ours, distance = la.predict(held), fast.predict(held), fast.distances["held out"]
     torch.testing.assert_close(ours.function.mean, theirs.function.mean)
-    ratio = (ours.function.variance / theirs.function.variance).log() / 2
+    classes = task in ("classification", "two classes")
+    spread = [centered_diagonal(p.function.covariance) if classes else p.function.variance for p in (ours, theirs)]
+    ratio = (spread[0] / spread[1]).log() / 2
     assert distance.items == 24
     assert distance.spread == pytest.approx(ratio.square().mean().sqrt().item(), rel=1e-3)
     assert distance.spread < 0.5

@@ -25,7 +25,7 @@ from lapwing.model.convention import Convention
 from lapwing.model.inputs import Inputs, as_tensors, map_tensors
 from lapwing.model.module import arguments, outside_inference, placed
 from lapwing.predictive.energies import EnergyNetwork
-from lapwing.predictive.function import GaussianFunction, fixed_generator
+from lapwing.predictive.function import FunctionDistribution, GaussianFunction, fixed_generator
 from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.variancehead import VarianceHead, fit_head
@@ -72,7 +72,8 @@ class Distance:
     """How far a distilled predictor is from its teacher on some inputs, none of which it was fitted to.
 
     `divergence` is the mean of KL(teacher ‖ student) of the target in nats (of Gaussians with the same moments for
-    numbers), `spread` the root mean square of the log ratio of the outputs' standard deviations, `epistemic` the mean
+    numbers), `spread` the root mean square of the log ratio of the outputs' standard deviations (for classes, of the
+    logits minus their average), `epistemic` the mean
     of |teacher − student|. For inputs out of distribution, `auroc` holds how well the uncertainty of the teacher and of
     the student tells them from the held-out ones.
     """
@@ -198,7 +199,7 @@ def distill(
         raise BadData(f"distill needs at least {FEWEST * HELD_OUT // (HELD_OUT - 1)} inputs, and these are fewer")
     body = EnergyNetwork(network.module, network.outputs, own[0])
     moved = [each for part in own for each in perturbed(part, generator)] if perturb else []
-    asked = [_asked(body, teacher, part) for part in (*own, *moved)]
+    asked = [_asked(body, teacher, part, likelihood.shift_invariant) for part in (*own, *moved)]
     f, z, covariance = (torch.cat(each) for each in zip(*asked))
     head = fit_head(
         f,
@@ -232,7 +233,9 @@ def _parts(batches: Iterator[Inputs], most: int) -> tuple[list[Inputs], list[Inp
     return own, held
 
 
-def _asked(body: EnergyNetwork, teacher: Teacher, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def _asked(
+    body: EnergyNetwork, teacher: Teacher, inputs: Inputs, shift_invariant: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """f, energies and the teacher's covariance of the outputs."""
     function = teacher(inputs).function
     if function.mean.ndim != 2:
@@ -243,7 +246,14 @@ def _asked(body: EnergyNetwork, teacher: Teacher, inputs: Inputs) -> tuple[Tenso
     args, kwargs = arguments(inputs)
     with torch.no_grad():
         f, z = body(*args, **kwargs)
-    return f, z, function.covariance.detach()
+    return f, z, _visible(function, shift_invariant).detach()
+
+
+def _visible(function: FunctionDistribution, shift_invariant: bool) -> Tensor:
+    """The covariance of the outputs; without their average, where targets do not see it and its variance, which may be
+    larger by orders of magnitude, would drown the rest in rounding."""
+    found = function.contrast_covariance if shift_invariant else None
+    return function.item_covariance if found is None else found
 
 
 def perturbed(inputs: Inputs, generator: torch.Generator) -> list[Inputs]:
@@ -296,9 +306,16 @@ def _measured(found: Distilled, teacher: Teacher, held: list[Inputs], ood: Mappi
 
 def _distance(pairs: list[tuple[Prediction, Prediction]], areas: tuple[float, float] | None) -> Distance:
     kl = torch.cat([_divergence(theirs, ours) for theirs, ours in pairs])
-    ratio = torch.cat([(ours.function.variance / theirs.function.variance).log() / 2 for theirs, ours in pairs])
+    ratio = torch.cat([_log_ratio(theirs, ours) for theirs, ours in pairs])
     gap = torch.cat([(theirs.epistemic - ours.epistemic).abs().flatten() for theirs, ours in pairs])
     return Distance(len(kl), float(kl.mean()), float(ratio.square().mean().sqrt()), float(gap.mean()), areas)
+
+
+def _log_ratio(theirs: Prediction, ours: Prediction) -> Tensor:
+    """The log ratio of the outputs' standard deviations, (B, C)."""
+    invariant = theirs.likelihood.shift_invariant
+    one, other = (_visible(each.function, invariant).diagonal(dim1=-2, dim2=-1) for each in (theirs, ours))
+    return (other / one.clamp(min=torch.finfo(one.dtype).tiny)).log() / 2
 
 
 def _divergence(theirs: Prediction, ours: Prediction) -> Tensor:

@@ -90,11 +90,15 @@ def fit_head(
 ) -> VarianceHead:
     """Fit a head to the teacher's covariances (N, C, C) at outputs f (N, C) and energies z (N, D).
 
+    Where `shift_invariant`, the covariances are those of the outputs minus their average.
+
     The first `inside` items are those of the data, the others are perturbed. Variances may differ by orders of
     magnitude between items, so the fit of both parts counts ratios, not differences.
     """
     basis = _basis(covariance[:inside].double(), shift_invariant)
     target = torch.einsum("ik,nij,jk->nk", basis, covariance.double(), basis)
+    if shift_invariant and len(basis) > 1:
+        target[:, -1] = target[:, :-1].mean(-1)  # of the average, which no target sees
     target = target.clamp(min=1e-6 * target.mean().clamp(min=torch.finfo(torch.float64).tiny ** 0.25))
     weights = quadratic_weights(z, target, widths)
     head = VarianceHead(basis.to(f), weights.to(f), widths)
