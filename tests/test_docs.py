@@ -12,7 +12,7 @@ from lapwing.model.rules import RULES
 from lapwing.predictive.links import LINKS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("baselines.md", "botorch.md", "extending.md", "serving.md")
+PAGES = ("baselines.md", "botorch.md", "extending.md", "lightning.md", "serving.md")
 
 
 def sections() -> list[tuple[str, str]]:

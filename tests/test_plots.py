@@ -91,8 +91,9 @@ def test_the_surface_holds_every_setting_with_a_posterior() -> None:
     figure = plots.surface(tuning)
     dots = figure.axes[0].collections[0]
     drawn = {(round(float(x), 3), float(y)): float(c) for (x, y), c in zip(dots.get_offsets(), dots.get_array())}
-    assert drawn == pytest.approx({(0.1, 1.0): 0.5, (0.1, 100.0): 0.3, (10.0, 1.0): 0.4, (10.0, 100.0): 0.2})
-    assert dots.get_clim() == pytest.approx((0.2, 0.5))
+    assert drawn == pytest.approx({(0.1, 1.0): 0.3, (0.1, 100.0): 0.1, (10.0, 1.0): 0.2, (10.0, 100.0): 0.0})
+    assert dots.get_clim() == pytest.approx((0.0, 0.3))
+    assert figure.axes[1].get_ylabel() == "NLL per item above 0.2, in nats"
     (mark,) = figure.axes[0].get_lines()
     assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (pytest.approx(10.0), 100.0)
     alone = Tuning("validation", tuple(settings[-1:]), scores[-1:], 0, Prior(1.0), Tempered(1.0), Categorical())

@@ -82,7 +82,8 @@ def test_demo_prints_what_the_readme_says(tmp_path: Path) -> None:
     # tuned on held-out data, the posterior does not do worse than the network
     assert printed["Laplace"][1] < printed["MAP"][1]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/png;base64,") == 5
+    assert page.count("<svg ") == 3 + 1 + 3  # reliability of each model, risk, and the outside set
+    assert page.count("data:image/png;base64,") == 3 * 16  # most uncertain and most wrong
     assert str(tmp_path / "out" / "report.html") in done.stdout
     assert "train" in done.stderr  # the progress bar
 

@@ -128,8 +128,8 @@ def test_other_numbers(likelihood, outputs: int, draw) -> None:
     draws = likelihood.conditional(f).sample((4000,))
     assert row["crps"] == pytest.approx(metrics.crps_samples(draws, y.reshape(draws.shape[1:])).item(), rel=0.03)
     assert 0 <= row["coverage95"] <= 1
-    names = ["Coverage", "Standard deviation in and out of distribution", "Standard deviation on far"]
-    assert list(report.figures()) == names
+    names = ["Predictions of MAP", "Coverage", "Sharpness", "Residuals of MAP", "Risk and coverage"]
+    assert list(report.figures()) == [*names, "Scores on far", "ROC on far", "Separation of far"]
 
 
 def test_calibrated_numbers_are_covered() -> None:
@@ -187,8 +187,16 @@ def test_to_dict_is_json_and_complete() -> None:
     model, data = nn.Linear(5, 3), classes()
     report = evaluate({"MAP": model, "posterior": Blurred(model)}, data, ood={"far": torch.randn(30, 5)})
     back = json.loads(json.dumps(report.to_dict()))
-    assert back["models"]["posterior"]["ood"]["far"].keys() == {"auroc", "fpr95", "auroc_novelty"}
+    scores = ("", "_epistemic", "_novelty", "_energy", "_maxlogit")
+    expected = {f"{metric}{score}" for score in scores for metric in ("auroc", "fpr95")}
+    assert back["models"]["posterior"]["ood"]["far"].keys() == expected
+    assert back["models"]["MAP"]["ood"]["far"].keys() == {c for c in expected if "nov" not in c and "epi" not in c}
     assert back["models"]["MAP"]["nll"] == report.row("MAP")["nll"]
+    low, high = back["models"]["MAP"]["intervals"]["nll"]
+    assert low < report.row("MAP")["nll"] < high
+    assert back["models"]["posterior"]["differences"]["nll"] == list(report.difference("posterior", "nll"))
+    assert "differences" not in back["models"]["MAP"] or not back["models"]["MAP"]["differences"]
+    assert back["findings"] == list(report.findings())
     assert back["models"]["MAP"]["items"] == 60
 
 
@@ -198,14 +206,19 @@ def test_html_is_self_contained(tmp_path: Path) -> None:
     report = evaluate({"MAP": model, "<b>": Blurred(model)}, (x, y), ood={"noise & more": torch.rand(20, 1, 8, 8)})
     path = report.to_html(tmp_path / "new" / "report.html", heading="Title", notes=("A note.",))
     page = path.read_text(encoding="utf-8")
-    names = ["Reliability", "Entropy in and out of distribution", "Entropy on noise & more", "Most uncertain: test",
+    names = ["Reliability of MAP", "Reliability of <b>", "Risk and coverage", "Scores on noise & more",
+             "ROC on noise & more", "Separation of noise & more", "Most uncertain: test", "Most wrong: test",
              "Most uncertain: noise & more"]  # fmt: skip
     assert list(report.figures()) == names
-    assert page.count("data:image/png;base64,") == 5
-    assert not re.search(r"""(src|href)=["'](?!data:)""", page)
+    assert page.count("<svg ") == 6
+    assert page.count("data:image/png;base64,") == 3 * 16
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
+    assert not re.search(r"url\((?!#)", page)
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "noise &amp; more" in page
+    identifiers = re.findall(r'\bid="([^"]+)"', page)
+    assert len(identifiers) == len(set(identifiers))
 
 
 def test_the_gallery_holds_the_most_uncertain_pictures_whatever_the_batches() -> None:
@@ -213,11 +226,15 @@ def test_the_gallery_holds_the_most_uncertain_pictures_whatever_the_batches() ->
     x, y = torch.rand(50, 1, 8, 8), torch.randint(3, (50,))
     report = evaluate({"MAP": model}, list(zip(x.split(9), y.split(9))), likelihood="classification")
     order = metrics.entropy(model(x).softmax(-1)).argsort(descending=True)[:16]
-    gallery = report.results["MAP"].gallery
-    assert gallery is not None
-    assert torch.equal(gallery.images, x[order])
+    shown = report.results["MAP"].examples["uncertain"]
+    assert torch.equal(torch.stack([example.picture for example in shown]), x[order])
     probs = model(x[order[0]][None]).softmax(-1).detach()
-    assert gallery.captions[0] == f"{int(y[order[0]])} → {int(probs.argmax())}\np {float(probs.max()):.2f}"
+    assert shown[0].caption == f"{int(y[order[0]])} → {int(probs.argmax())}\np {float(probs.max()):.2f}"
+    losses = functional.cross_entropy(model(x), y, reduction="none")
+    worst = report.results["MAP"].examples["wrong"]
+    assert torch.equal(worst[0].picture, x[losses.argmax()])
+    expected = losses.sort(descending=True).values[:16].tolist()
+    assert [example.score for example in worst] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_module_is_given_back_as_it_was() -> None:

@@ -36,10 +36,13 @@ SHARED = (
     torch.utils.data.DataLoader,
     torch.utils.data.dataloader._BaseDataLoaderIter,
 )
+TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})  # packages whose Trainer a module knows
 TABLES = frozenset(vars(nn.Module()))  # what every module has
 DEPTH = 8  # how far into plain objects a module or a tensor is looked for
 _WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+_TRAINERS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+_RELEASED: dict[type, type] = {}
 
 
 def written_by_forward(module: nn.Module) -> set[str]:
@@ -102,7 +105,7 @@ class PrivateCopy:
     def release(self) -> None:
         """Keep the finalizers of copies from closing resources that they share with the user's objects."""
         for own in self.finalized:
-            object.__setattr__(own, "__class__", nn.Module if isinstance(own, nn.Module) else _Released)
+            object.__setattr__(own, "__class__", _released(type(own)))
         self.finalized.clear()
 
     def _remember(self, source: Any, own: Any) -> Any:
@@ -130,7 +133,7 @@ class PrivateCopy:
             return self._tensor(x)
         if isinstance(x, nn.Module):
             return self._module(x)
-        if isinstance(x, SHARED) or isinstance(x, type):
+        if isinstance(x, SHARED) or isinstance(x, type) or _is_trainer(kind):
             return x
         if kind in COPIED:
             return COPIED[kind](self, x)
@@ -354,12 +357,34 @@ class PrivateCopy:
     def _opens(self, x: Any, seen: set[int]) -> bool:
         if type(x) in ATOMIC or isinstance(x, (*SHARED, type)) or id(x) in seen or id(x) in self.unmoved:
             return False
+        if _is_trainer(type(x)):
+            return False
         seen.add(id(x))
         return True
 
 
-class _Released:
-    """The class that a copy gets when it is dropped, if its own class has a finalizer."""
+def _released(kind: type) -> type:
+    """Return the class that a copy gets when it is dropped, if its own class has a finalizer.
+
+    Python lets an object change to a class that adds attributes to the same base: `object`, or one without attributes
+    such as `abc.ABC`.
+    """
+    if issubclass(kind, nn.Module):
+        return nn.Module
+    base = kind
+    while base.__dictoffset__ or base.__weakrefoffset__:
+        base = base.__base__  # type: ignore[assignment]
+    if base not in _RELEASED:
+        _RELEASED[base] = types.new_class("_Released", (base,))
+    return _RELEASED[base]
+
+
+def _is_trainer(kind: type) -> bool:
+    """Whether objects of a class lead from a module to everything that trains it, as Lightning's trainers do."""
+    if kind not in _TRAINERS:
+        named = (each for each in kind.__mro__ if each.__name__ in ("Trainer", "Fabric"))
+        _TRAINERS[kind] = any(each.__module__.partition(".")[0] in TRAINERS for each in named)
+    return _TRAINERS[kind]
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

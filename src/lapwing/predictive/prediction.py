@@ -38,6 +38,8 @@ COARSE = 0.01
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
 """Central intervals whose coverage is scored."""
 
+MOST_WORDS = 8  # numbers or labels of an item that are written out
+
 DRAWS = 256  # of y, for a CRPS without closed form
 
 _CLASSES = ("probs", "label", "confidence")
@@ -275,9 +277,12 @@ class Prediction(ABC):
             return html_of(caption, {"uncertainty": shown.uncertainty.reshape(len(shown), -1).mean(1)}, 1, len(self))
         return html_of(caption, shown.fields(), rows, len(self))
 
-    def caption(self, index: int, y: Tensor | None = None) -> str:
-        """Return words for item `index` of the batch, for a picture of it; y are canonical targets."""
-        return f"{float(self.uncertainty[index].mean()):.2f}"
+    def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
+        """Return words for item `index` of the batch: its "truth", the "answer" and the "certainty" of the answer.
+
+        y are canonical targets and `classes` names of classes. What cannot be said in a few words is empty.
+        """
+        return {"truth": "", "answer": "", "certainty": f"{float(self.uncertainty[index].mean()):.2f}"}
 
     @cached_property
     @outside_autocast
@@ -433,13 +438,13 @@ class ClassPrediction(_Labels):
             soft = torch.nn.functional.one_hot(y.clamp(0, probs.shape[-1] - 1), probs.shape[-1])
         return {"log_prob": self.log_prob_of_targets(y), **_label_scores(probs, soft.to(probs))}
 
-    def caption(self, index: int, y: Tensor | None = None) -> str:
-        """Return "truth → label" and the probability of the label."""
+    def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
         if self.probs.ndim != 2:
-            return super().caption(index, y)
+            return super().described(index, y, classes)
+        name = lambda k: classes[k] if 0 <= k < len(classes) else str(k)  # noqa: E731
         probability, label = self.probs[index].max(-1)
-        truth = "" if y is None else f"{int(y[index] if y.ndim == 1 else y[index].argmax())} → "
-        return f"{truth}{int(label)}\np {float(probability):.2f}"
+        truth = "" if y is None else name(int(y[index] if y.ndim == 1 else y[index].argmax()))
+        return {"truth": truth, "answer": name(int(label)), "certainty": f"p {float(probability):.2f}"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -498,8 +503,20 @@ class LabelPrediction(_Labels):
         p = self.mean
         return {"log_prob": self.log_prob_of_targets(y), **_label_scores(_both(p), _both(y.reshape(p.shape).to(p)))}
 
-    def caption(self, index: int, y: Tensor | None = None) -> str:
-        return f"p {float(self.mean[index].max()):.2f}"
+    def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
+        p = self.mean[index].flatten()
+        if len(p) > MOST_WORDS:
+            return super().described(index, y, classes)
+        names = classes if len(classes) == len(p) else [str(k) for k in range(len(p))]
+        said = lambda on: ", ".join(n for n, each in zip(names, on) if each) or "none"  # noqa: E731
+        if len(p) == 1:
+            yes = lambda on: (classes[int(on)] if len(classes) == 2 else str(int(on)))  # noqa: E731
+            truth = "" if y is None else yes(bool(y[index].flatten()[0] > 0.5))
+            sure = max(float(p[0]), 1 - float(p[0]))
+            return {"truth": truth, "answer": yes(bool(p[0] > 0.5)), "certainty": f"p {sure:.2f}"}
+        truth = "" if y is None else said((y[index].flatten() > 0.5).tolist())
+        certainty = " ".join(f"{float(each):.2f}" for each in p)
+        return {"truth": truth, "answer": said((p > 0.5).tolist()), "certainty": f"p {certainty}"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -643,7 +660,7 @@ class ValuePrediction(Prediction):
         return (self.variance.flatten(1).sum(-1) if self.variance.ndim > 1 else self.variance).sqrt()
 
     def scores(self, y: Tensor) -> dict[str, Tensor]:
-        """Return log_prob per item; squared error, CRPS, standard deviation and coverage of intervals per output."""
+        """Return log_prob per item, and per output: what was predicted, squared error, CRPS, coverage of intervals."""
         mean = self.mean
         truth = y.reshape(mean.shape)
         covered = {}
@@ -655,8 +672,20 @@ class ValuePrediction(Prediction):
             "square": (mean - truth).square(),
             "crps": self._crps(y, truth),
             "stddev": self.variance.sqrt(),
+            "mean": mean,
+            "truth": truth,
+            **dict(zip(("lower", "upper"), self.interval(0.95))),
             **covered,
         }
+
+    def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
+        mean, spread = self.mean[index].flatten(), self.stddev[index].flatten()
+        if len(mean) > MOST_WORDS:
+            return super().described(index, y, classes)
+        truth = "" if y is None else ", ".join(f"{float(each):.4g}" for each in y[index].flatten())
+        answer = ", ".join(f"{float(each):.4g}" for each in mean)
+        certainty = "± " + ", ".join(f"{float(each):.2g}" for each in spread)
+        return {"truth": truth, "answer": answer, "certainty": certainty}
 
     def _crps(self, y: Tensor, truth: Tensor) -> Tensor:
         """Return the CRPS per output: closed form, or from draws that are the same at every call."""

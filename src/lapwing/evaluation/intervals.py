@@ -1,0 +1,170 @@
+"""Intervals by the bootstrap: how much each number of a report would change with other test items."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+RESAMPLES, FEWER = 1000, 200
+MANY = 50_000  # entries of a score from which on fewer resamples are drawn
+MOST = 200_000  # entries of a score that the intervals of AUROC and FPR95 look at
+CHUNK = 2**22  # weights held at once
+SEED = 0
+LEVEL = 0.95
+
+Estimate = tuple[float, float, float]  # value, low, high
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Scores with one entry per item, or several: `owner` names the item of each entry (None: one per item).
+
+    Items are resampled as a whole, with all their entries: pixels of one image are not independent.
+    """
+
+    values: Tensor
+    owner: Tensor | None
+    count: int
+
+    def spread(self, weights: Tensor) -> Tensor:
+        """Return the weight of each entry, (r, entries), from those of the items, (r, count)."""
+        return weights if self.owner is None else weights[:, self.owner]
+
+    def sums(self, *columns: Tensor, where: Tensor | None = None) -> Tensor:
+        """Return the sum of each column over the entries of every item, (count, columns); `where` picks entries."""
+        stacked = torch.stack(columns, 1)
+        owner = torch.arange(self.count) if self.owner is None else self.owner
+        if where is not None:
+            stacked, owner = stacked[where], owner[where]
+        return torch.zeros(self.count, stacked.shape[1], dtype=torch.float64).index_add(0, owner, stacked)
+
+    def thinned(self) -> Entries:
+        """Return an even selection of at most `MOST` entries."""
+        if len(self.values) <= MOST:
+            return self
+        kept = torch.linspace(0, len(self.values) - 1, MOST).round().long()
+        owner = torch.arange(self.count) if self.owner is None else self.owner
+        return Entries(self.values[kept], owner[kept], self.count)
+
+
+Statistic = Callable[[Mapping[str, Tensor]], Tensor]
+"""Takes the weights of all sides, {side: (r, items)}, and returns a value per resample, (r,)."""
+
+
+def mean_of(entries: Entries, finish: Callable[[Tensor], Tensor] = lambda mean: mean, side: str = "test") -> Statistic:
+    """Return the statistic finish(mean of all entries)."""
+    table = entries.sums(entries.values.double(), torch.ones_like(entries.values, dtype=torch.float64))
+
+    def statistic(weights: Mapping[str, Tensor]) -> Tensor:
+        total = weights[side] @ table
+        return finish(total[:, 0] / total[:, 1])
+
+    return statistic
+
+
+def ece_of(confidence: Entries, correct: Tensor, bins: int, side: str = "test") -> Statistic:
+    """Return the expected calibration error as a statistic: Σ_b |Σ correct − Σ confidence| / Σ 1 over entries."""
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    which = torch.bucketize(confidence.values, edges[1:-1])
+    gap = correct.double() - confidence.values
+    each = torch.cat([confidence.sums(gap, where=which == b) for b in range(bins)], 1)  # (items, bins)
+    size = confidence.sums(torch.ones_like(gap))
+
+    def statistic(weights: Mapping[str, Tensor]) -> Tensor:
+        return (weights[side] @ each).abs().sum(1) / (weights[side] @ size)[:, 0]
+
+    return statistic
+
+
+def auroc_of(inside: Entries, outside: Entries, place: str) -> Statistic:
+    """Return the AUROC of a score as a statistic of the weights of "test" and of the outside set."""
+    inside, outside = inside.thinned(), outside.thinned()
+    order = inside.values.argsort()
+    ordered = inside.values[order]
+    below = torch.searchsorted(ordered, outside.values, right=False)
+    up_to = torch.searchsorted(ordered, outside.values, right=True)
+
+    def statistic(weights: Mapping[str, Tensor]) -> Tensor:
+        w, v = inside.spread(weights["test"])[:, order], outside.spread(weights[place])
+        mass = torch.nn.functional.pad(w.cumsum(1), (1, 0))
+        return (v * (mass[:, below] + mass[:, up_to])).sum(1) / (2 * mass[:, -1] * v.sum(1))
+
+    return statistic
+
+
+def fpr95_of(inside: Entries, outside: Entries, place: str, rate: float = 0.95) -> Statistic:
+    """Return the FPR95 of a score as a statistic of the weights of "test" and of the outside set."""
+    inside, outside = inside.thinned(), outside.thinned()
+    order, others = inside.values.argsort(), outside.values.argsort()
+    ordered = inside.values[order]
+    passing = torch.searchsorted(outside.values[others], ordered, right=True)  # outside items ≤ each threshold
+
+    def statistic(weights: Mapping[str, Tensor]) -> Tensor:
+        w, v = inside.spread(weights["test"])[:, order], outside.spread(weights[place])[:, others]
+        mass, total = w.cumsum(1), torch.nn.functional.pad(v.cumsum(1), (1, 0))
+        at = (mass >= rate * mass[:, -1:] - 1e-9).int().argmax(1)  # the first threshold that keeps enough
+        return total.gather(1, passing[at][:, None])[:, 0] / total[:, -1]
+
+    return statistic
+
+
+def resampled(
+    statistics: Mapping[str, Mapping[str, Statistic]], sizes: Mapping[str, int], entries: int
+) -> dict[str, dict[str, Tensor]]:
+    """Evaluate statistics {model: {column: statistic}} on the same resamples of every side, whose items `sizes` counts.
+
+    All models see the same resamples, so that differences between them are paired. `entries` is the largest number of
+    entries of a score; with many, fewer resamples are drawn.
+    """
+    found: dict[str, dict[str, list[Tensor]]] = {name: {c: [] for c in own} for name, own in statistics.items()}
+    count = RESAMPLES if entries <= MANY else FEWER
+    for weights in weight_chunks(sizes, count, max(1, CHUNK // max(entries, *sizes.values()))):
+        for name, own in statistics.items():
+            for column, statistic in own.items():
+                found[name][column].append(statistic(weights))
+    return {name: {c: torch.cat(parts) for c, parts in own.items()} for name, own in found.items()}
+
+
+def weight_chunks(sizes: Mapping[str, int], count: int, chunk: int, seed: int = SEED) -> Iterator[dict[str, Tensor]]:
+    """Yield how often each item is drawn in resamples with replacement, {side: (r, items)}, `count` in all."""
+    generators = {side: torch.Generator().manual_seed(seed + k) for k, side in enumerate(sizes)}
+    for start in range(0, count, chunk):
+        rows = min(chunk, count - start)
+        weights = {}
+        for side, size in sizes.items():
+            drawn = torch.randint(size, (rows, size), generator=generators[side])
+            ones = torch.ones(rows, size, dtype=torch.float64)
+            weights[side] = torch.zeros_like(ones).scatter_add_(1, drawn, ones)
+        yield weights
+
+
+def interval(value: float, samples: Tensor, level: float = LEVEL) -> tuple[float, float]:
+    """Return a bias-corrected percentile interval (Efron 1981): NaN where the resamples do not vary or are not finite.
+
+    Resamples of a calibration error are larger than the error itself on average; the correction moves the percentiles
+    by as much. The value is always inside.
+    """
+    if not math.isfinite(value) or not bool(samples.isfinite().all()) or bool((samples == samples[0]).all()):
+        return math.nan, math.nan
+    normal, least = NormalDist(), 0.5 / len(samples)
+    share = 0.5 * float((samples < value).double().mean() + (samples <= value).double().mean())
+    shift = 2 * normal.inv_cdf(min(max(share, least), 1 - least))
+    reach = normal.inv_cdf((1 + level) / 2)
+    levels = torch.tensor([normal.cdf(shift - reach), normal.cdf(shift + reach)], dtype=torch.float64)
+    low, high = torch.quantile(samples, levels).tolist()
+    return min(low, value), max(high, value)
+
+
+def share_interval(value: float, count: int, level: float = LEVEL) -> tuple[float, float]:
+    """Return the interval of a share that is 0 or 1 in all of `count` items (Clopper and Pearson 1934).
+
+    Every resample of such items is alike, and would claim certainty.
+    """
+    bound = ((1 - level) / 2) ** (1 / count)
+    return (bound, 1.0) if value > 0.5 else (0.0, 1 - bound)
+

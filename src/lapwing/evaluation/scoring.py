@@ -1,0 +1,226 @@
+"""Run one model over data and keep the scores of every item."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evaluation.examples import Example, Viewer, merged, per_item
+from lapwing.evaluation.features import Mahalanobis, energy, features_of, max_logit
+from lapwing.evaluation.meter import measure
+from lapwing.evaluation.results import Items, Outside, Result
+from lapwing.model.batches import Batches
+from lapwing.model.inputs import as_tensors, batch_size
+from lapwing.predictive import Prediction
+
+NOTHING = 1e-5  # of the uncertainty: an epistemic part below it is rounding
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A model as a function from inputs to a prediction, where its inputs belong, and the module behind it."""
+
+    predict: Callable[[Any], Prediction]
+    device: torch.device
+    module: nn.Module
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """One data set as a model reads it, with a progress bar."""
+
+    data: Any
+    run: Run
+    split: Callable[[Any], tuple] | None
+    label: str
+    progress: bool | None
+
+    @property
+    def _batches(self) -> Batches:
+        data = as_tensors(self.data) if hasattr(self.data, "__array__") else self.data
+        data = (data, torch.zeros(len(data))) if isinstance(data, Tensor) else data
+        return Batches(data, self.run.module, self.run.device, self.split)
+
+    def labeled(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (inputs, targets) of each batch."""
+        for batch in self._bar(self._batches):
+            yield batch.inputs, batch.targets
+
+    def unlabeled(self) -> Iterator[tuple[Any, None]]:
+        """Yield (inputs, None) of each batch that is not empty, whether it has targets or not."""
+        batches = self._batches
+        for inputs in self._bar(batches.unlabeled()):
+            if batch_size(inputs):
+                yield batches.placed(inputs), None
+
+    def quiet(self) -> Reader:
+        """Return the reader without its bar."""
+        return replace(self, progress=False)
+
+    def _bar(self, source: Iterable[Any]) -> Iterable[Any]:
+        """Show a bar always, never, or (None) on a terminal if it takes a second."""
+        hide, total = (None if self.progress is None else not self.progress), self._batches.length
+        return tqdm(source, self.label, total, leave=False, disable=hide, delay=0 if self.progress else 1)
+
+
+def evaluate_one(run: Run, readers: Mapping[str, Reader], asked: Asked) -> Result:
+    """Score one model on "test" and each "ood …". The clock runs while the test set is predicted and scored."""
+    distance = mahalanobis(run, readers["test"], asked)
+    one = partial(one_batch, run, asked, distance)
+    scored, cost = measure(lambda: Scored.of(one(*batch) for batch in readers["test"].labeled()), run.device)
+    outside = {
+        key.removeprefix("ood "): Scored.of(one(*batch) for batch in reader.unlabeled()).outside()
+        for key, reader in readers.items()
+        if key.startswith("ood ")
+    }
+    seen = [scored.scores, *(each.scores for each in outside.values())]
+    if not any(doubts(scores) for scores in seen):  # a network without a posterior has no doubt about its function
+        seen = [{name: v for name, v in scores.items() if name != "epistemic"} for scores in seen]
+        outside = {place: replace(each, scores=own) for (place, each), own in zip(outside.items(), seen[1:])}
+    return Result(
+        scored.kind, scored.items, seen[0], outside, cost, scored.count, scored.examples, scored.owners, scored.x,
+        asked.about,
+    )  # fmt: skip
+
+
+def doubts(scores: Items) -> bool:
+    """Whether the epistemic uncertainty of some item is more than rounding."""
+    if "epistemic" not in scores:
+        return False
+    return bool((scores["epistemic"].amax() > NOTHING * scores["uncertainty"].abs().amax()).item())
+
+
+def mahalanobis(run: Run, test: Reader, asked: Asked) -> Mahalanobis | None:
+    """Return the Mahalanobis score of a classifier's last layer, where training data were given and it has one."""
+    if asked.train is None or not asked.outside:
+        return None
+    first = next(iter(test.quiet().labeled()), None)
+    if first is None or run.predict(first[0]).kind != "classes":
+        return None
+    features = features_of(run.module, first[0])
+    if features is None:
+        return None
+    if id(run.module) not in asked.known:  # several models may share a network
+        asked.known[id(run.module)] = Mahalanobis.of(features, replace(test, data=asked.train).quiet().labeled())
+    return asked.known[id(run.module)]
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What an evaluation computes beside the scores of targets, and how items are shown."""
+
+    outside: bool
+    novelty: bool
+    train: Any
+    viewer: Viewer
+    about: Mapping[str, str]
+    known: dict[int, Mahalanobis]  # by the network they belong to
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """The scores of one pass over a data set, or of one batch of it."""
+
+    kind: type[Prediction]
+    items: Items
+    scores: Items
+    owners: Mapping[str, Tensor]  # the item of each entry, for every name of `items` and `scores`
+    examples: Mapping[str, tuple[Example, ...]]
+    x: Tensor | None
+    count: int
+
+    @classmethod
+    def of(cls, batches: Iterable[Scored]) -> Scored:
+        parts = list(batches)
+        if not parts:
+            raise BadData("a data set of `ood` holds no items")
+        starts = [sum(part.count for part in parts[:k]) for k in range(len(parts))]
+        count = sum(part.count for part in parts)
+        owners = {
+            name: torch.cat([part.owners[name] + start for part, start in zip(parts, starts)])
+            for name in parts[0].owners
+        }
+        whole = torch.arange(count)
+        return cls(
+            parts[0].kind,
+            {name: torch.cat([part.items[name] for part in parts]) for name in parts[0].items},
+            {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores},
+            {name: each for name, each in owners.items() if not torch.equal(each, whole)},
+            {name: merged([part.examples[name] for part in parts]) for name in parts[0].examples},
+            None if any(part.x is None for part in parts) else torch.cat([p.x for p in parts if p.x is not None]),
+            count,
+        )
+
+    def outside(self) -> Outside:
+        return Outside(self.scores, self.owners, self.count, self.examples)
+
+
+def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any, targets: Any | None) -> Scored:
+    """Score one batch, flat, in float64 on the CPU; items that the likelihood ignores are left out."""
+    prediction = run.predict(inputs)
+    y = prediction.likelihood.targets(prediction.function.mean, targets) if targets is not None else None
+    mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)
+    raw = {} if y is None else prediction.scores(y)
+    uncertainty = prediction.uncertainty
+    strange = {"uncertainty": uncertainty, **strangeness(prediction, asked)}
+    if distance is not None:
+        strange["mahalanobis"] = distance(inputs)
+    owner = {name: owner_of(values, mask) for name, values in (raw | strange).items()}
+    ranks = {"uncertain": per_item(uncertainty)}
+    if y is not None:
+        ranks["wrong"] = per_item(-raw["log_prob"])
+    return Scored(
+        type(prediction),
+        {name: flat(values, mask) for name, values in raw.items()},
+        {name: flat(values, mask) for name, values in strange.items()},
+        owner,
+        {name: asked.viewer.picked(prediction, inputs, y, rank) for name, rank in ranks.items()},
+        line_of(prediction, inputs),
+        batch_size(inputs),
+    )
+
+
+def strangeness(prediction: Prediction, asked: Asked) -> dict[str, Tensor]:
+    """Return the scores of strangeness that a prediction has beside its uncertainty, where they are wanted."""
+    found: dict[str, Tensor] = {}
+    if asked.outside:
+        doubt = prediction.epistemic
+        if prediction.kind != "classes":
+            doubt = doubt.flatten(1).sum(-1) if doubt.ndim > 1 else doubt
+        found["epistemic"] = doubt.sqrt() if prediction.kind == "numbers" else doubt
+        if prediction.kind == "classes" and prediction.likelihood.has_logits:
+            f = prediction.function.mean
+            found |= {"energy": energy(f), "maxlogit": max_logit(f)}
+    if asked.novelty:
+        try:
+            found["novelty"] = prediction.novelty
+        except UnsupportedOperation:
+            pass
+    return found
+
+
+def flat(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the entries that count in one row; a mask (B, *event) leaves those of whole items as they are."""
+    if mask is not None and values.shape[: mask.ndim] == mask.shape:
+        values = values[mask.to(values.device)]
+    return values.detach().flatten().double().cpu()
+
+
+def owner_of(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the number of the item, in its batch, that each entry of `flat(values, mask)` belongs to."""
+    rows = torch.arange(len(values)).reshape(-1, *[1] * (values.ndim - 1)).expand(values.shape)
+    return flat(rows, mask).long()
+
+
+def line_of(prediction: Prediction, inputs: Any) -> Tensor | None:
+    """Return inputs of one dimension whose target is one number, (B,), over which a band can be drawn; else None."""
+    if prediction.kind != "numbers" or not isinstance(inputs, Tensor) or inputs.numel() != len(inputs):
+        return None
+    return flat(inputs, None) if prediction.mean.numel() == len(inputs) else None

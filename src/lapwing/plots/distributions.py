@@ -1,0 +1,144 @@
+"""How scores are distributed, and the items with the highest ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lapwing import metrics
+from lapwing.errors import BadData
+from lapwing.plots.style import INK, INSIDE, OUTSIDE, array, blank, grid, lattice, looks, one, percent, row, style, tip
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def entropies(
+    inside: Mapping[str, Tensor], outside: Mapping[str, Mapping[str, Tensor]], *, label: str = "entropy"
+) -> Figure:
+    """Plot histograms of an uncertainty on test items and on items from elsewhere, one panel per model.
+
+    `inside` maps model names to scores (N,); `outside` maps model names to {data set: scores}. Well separated
+    histograms are what out-of-distribution detection needs.
+
+    Example:
+        >>> plots.entropies({"Laplace": la.predict(x_test).entropy}, {"Laplace": {"noise": la.predict(noise).entropy}})
+    """
+    everything = [s for scores in outside.values() for s in scores.values()] + list(inside.values())
+    low, high = min(float(s.min()) for s in everything), max(float(s.max()) for s in everything)
+    edges = torch.linspace(low, high if high > low else low + 1, 31, dtype=torch.float64)
+    with style():
+        figure, panels = grid(len(inside))
+        for (name, scores), (axes,) in zip(inside.items(), panels):
+            _histogram(axes, scores, edges, INSIDE, "test")
+            for (place, others), color in zip(outside.get(name, {}).items(), OUTSIDE):
+                area = metrics.auroc(scores, others)
+                _histogram(axes, others, edges, color, f"{place} (AUROC {area:.3f})")
+            axes.set(title=name, xlabel=label, xlim=(float(edges[0]), float(edges[-1])))
+            # most test items fall into the first bin: a root scale keeps the rest visible, and zero at the bottom
+            axes.set_yscale("function", functions=(lambda y: abs(y) ** 0.5, lambda y: y**2))
+            axes.set(yticks=[0.01, 0.1, 0.3, 1.0], yticklabels=["1 %", "10 %", "30 %", "100 %"], ylim=(0, 1))
+            axes.legend(loc="upper right", handlelength=1)
+        panels[0][0].set_ylabel("share of items (root scale)")
+        return figure
+
+
+def _histogram(axes: Axes, scores: Tensor, edges: Tensor, color: str, label: str) -> None:
+    share = torch.histogram(scores.double().cpu().flatten(), edges).hist / scores.numel()
+    axes.stairs(array(share), array(edges), fill=True, color=color, alpha=0.3)
+    axes.stairs(array(share), array(edges), color=color, linewidth=1.3, label=label)
+
+
+def separation(
+    inside: Tensor, outside: Tensor, *, label: str = "entropy", names: tuple[str, str] = ("test", "outside")
+) -> Figure:
+    """Plot the histogram of a score on test items upwards and that on outside items downwards, on one axis.
+
+    The two cannot hide each other, whatever they share. The vertical axis grows like a root, so that few items among
+    many are still seen.
+
+    Example:
+        >>> plots.separation(la.predict(x_test).novelty, la.predict(x_other).novelty, label="novelty")
+    """
+    one_side, other_side = row(inside), row(outside)
+    area = metrics.auroc(one_side, other_side)
+    low, high = float(min(one_side.min(), other_side.min())), float(max(one_side.max(), other_side.max()))
+    edges = torch.linspace(low, high if high > low else low + 1, 41, dtype=torch.float64)
+    with style():
+        figure, axes = one(4.2, 3.0)
+        reach = 0.0
+        for scores, sign, color, name in zip((one_side, other_side), (1, -1), (INSIDE, OUTSIDE[0]), names):
+            share = torch.histogram(scores, edges).hist / len(scores)
+            reach = max(reach, 1.08 * float(share.max()) ** 0.5)
+            drawn = axes.stairs(sign * array(share.sqrt()), array(edges), fill=True, color=color, alpha=0.6, label=name)
+            tip(drawn, f"{name}: {len(scores):,} items, median {scores.median():.3g}")
+        axes.axhline(0, color=INK, linewidth=0.8)
+        ticks = [0.01, 0.1, 0.3, 1.0]
+        places = [sign * tick**0.5 for sign in (1, -1) for tick in ticks]
+        axes.set_yticks(places, 2 * [f"{tick:.0%}".replace("%", " %") for tick in ticks])
+        axes.set(xlabel=label, ylabel="share of items", ylim=(-reach, reach), xlim=(float(edges[0]), float(edges[-1])))
+        axes.set_title(f"AUROC {area:.3f}", fontsize=9, fontweight="normal")
+        axes.legend(loc="upper right", handlelength=1)
+        return figure
+
+
+def ecdf(curves: Mapping[str, Tensor], label: str = "entropy") -> Figure:
+    """Plot the share of items with a score of at most x, one line per model (Louizos and Welling 2017, Fig. 2).
+
+    On out-of-distribution items a lower line, one that rises late, is better.
+
+    Example:
+        >>> plots.ecdf({"MAP": map_entropy, "Laplace": la.predict(x_other).entropy}).savefig("ecdf.png")
+    """
+    with style():
+        figure, axes = one()
+        for k, (name, scores) in enumerate(curves.items()):
+            ordered = row(scores).sort().values
+            share = torch.arange(1, len(ordered) + 1) / len(ordered)
+            (line,) = axes.step(array(ordered), array(share), where="post", label=name, **looks(k))
+            tip(line, f"{name}: median {ordered.median():.3g}")
+        axes.set(xlabel=label, ylabel="share of items at or below", ylim=(0, 1.01))
+        percent(axes, "y")
+        lattice(axes)
+        if curves:
+            axes.legend(loc="best")
+        return figure
+
+
+def uncertain_images(
+    images: Tensor, scores: Tensor, captions: Sequence[str] | None = None, *, count: int = 16
+) -> Figure:
+    """Show the `count` images of highest score, highest first, each with its score or its caption.
+
+    `images` is (N, H, W), (N, 1, H, W) or (N, 3, H, W); each is stretched to its own range of gray or color.
+
+    Example:
+        >>> plots.uncertain_images(images, la.predict(images).entropy).savefig("uncertain.png")
+    """
+    images = images.detach().float().cpu()
+    images = images[:, None] if images.ndim == 3 else images
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise BadData(f"images must be (N, H, W), (N, 1, H, W) or (N, 3, H, W), got {tuple(images.shape)}")
+    order = scores.cpu().argsort(descending=True)[:count]
+    columns = min(8, len(order))
+    rows = -(-len(order) // columns)
+    with style():
+        figure = blank(columns * 1.05, rows * 1.4)
+        for place, index in enumerate(order.tolist()):
+            axes = figure.add_subplot(rows, columns, place + 1)
+            axes.imshow(array(stretched(images[index])), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1)
+            axes.set_axis_off()
+            text = captions[index] if captions is not None else f"{scores[index]:.2f}"
+            axes.set_title(text, fontsize=7.5, fontweight="normal", loc="center", color=INK, pad=2)
+        return figure
+
+
+def stretched(image: Tensor) -> Tensor:
+    """Convert (C, H, W) to (H, W) or (H, W, 3) in [0, 1]."""
+    low, high = image.min(), image.max()
+    image = (image - low) / (high - low) if high > low else torch.zeros_like(image)
+    return image[0] if image.shape[0] == 1 else image.movedim(0, -1)
