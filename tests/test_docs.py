@@ -2,6 +2,7 @@
 
 import copy
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from lapwing.model.rules import RULES
 from lapwing.predictive.links import LINKS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("baselines.md", "botorch.md", "extending.md", "lightning.md", "serving.md")
+PAGES = ("baselines.md", "botorch.md", "coming-from-laplace-torch.md", "extending.md", "lightning.md", "serving.md")
 
 
 def sections() -> list[tuple[str, str]]:
@@ -27,13 +28,17 @@ def sections() -> list[tuple[str, str]]:
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """Take back what a page registers: other tests have classes of the same names."""
+    """Take back what a page registers: other tests have classes of the same names, or mean the real laplace-torch."""
     tables = (storage._classes, storage._names, RULES, LINKS)
+    modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "laplace"}
     before = [{key: copy.copy(value) for key, value in table.items()} for table in tables]
     yield
     for table, kept in zip(tables, before, strict=True):
         table.clear()
         table.update(kept)
+    for name in [name for name in sys.modules if name.split(".")[0] == "laplace"]:
+        del sys.modules[name]
+    sys.modules.update(modules)
 
 
 @pytest.mark.parametrize(("name", "code"), sections(), ids=[name for name, _ in sections()])
