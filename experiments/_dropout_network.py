@@ -57,12 +57,12 @@ def network(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *inner, nn.Linear(width, 10))
 
 
-def trained(train: datasets.Dataset, width: int, epochs: int, seed: int) -> nn.Module:
-    """SGD with momentum 0.9, rate 0.01 lowered by a cosine, weight decay for a prior precision of 1."""
+def trained(train: datasets.Dataset, width: int, epochs: int, rate: float, seed: int) -> nn.Module:
+    """SGD with momentum 0.9, a rate lowered by a cosine, weight decay for a prior precision of 1."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = network(width)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9, weight_decay=PRIOR / len(train))
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=PRIOR / len(train))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * -(-len(train) // BATCH))
     for _ in range(epochs):
         for rows in torch.randperm(len(train), generator=generator).split(BATCH):
@@ -90,7 +90,7 @@ def methods(given: argparse.Namespace, seed: int, names: tuple[str, ...] = NAMES
     train, val = whole.split(given.train, given.val, generator=generator)[:2]
     test = test.split(given.test, generator=torch.Generator().manual_seed(0))[0] if given.test < len(test) else test
     start = time.monotonic()
-    model = trained(train, given.width, given.epochs, seed)
+    model = trained(train, given.width, given.epochs, given.rate, seed)
     _tell("network", start)
     found: dict[str, Any] = {
         "deterministic": DeepEnsemble([model], "classification"),
@@ -136,6 +136,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--test", type=int, default=10_000, help="test images")
     add("--width", type=int, default=1024, help="hidden units per layer")
     add("--epochs", type=int, default=20, help="(the paper trains for 250)")
+    add("--rate", type=float, default=0.05, help="of SGD at the start (the paper has 0.01)")
     add("--curvature", type=int, default=10_000, help="training images of which curvature is computed")
     add("--passes", type=int, default=1, help="binarized draws of each of them (the paper takes 1,000)")
     add("--samples", type=int, default=50, help="networks or masks per prediction (the paper takes 100)")
@@ -143,7 +144,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def options_told(given: argparse.Namespace) -> str:
     """Return the options that a page repeats."""
-    names = ("seeds", "train", "val", "test", "width", "epochs", "curvature", "passes", "samples")
+    names = ("seeds", "train", "val", "test", "width", "epochs", "rate", "curvature", "passes", "samples")
     return " ".join(f"--{name} {getattr(given, name)}" for name in names)
 
 

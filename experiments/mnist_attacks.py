@@ -174,7 +174,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"train": 500, "attacked": 20, "sizes": 4, **small},
         quick={
-            "train": 10_000, "val": 300, "test": 1000, "width": 128, "epochs": 5, "curvature": 2000, "samples": 20,
+            "train": 10_000, "val": 300, "test": 1000, "width": 128, "epochs": 15, "curvature": 2000, "samples": 20,
             "attacked": 100,
         },
     )  # fmt: skip

@@ -144,7 +144,7 @@ if __name__ == "__main__":
     parser = Experiment(
         __doc__,
         smoke={"train": 500, **small},
-        quick={"train": 10_000, "val": 300, "test": 1000, "width": 128, "epochs": 5, "curvature": 2000, "samples": 20},
+        quick={"train": 10_000, "val": 300, "test": 1000, "width": 128, "epochs": 15, "curvature": 2000, "samples": 20},
     )
     add_options(parser)
     main(parser.parse_args())
