@@ -252,7 +252,10 @@ def main(given: Any) -> None:
             if key in row:
                 row[key] = torch.tensor(values[key]).log().mean().exp().item()
     rows = [{"method": name, **{key: spread(values) for key, values in each[name].items()}} for name in names]
-    command = f"python -m experiments.toy_cubic --seeds {given.seeds} --samples {given.samples} --chains {given.chains}"
+    command = (
+        f"python -m experiments.toy_cubic --seeds {given.seeds} --samples {given.samples} --warmup {given.warmup} "
+    )
+    command += f"--chains {given.chains} --depth {given.depth}"
     result = Result("toy_cubic", "Toy regression x³", "001, Figs. 1 and 8", command, list(seeds)).with_rows(rows)
     result = result.with_claims(*claims(mean)).with_notes(
         "Bands are standard deviations of the function, without the noise, in the units of y; NLL is that of 1,000 "
@@ -269,7 +272,7 @@ if __name__ == "__main__":
     parser = Experiment(
         __doc__,
         smoke={"steps": 200, "samples": 20, "warmup": 10, "chains": 1, "per_decade": 1, "draws": 20, "depth": 3},
-        quick={"samples": 150, "warmup": 150, "chains": 2},
+        quick={"samples": 150, "warmup": 150, "chains": 2, "depth": 7},
     )
     parser.add_argument("--steps", type=int, default=3000, help="of Adam")
     parser.add_argument("--samples", type=int, default=1000, help="HMC draws per chain")
