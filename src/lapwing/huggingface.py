@@ -12,12 +12,15 @@ la = lapwing.huggingface.load("adapter", PeftModel.from_pretrained(base, "adapte
 from __future__ import annotations
 
 import hashlib
+import inspect
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from lapwing.curvature import resolve_structure
 from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
@@ -27,6 +30,7 @@ from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.adapters import active_adapters, adapter_names, adapter_tensors, without_wrappers
 from lapwing.model.fingerprint import fingerprint, tensor_bytes, written
+from lapwing.model.module import borrowed
 from lapwing.storage import read_file, write_file
 
 try:
@@ -60,8 +64,8 @@ class LaplaceCallback(TrainerCallback):
     ) -> None:
         self.likelihood = resolve_likelihood(likelihood)  # what is wrong is said before the training, not after it
         resolve_structure(options.get("structure", "auto"))
-        known = fit.__kwdefaults__ or {}
-        unknown = sorted(set(options) - set(known))
+        known = set(inspect.signature(fit).parameters) - {"model", "data", "likelihood"}
+        unknown = sorted(set(options) - known)
         if unknown:
             raise BadData(f"{unknown[0]!r} is no option of lapwing.fit, which takes {', '.join(sorted(known))}")
         self.tune, self.data, self.options = tune, data, options
@@ -89,6 +93,45 @@ class LaplaceCallback(TrainerCallback):
         if held_out is not None and self.tune is not False:
             la = la.tune(held_out, **(self.tune if isinstance(self.tune, Mapping) else {}))
         self._la = la
+
+
+def generate(
+    la: Laplace,
+    inputs: Mapping[str, Any],
+    *,
+    samples: int = 4,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Generate with each of `samples` networks whose weights are drawn from the posterior: one result per network.
+
+    `inputs` and `options` are what the model's own `generate` takes. Where the results agree, the posterior is sure of
+    the text; `la.predict(...).epistemic` tells the same per token. The networks are those of `la.ensemble(samples)`.
+
+        for ids in lapwing.huggingface.generate(la, tokenizer("Once", return_tensors="pt"), max_new_tokens=20):
+            print(tokenizer.decode(ids[0]))
+    """
+    if not callable(getattr(la.module, "generate", None)):
+        raise UnsupportedModel(f"{type(la.module).__name__} has no method generate(): it is no language model")
+    members = la.ensemble(samples, generator)
+    found = []
+    with borrowed(la.module) as own, torch.no_grad():
+        speaker = _Speaker(own)
+        for weights in members:
+            named = {f"model.{name}": value for name, value in weights.items()}
+            found.append(functional_call(speaker, named, (), {**inputs, **options}))
+    return found
+
+
+class _Speaker(nn.Module):
+    """A model whose forward pass generates, so that it can be called with other weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **arguments: Any) -> Any:
+        return self.model.generate(**arguments)  # type: ignore[operator]
 
 
 def save(la: Laplace, folder: str | Path) -> Path:
