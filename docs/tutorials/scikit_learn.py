@@ -6,13 +6,14 @@
 
 # %%
 import numpy as np
-from lapwing.sklearn import LaplaceClassifier, LaplaceRegressor
 from sklearn.datasets import load_breast_cancer, load_diabetes
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+
+from lapwing.sklearn import LaplaceClassifier, LaplaceRegressor
 
 # %% [markdown]
 # ## Regression with standard deviations
