@@ -1,4 +1,4 @@
-# make demo | bench | test | test-slow | reliability | check | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
+# make demo | bench | test | test-slow | reliability | check | docs | docs-serve | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
 # constraints.txt has changed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 DATA ?= digits
@@ -15,7 +15,7 @@ ifneq ($(LAPWING_DATA),)
 export LAPWING_DATA
 endif
 
-.PHONY: demo bench test test-slow reliability check clean
+.PHONY: demo bench test test-slow reliability check docs docs-serve clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lapwing demo --data $(DATA) --out $(OUT)
@@ -38,6 +38,13 @@ test-slow: $(STAMP)
 reliability: $(STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.reliability
 
+# the documentation in site/; tutorials run once and are kept until they or the package change
+docs: $(STAMP)
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(STAMP)
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -49,5 +56,5 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-peers build $(OUT) $(BENCH) src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-peers build site $(OUT) $(BENCH) src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

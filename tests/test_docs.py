@@ -1,45 +1,95 @@
-"""The code blocks of pages that promise it run as they stand, one after the other."""
+"""Every Python block of every page runs as it stands, section by section.
+
+A section sees what the ones before it on the page have defined, and what a reader takes for granted: a trained `model`,
+`train_loader`, `val_loader`, `test_loader`, `x`, `y`, and a posterior `la`. A page with a line `<!-- slow -->` runs in
+`make test-slow`.
+"""
 
 import copy
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import lapwing
 from lapwing import storage
 from lapwing.model.rules import RULES
 from lapwing.predictive.links import LINKS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("baselines.md", "botorch.md", "extending.md", "lightning.md", "serving.md")
+OWN = ("commandline.md",)  # tests/cli runs it, with its files
 
 
-def sections() -> list[tuple[str, str]]:
-    """(page and heading, the code of that section), for every section that has code."""
+def sections(page: Path) -> list[tuple[str, str]]:
+    """(heading, code) of every section of a page that has Python code."""
     found = []
-    for page in PAGES:
-        for part in re.split(r"^## ", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-            code = "\n".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL))
-            found.append((f"{page}: {part.splitlines()[0]}", code))
+    for part in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", part, re.DOTALL | re.MULTILINE)
+        code = "\n".join(text for language, text in blocks if language == "python")
+        found.append((part.splitlines()[0].lstrip("# "), code))
     return [(name, code) for name, code in found if code]
+
+
+def pages() -> list[Any]:
+    read = [page for page in sorted(DOCS.rglob("*.md")) if page.name not in OWN and "decisions" not in page.parts]
+    found = [page for page in read if sections(page)]
+    marks = {page: [pytest.mark.slow] if "<!-- slow -->" in page.read_text(encoding="utf-8") else [] for page in found}
+    return [pytest.param(page, id=str(page.relative_to(DOCS)), marks=marks[page]) for page in found]
+
+
+@cache
+def given() -> dict[str, Any]:
+    """What the pages take for granted."""
+    generator = torch.Generator().manual_seed(0)
+    centers = 2 * torch.randn(3, 4, generator=generator)
+    y = torch.arange(240) % 3
+    x = centers[y] + torch.randn(240, 4, generator=generator)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+    torch.random.set_rng_state(state)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[:120]), y[:120]).backward()
+        optimizer.step()
+    parts = {"train": slice(0, 120), "val": slice(120, 180), "test": slice(180, 240)}
+    loaders = {f"{name}_loader": DataLoader(TensorDataset(x[part], y[part]), 30) for name, part in parts.items()}
+    la = lapwing.fit(model, loaders["train_loader"], "classification", progress=False)
+    return {"lapwing": lapwing, "torch": torch, "nn": nn, "model": model, "la": la, "x": x[:8], "y": y[:8], **loaders}
 
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """Take back what a page registers: other tests have classes of the same names."""
+    """Take back what a page registers: other tests have classes of the same names, or mean the real laplace-torch."""
     tables = (storage._classes, storage._names, RULES, LINKS)
+    modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "laplace"}
     before = [{key: copy.copy(value) for key, value in table.items()} for table in tables]
     yield
     for table, kept in zip(tables, before, strict=True):
         table.clear()
         table.update(kept)
+    for name in [name for name in sys.modules if name.split(".")[0] == "laplace"]:
+        del sys.modules[name]
+    sys.modules.update(modules)
 
 
-@pytest.mark.parametrize(("name", "code"), sections(), ids=[name for name, _ in sections()])
-def test_the_code_of_a_section_runs(
-    name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.filterwarnings("ignore::UserWarning")  # advice, such as that of tuning without held-out data
+@pytest.mark.parametrize("page", pages())
+def test_the_code_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, name, "exec"), {"__name__": "page"})
-    assert capsys.readouterr().out.strip(), "a section prints what came out"
+    names = {"__name__": "page", **given()} | {"model": copy.deepcopy(given()["model"])}
+    names["la"] = lapwing.fit(names["model"], names["train_loader"], "classification", progress=False)
+    for heading, code in sections(page):
+        exec(compile(code, f"{page.name}: {heading}", "exec"), names)
+        printed = capsys.readouterr().out.strip()
+        assert printed or "print(" not in code, f"{page.name}, {heading}: nothing came out"

@@ -1,5 +1,6 @@
 """docs/commandline.md: its files and commands run as they stand, and print what the page says."""
 
+import json
 import re
 import runpy
 import shlex
@@ -21,10 +22,10 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lapwing ")]
 
 
-def scores(text: str) -> dict[str, list[float]]:
-    """The table of a report without its last two columns, seconds and memory."""
+def scores(text: str) -> list[tuple[str, list[float]]]:
+    """The rows of the tables of reports without their last two columns, seconds and memory."""
     rows = re.findall(r"^(MAP|Laplace)  (.*)  +[\d.]+  +\d+$", text, re.MULTILINE)
-    return {name: [float(value) for value in re.findall(NUMBER, cells)] for name, cells in rows}
+    return [(name, [float(value) for value in re.findall(NUMBER, cells)]) for name, cells in rows]
 
 
 @pytest.mark.slow
@@ -37,14 +38,18 @@ def test_the_worked_example(
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         Path(block.split()[1]).write_text(block)
     runpy.run_path("train.py")
+    runpy.run_path("curve.py", run_name="__main__")
     for words in commands(PAGE):
         assert cli.main(words) == 0
     printed = capsys.readouterr().out
     promised, found = scores(PAGE), scores(printed)
-    assert list(found) == list(promised) == ["MAP", "Laplace"]
-    for name, values in promised.items():
-        assert len(found[name]) == len(values)
-        assert found[name] == pytest.approx(values, abs=0.02)
+    assert [name for name, _ in found] == [name for name, _ in promised] == 2 * ["MAP", "Laplace"]
+    for (_, values), (_, stated) in zip(found, promised):
+        assert len(values) == len(stated)
+        assert values == pytest.approx(stated, abs=0.02)
+    answers = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert [answer["task"] for answer in answers] == ["numbers"]
+    assert "noise 0.3" in printed
     tape = re.search(r"^tape.*?(?=^memory)", PAGE, re.MULTILINE | re.DOTALL)
     assert tape is not None
     assert tape[0] in printed
@@ -56,5 +61,6 @@ def test_commands_of_the_readme_are_understood(words: list[str]) -> None:
 
 
 def test_there_are_such_commands() -> None:
-    assert [words[0] for words in commands(PAGE)] == ["doctor", "fit", "tune", "predict", "report"]
+    regression = ["fit", "predict", "report", "report"]
+    assert [words[0] for words in commands(PAGE)] == ["doctor", "fit", "tune", "predict", "report", *regression]
     assert [words[0] for words in commands(README)] == ["doctor", "fit", "predict", "report"]

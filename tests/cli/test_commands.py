@@ -248,7 +248,7 @@ def test_report_scores_the_network_as_torch_does(folder: Path, capsys: pytest.Ca
     assert "AUROC noise" in printed
     page = (folder / "r" / "report.html").read_text(encoding="utf-8")
     assert "Laplace" in page
-    assert "Laplace posterior over 51 weights" in page
+    assert "Sequential, 51 weights" in page
 
 
 def test_the_seed_decides_the_draws_of_a_sampled_factor(folder: Path) -> None:

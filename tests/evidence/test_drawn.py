@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +165,9 @@ la = lapwing.fit(model, data, "classification", structure="kron", factor="mc", s
 model(ids[:1]).exp()  # what torch itself allocates at first use
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 tuned = la.tune(data)
+p = tuned.predict(ids[:8])
+assert p.probs.shape == (8, 6, 32000)
+lapwing.evaluate({"Laplace": tuned}, data)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 print(tuned.tuning.messages[-1])
 """
@@ -171,9 +175,46 @@ print(tuned.tuning.messages[-1])
 
 @pytest.mark.slow
 def test_a_vocabulary_of_32000_stays_in_the_budget() -> None:
-    """Tuning with memory=1e9; a covariance of one token alone would take 4.1 GB."""
-    run = subprocess.run([sys.executable, "-c", VOCABULARY], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    grown, message = run.stdout.splitlines()
+    """Tuning, prediction and evaluation with memory=1e9; a covariance of one token alone would take 4.1 GB."""
+    grown, message = printed(VOCABULARY)
     assert int(grown) < 1_000_000  # in kB
     assert "draws of f at 72 items of 12 data" in message
+
+
+def printed(script: str) -> list[str]:
+    """Run a script in a process of its own, whose peak of memory is its own, and return what it prints."""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+STORIES = """
+import resource, time, torch, transformers, peft, lapwing
+transformers.utils.logging.disable_progress_bar()
+base = transformers.LlamaForCausalLM.from_pretrained(FOLDER)
+torch.manual_seed(0)
+model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+ones = torch.ones(64, 1, dtype=torch.long)
+ids = model.generate(input_ids=ones, do_sample=True, max_new_tokens=24, min_new_tokens=24)
+data = [{"input_ids": part, "labels": part} for part in ids.split(8)]
+generator = torch.Generator().manual_seed(0)
+la = lapwing.fit(
+    model, data[:4], "classification", structure="kron", factor="mc", memory=2_000_000_000, generator=generator
+)
+begin = time.process_time()
+tuned = la.tune(data[4:])
+print(time.process_time() - begin)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(tuned.tuning.messages[-1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_adapters_of_a_language_model_are_tuned_within_memory_and_time(data_dir: Path) -> None:
+    """LoRA r = 2 on the 260k Llama, 32 sequences of 25 tokens, 512 words: within 2 GB in all and two minutes."""
+    pytest.importorskip("peft")
+    seconds, peak, message = printed(STORIES.replace("FOLDER", repr(str(data_dir / "tinystories-260k"))))
+    assert float(seconds) < 120
+    assert int(peak) < 2_000_000  # in kB, libraries and network included
+    assert "draws of f at 768 items of 32 data" in message

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lapwing.cli.data import Reading
 from lapwing.cli.models import read_model
@@ -25,16 +25,20 @@ from lapwing.writing import require_writable
 
 LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+Answer = Mapping[str, Any]
+"""What a command found, by name: numbers, texts, paths, tensors, lists and mappings of them."""
+
 READ = ("model", "weights", "posterior", "data", "train", "tune")  # options that name what is read
 DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
 
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """One command of the command line.
+    """One command of the command line. `run` prints what a person reads and returns what --json prints.
 
     Example:
-        >>> COMMAND = Command("greet", "say hello", "Say hello.", "lapwing greet", lambda parser: None, print)
+        >>> greet = lambda options: {"said": "hello"}
+        >>> COMMAND = Command("greet", "say hello", "Say hello.", "lapwing greet", lambda parser: None, greet)
     """
 
     name: str
@@ -42,7 +46,7 @@ class Command:
     description: str
     example: str
     options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
+    run: Callable[[argparse.Namespace], Answer]
 
     def add(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         """Add this command to a parser."""
@@ -52,6 +56,9 @@ class Command:
             description=textwrap.fill(self.description, 100),
             epilog=f"example: {self.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,  # an example on one line can be copied
+        )
+        sub.add_argument(
+            "--json", action="store_true", help="print one JSON object on standard output, all else on standard error"
         )
         self.options(sub)
         sub.set_defaults(run=self.run)
@@ -69,7 +76,7 @@ def add_posterior(parser: argparse.ArgumentParser) -> None:
     """Add POSTERIOR, and --train, which a matrix-free posterior needs."""
     add = parser.add_argument
     add("posterior", type=Path, metavar="POSTERIOR", help="the file that `lapwing fit` wrote")
-    add("--train", metavar="DATA", help="training data, needed only for structure matrixfree")
+    add("--train", metavar="DATA", help="training data: for structure matrixfree, and for feature scores of a report")
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +204,39 @@ def require_other(options: argparse.Namespace, but: str = "") -> None:
     files = [*texts, *(text.rpartition(":")[0] for text in texts if ":" in text)]
     if any(path.resolve() == Path(file).resolve() for file in files):
         raise BadData(f"--out {path} is also an input; choose another name")
+
+
+def plain(value: Any) -> Any:
+    """Return an answer as JSON knows it: tensors as lists, paths as texts, numbers that are not finite as null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, Tensor):
+        return plain(value.detach().tolist())
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def described(la: Laplace) -> dict[str, Any]:
+    """Return the settings of a posterior by name, and the lines of its summary."""
+    noise = getattr(la.likelihood, "noise", None)
+    return {
+        "model": type(la.module).__name__,
+        "weights": la.params.size,
+        "likelihood": str(la.likelihood),
+        **({} if noise is None else {"noise": noise}),
+        "structure": la.curvature.structure.name,
+        "factor": type(la.curvature.factor).__name__,
+        "n_data": la.curvature.n_data,
+        "prior": str(la.prior),
+        "temperature": float(la.temperature.T),
+        "logit_temperature": la.logit_temperature,
+        "tuned": la.tuned,
+        "notes": [*la.curvature.notes, *(la.tuning.messages if la.tuning else ())],
+        "summary": la.summary().split("\n"),
+    }
 
 
 def positive(text: str) -> int:

@@ -1,6 +1,7 @@
 """`lapwing demo`: from a trained network to a posterior, on real data, with a report at the end."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from lapwing.cli import datasets
-from lapwing.cli.command import Command
+from lapwing.cli.command import Answer, Command
 from lapwing.cli.datasets import Dataset
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
@@ -42,6 +43,11 @@ def small_cnn(classes: int = 10) -> nn.Sequential:
     )  # fmt: skip
 
 
+CLOTHES = (
+    "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class Scenario:
     """Data in four parts, a network for them and how long it trains.
@@ -59,6 +65,7 @@ class Scenario:
     epochs: int
     batch: int
     fitted: int | None = None
+    classes: tuple[str, ...] = ()
 
 
 def digits(generator: torch.Generator) -> Scenario:
@@ -102,6 +109,7 @@ def _idx(name: str, title: str, outside: str, outside_name: str, generator: torc
         epochs=3,
         batch=128,
         fitted=10_000,
+        classes=CLOTHES if name == "fashion" else (),
     )
 
 
@@ -116,22 +124,30 @@ def run(data: str, out: Path, *, seed: int = 0) -> Report:
         return _compare(scenario, out, seed)
 
 
+def _say(text: str) -> None:
+    """Print how far the demo is, on standard error."""
+    print(text, file=sys.stderr)
+
+
 def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
     sizes = (len(part) for part in (scenario.train, scenario.validation, scenario.test, scenario.outside))
     counts = "{:,} to train, {:,} to validate, {:,} to test; outside: {:,} of {}".format(*sizes, scenario.outside_name)
-    print(f"{scenario.title}: {counts}")
+    _say(f"{scenario.title}: {counts}")
     model = train_network(scenario, seed)
     validation = (scenario.validation.inputs, scenario.validation.targets)
     scaled = TemperatureScaled.fit(model, validation)
     laplace = posterior(model, scenario)
-    print("tuning prior and temperature on the validation part …")
+    _say("tuning prior and temperature on the validation part …")
     laplace = laplace.tune(validation)
     report = evaluate(
         {"MAP": model, "MAP + temperature": scaled, "Laplace": laplace},
         (scenario.test.inputs, scenario.test.targets),
         ood={scenario.outside_name: scenario.outside.inputs},
+        train=(scenario.train.inputs[: scenario.fitted], scenario.train.targets[: scenario.fitted]),
+        classes=scenario.classes,
         progress=True,
     )
+    print("\n".join(report.findings()))
     print(f"\n{report.table('accuracy', 'nll', 'ece', f'auroc {scenario.outside_name}')}\n")
     weights = sum(p.numel() for p in model.parameters())
     notes = (
@@ -139,7 +155,8 @@ def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
         f"Temperature scaling found T = {scaled.temperature:.3f}. The posterior has the structure "
         f"{laplace.curvature.structure.name}; tuning on the validation part chose: {chosen(laplace)}.",
     )
-    path = report.to_html(out / "report.html", heading=f"Lapwing demo: {scenario.title}", notes=notes)
+    facts = {"seed": f"{seed}, of the split, the training and all draws", "command": "lapwing demo"}
+    path = report.to_html(out / "report.html", heading=f"Lapwing demo: {scenario.title}", notes=notes, facts=facts)
     print(f"The report with its pictures: {path}")
     return report
 
@@ -149,7 +166,7 @@ def posterior(model: nn.Module, scenario: Scenario) -> Laplace:
     part = scenario.train[: scenario.fitted]
     n = len(scenario.train)
     if len(part) < n:
-        print(f"curvature from {len(part):,} of the training items, standing for {n:,}")
+        _say(f"curvature from {len(part):,} of the training items, standing for {n:,}")
     return fit(model, (part.inputs, part.targets), "classification", n_data=n, progress=True)
 
 
@@ -204,8 +221,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="seed of the split, the training and all draws (default: %(default)s)")
 
 
-def _run(options: argparse.Namespace) -> None:
-    run(options.data, options.out, seed=options.seed)
+def _run(options: argparse.Namespace) -> Answer:
+    report = run(options.data, options.out, seed=options.seed)
+    return {"out": options.out / "report.html", "data": options.data, "seed": options.seed, **report.to_dict()}
 
 
 COMMAND = Command(

@@ -3,7 +3,7 @@
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,7 @@ ASSUMED = 10_000  # samples, where there are no data
 SAMPLES = 8
 SIDES = (32, 28, 64, 224, 96, 8)  # of images, the most usual first
 TOKENS = 16
+PATIENCE = 3600.0  # seconds: a fit that may take longer is proposed for the last layer alone
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -53,18 +54,38 @@ def _options(parser: argparse.ArgumentParser) -> None:
     command.add_reading(parser)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> command.Answer:
     model = command.model_of(options)
-    _print("model", _model_lines(model))
+    found: dict[str, Any] = {}
+
+    def tell(title: str, lines: list[str]) -> None:
+        _print(title, lines)
+        found[title] = lines
+
+    tell("model", _model_lines(model))
     data, likelihood, words = _examined(options, model)
-    _print("data", [words])
+    tell("data", [words])
     problem = _posed(options, model, data, resolve_likelihood(likelihood))
-    _print("outputs", _output_lines(problem, f"{likelihood}{'' if options.likelihood else ' (a guess: --likelihood)'}"))
-    _print("tape", _tape_lines(problem, options.verbose))
-    _print("memory", _structure_lines(problem))
-    _print("time", _time_lines(problem))
-    _print("auto", [Auto().chosen(problem)[1]])
-    _print("next", [_next(options, problem)])
+    tell("outputs", _output_lines(problem, f"{likelihood}{'' if options.likelihood else ' (a guess: --likelihood)'}"))
+    tell("tape", _tape_lines(problem, options.verbose))
+    prices = _prices(problem)
+    tell("memory", _structure_lines(problem, prices))
+    seconds = _gradient_of_a_batch(problem)
+    tell("time", _time_lines(problem, seconds))
+    tell("auto", [Auto().chosen(problem)[1]])
+    choice = chosen(options, problem, likelihood, seconds)
+    tell("choice", [f"{name:11} {value}, because {why}" for name, (value, why) in choice.items()])
+    tell("next", [_next(options, choice)])
+    return {
+        "settings": {name: {"value": value, "because": why} for name, (value, why) in choice.items()},
+        "weights": problem.network.params.size,
+        "outputs": problem.outputs,
+        "memory": problem.memory,
+        "structures": {name: {"bytes": needed, "obstacle": why} for name, (needed, _, why) in prices.items()},
+        "gradient_seconds": seconds,
+        "next": _next(options, choice),
+        "text": found,
+    }
 
 
 def _print(title: str, lines: list[str]) -> None:
@@ -167,19 +188,26 @@ def _tape_lines(problem: Problem, verbose: bool) -> list[str]:
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 
-def _structure_lines(problem: Problem) -> list[str]:
-    """List the memory of each structure, by the same estimate by which `fit` refuses, the smallest first."""
-    picked, found = type(Auto().chosen(problem)[0]), []
+def _prices(problem: Problem) -> dict[str, tuple[int | None, Structure, str]]:
+    """Return the bytes of each structure, by the same estimate by which `fit` refuses, and what speaks against it."""
+    found = []
     for name in named(Structure).keys() - {"auto"}:
         with suppress(UnsupportedOperation):  # a structure that needs arguments has no price of its own
             structure = resolve_structure(name)
             found.append((structure.needed(problem), name, structure))
+    found.sort(key=lambda item: (item[0] is None, item[0], item[1]))
+    return {name: (needed, each, _obstacle(problem, each, needed)) for needed, name, each in found}
+
+
+def _structure_lines(problem: Problem, prices: Mapping[str, tuple[int | None, Structure, str]]) -> list[str]:
+    """List the memory of each structure, the smallest first."""
+    picked = type(Auto().chosen(problem)[0])
     lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
-    for needed, name, structure in sorted(found, key=lambda item: (item[0] is None, item[0], item[1])):
+    for name, (needed, structure, obstacle) in prices.items():
         reads = "reads the data for every product" if structure.reads_data else f"reads the data {structure.passes()} ×"
         size = "?" if needed is None else _bytes(needed)
         mark = " ← auto" if type(structure) is picked else ""
-        lines.append(f"{name:12} {size:>9}  {reads}{_obstacle(problem, structure, needed)}{mark}")
+        lines.append(f"{name:12} {size:>9}  {reads}{obstacle}{mark}")
     return lines
 
 
@@ -202,11 +230,15 @@ def _bytes(count: int) -> str:
     return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
 
 
-def _time_lines(problem: Problem) -> list[str]:
-    """Time a gradient of one batch, and say how many gradients a fit takes."""
+def _gradient_of_a_batch(problem: Problem) -> float:
+    """Time a gradient of one batch, in seconds."""
     batch = next(iter(problem.batches))
     products = Products(problem.network, problem.batches, False)
-    seconds = min(_gradient_seconds(products, batch.inputs) for _ in range(2))
+    return min(_gradient_seconds(products, batch.inputs) for _ in range(2))
+
+
+def _time_lines(problem: Problem, seconds: float) -> list[str]:
+    """Say how long a gradient takes, and how many gradients a fit takes."""
     length = problem.batches.length
     whole = f", about {_seconds(seconds * length)} for all data in such batches" if length else ""
     width = problem.factor.width(problem.outputs)
@@ -228,10 +260,61 @@ def _gradient_seconds(products: Products, inputs: Any) -> float:
     return time.perf_counter() - begin
 
 
-def _next(options: argparse.Namespace, problem: Problem) -> str:
+def chosen(
+    options: argparse.Namespace, problem: Problem, likelihood: str, seconds: float
+) -> dict[str, tuple[str, str]]:
+    """Choose the settings of a fit: {option: (value, why)}."""
+    structure, why = Auto().chosen(problem)
+    value, _, reason = why.partition(" (")[0].partition(", because ")
+    found = {"likelihood": (likelihood, _why_likelihood(options, problem))}
+    found["select"] = _selected(options, problem, structure, seconds)
+    if found["select"][0] == "last_layer" and command.selection_of(options) == "all":
+        found["structure"] = ("auto", "the last layer is small, and the fit then picks among all structures")
+    else:
+        found["structure"] = (value, reason or "of the selection")
+    width = f"{problem.outputs:,} outputs per sample"
+    if problem.factor.exact:
+        found["factor"] = ("ggn", f"{width} are few enough for the exact one (up to {GGN().limit:,})")
+    else:
+        found["factor"] = ("auto", f"{width} are too many for the exact GGN (up to {GGN().limit:,})")
+    found["tune"] = (
+        "held-out data",
+        "an untuned prior is often far too wide: --tune takes a few hundred items that were not trained on, "
+        "--tune-evidence needs none",
+    )
+    return found
+
+
+def _why_likelihood(options: argparse.Namespace, problem: Problem) -> str:
+    if options.likelihood:
+        return "you said so"
+    several = problem.outputs > 1
+    return f"there are {problem.outputs:,} outputs per sample" if several else "there is one output per sample"
+
+
+def _selected(
+    options: argparse.Namespace, problem: Problem, structure: Structure, seconds: float
+) -> tuple[str, str]:
+    """Choose between all weights and the last layer by the memory and the time that all would take."""
+    asked = command.selection_of(options)
+    if asked != "all":
+        return (asked if isinstance(asked, str) else ",".join(asked)), "you said so"
+    if structure.reads_data or structure.name == "diag":
+        return "last_layer", (
+            f"the Kronecker factors of all {problem.network.params.size:,} weights exceed {_bytes(problem.memory)}"
+        )
+    passes = structure.passes() * problem.factor.width(problem.outputs)
+    whole = seconds * (problem.batches.length or 1) * passes
+    if whole > PATIENCE:
+        return "last_layer", f"a fit of all weights takes up to {_seconds(whole)} ({passes:,} gradients of the data)"
+    return "all", f"a fit takes at most about {_seconds(whole)} ({passes:,} gradients of the data)"
+
+
+def _next(options: argparse.Namespace, choice: Mapping[str, tuple[str, str]]) -> str:
     weights = f" --weights {options.weights}" if options.weights else ""
-    factor = "" if problem.factor.exact else " --factor auto"
-    settings = f"--likelihood {options.likelihood or 'LIKELIHOOD'}{factor} --tune HELD_OUT --out model.lapwing"
+    extra = "" if choice["select"][0] == "all" else f" --select {choice['select'][0]}"
+    extra += "" if choice["factor"][0] == "ggn" else f" --factor {choice['factor'][0]}"
+    settings = f"--likelihood {options.likelihood or 'LIKELIHOOD'}{extra} --tune HELD_OUT --out model.lapwing"
     return f"lapwing fit {options.model} {options.data or 'DATA'}{weights} {settings}"
 
 
@@ -298,7 +381,7 @@ COMMAND = Command(
     "doctor",
     "look at a network: its operations, which structures fit into memory, what they cost",
     "Look at a network without fitting anything: which operations with weights it has and how their Jacobians are "
-    "computed, which structures fit into memory, what they cost, and which one structure auto would choose.",
+    "computed, which structures fit into memory, what they cost, and which settings it would choose and why.",
     "lapwing doctor net.py:model --weights net.pt --input 1,28,28",
     _options,
     _run,

@@ -34,7 +34,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     command.add_reading(parser)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> command.Answer:
     command.require_other(options)
     command.require_free(options.out, options.force)
     family = command.likelihood_of(options)
@@ -57,14 +57,17 @@ def _run(options: argparse.Namespace) -> None:
         memory=options.memory,
         checkpoint=options.checkpoint,
     )
-    spent = f"fitted in {time.perf_counter() - begin:.1f} s"
+    seconds = {"fit": time.perf_counter() - begin}
+    spent = f"fitted in {seconds['fit']:.1f} s"
     la.save(options.out)
     if held_out is not None or options.tune_evidence:
         begin = time.perf_counter()
         la = _tuned(la, held_out, options)
-        spent += f", tuned in {time.perf_counter() - begin:.1f} s"
+        seconds["tune"] = time.perf_counter() - begin
+        spent += f", tuned in {seconds['tune']:.1f} s"
         la.save(options.out)
     print(f"{la.summary()}\n{spent}; written to {options.out}")
+    return {"out": options.out, "seconds": seconds, **command.described(la)}
 
 
 def _tuned(la: Laplace, held_out: Any, options: argparse.Namespace) -> Laplace:

@@ -1,18 +1,21 @@
 """The command line: `lapwing …` or `python -m lapwing …`.
 
-Exit codes: 0 fine, 1 the input is wrong (one clear line, no traceback), 2 usage.
+Exit codes: 0 fine, 1 the input is wrong (one clear line, no traceback), 2 usage. Results go to standard output;
+progress, warnings and errors go to standard error. With --json, standard output holds one JSON object and nothing else.
 """
 
 import argparse
+import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from lapwing import __version__
 from lapwing.cli import demo, doctor, fit, predict, report, repository, tune
+from lapwing.cli.command import plain
 from lapwing.errors import LapwingError
 
 COMMANDS = (
@@ -31,8 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A usage error leaves through SystemExit(2), as argparse does."""
     options = parser().parse_args(arguments)
     try:
-        with warnings_in_a_line():
-            options.run(options)
+        with warnings_in_a_line(), redirect_stdout(sys.stderr) if options.json else nullcontext():
+            answer = options.run(options)
+        if options.json:
+            print(json.dumps(plain(answer), ensure_ascii=False, allow_nan=False))
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

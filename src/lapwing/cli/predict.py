@@ -36,7 +36,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     command.add_reading(parser)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> command.Answer:
     command.require_other(options)
     writer_for(options.out)
     model = command.model_of(options)
@@ -44,8 +44,18 @@ def _run(options: argparse.Namespace) -> None:
     data = command.reading_of(options, labeled=False).read(options.data, model, la.likelihood)
     require_order(data, options.data)
     begin = time.perf_counter()
-    count = write_predictions(options.out, _fields(la, data, options))
-    print(f"{count:,} predictions in {time.perf_counter() - begin:.1f} s; written to {options.out}")
+    names: dict[str, None] = {}
+    count = write_predictions(options.out, _named(_fields(la, data, options), names))
+    spent = time.perf_counter() - begin
+    print(f"{count:,} predictions in {spent:.1f} s; written to {options.out}")
+    return {"out": options.out, "items": count, "seconds": spent, "fields": list(names)}
+
+
+def _named(batches: Iterable[Fields], names: dict[str, None]) -> Iterator[Fields]:
+    """Yield the batches, and note the names of their fields."""
+    for fields in batches:
+        names.update(dict.fromkeys(fields))
+        yield fields
 
 
 def _fields(la: Laplace, data: Any, options: argparse.Namespace) -> Iterator[Fields]:

@@ -29,10 +29,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="HTML page to write (default: %(default)s)",
     )
+    add("--classes", type=command.names, metavar="NAMES", help="names of the classes, with commas")
     command.add_reading(parser)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> command.Answer:
     outside = dict(options.ood)
     if len(outside) < len(options.ood):
         raise BadData("two --ood data sets have the same name")
@@ -42,18 +43,25 @@ def _run(options: argparse.Namespace) -> None:
     model = command.model_of(options)
     la = command.posterior_of(options, model)
     unlabeled = command.reading_of(options, labeled=False)
+    labeled = command.reading_of(options)
     report = evaluate(
         {"MAP": model, "Laplace": la},
-        command.reading_of(options).read(options.data, model, la.likelihood),
+        labeled.read(options.data, model, la.likelihood),
         ood={name: unlabeled.read(text, model, la.likelihood) for name, text in outside.items()},
+        train=None if options.train is None else labeled.read(options.train, model, la.likelihood),
+        classes=options.classes,
     )
-    print(report.table())
+    print("\n".join(report.findings()))
+    print(f"\n{report.table()}")
+    files = {"model file": options.model, "weights": options.weights, "posterior": options.posterior}
+    files |= {"test file": options.data, **{f"outside file: {name}": text for name, text in outside.items()}}
     page = report.to_html(
         options.out,
         heading=f"{type(model).__name__} on {Path(options.data).name}",
-        notes=tuple(la.summary().split("\n")),
+        facts={name: str(text) for name, text in files.items() if text is not None},
     )
     print(f"The report with its pictures: {page}")
+    return {"out": page, **report.to_dict()}
 
 
 def named(text: str) -> tuple[str, str]:
@@ -68,7 +76,7 @@ COMMAND = Command(
     "report",
     "compare the network with its posterior, in a table and an HTML page",
     "Score the network alone (MAP) and with its posterior (Laplace) on labeled data, and on data unlike the training "
-    "data. Print the table, and write it with pictures to an HTML page.",
+    "data. Print what came out and the table, and write an HTML page with intervals, pictures and single items.",
     "lapwing report net.py:model net.lapwing test.npz --weights net.pt --ood noise=noise.npz --out report.html",
     _options,
     _run,

@@ -2,13 +2,17 @@
 
 import argparse
 import ast
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from lapwing.cli.command import Command
+from lapwing.cli.command import Answer, Command
 from lapwing.errors import BadData
+
+STDERR = 2  # the file descriptor of standard error, for the output of programs that --json keeps out of the answer
 
 
 def repository(start: Path | None = None) -> Path:
@@ -41,23 +45,26 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; `NAME --help` lists them")
 
 
-def _reproduce(options: argparse.Namespace) -> None:
+def _reproduce(options: argparse.Namespace) -> Answer:
     known = experiments()
     if options.list:
         width = max(map(len, known))
         print("\n".join(f"{name:{width}}  {headline(path)}" for name, path in known.items()))
-        return
+        return {"experiments": {name: headline(path) for name, path in known.items()}}
     if options.name not in known:
         came = "no name came" if options.name is None else f"there is no experiment {options.name!r}"
         raise BadData(f"{came}; there are {', '.join(known)} (--list says more)")
     root = str(known[options.name].parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", f"experiments.{options.name}", *options.arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=STDERR if options.json else None,
     )
     if done.returncode:
         raise BadData(f"{options.name} stopped with exit code {done.returncode}; its own message is above")
+    return {"name": options.name, "arguments": options.arguments, "seconds": time.perf_counter() - begin}
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
@@ -71,15 +78,17 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="go on with an interrupted run")
 
 
-def _bench(options: argparse.Namespace) -> None:
+def _bench(options: argparse.Namespace) -> Answer:
     """Run `python -m benchmarks` in the repository."""
     arguments = ["--out", str(options.out.resolve()), "--threads", *map(str, options.threads)]
     for name in ("workload", "operation"):
         arguments += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     arguments += [f"--{name.replace('_', '-')}" for name in ("quick", "ours_only", "resume") if getattr(options, name)]
-    done = subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=repository())
+    output = STDERR if options.json else None
+    done = subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=repository(), stdout=output)
     if done.returncode:
         raise BadData(f"the benchmark stopped with exit code {done.returncode}; its own message is above")
+    return {"out": options.out, "results": json.loads((options.out / "bench.json").read_text(encoding="utf-8"))}
 
 
 REPRODUCE = Command(

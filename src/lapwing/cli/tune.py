@@ -18,7 +18,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     command.add_reading(parser)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> command.Answer:
     command.require_other(options, but="posterior")  # --force may replace it, since the curvature is the same
     command.require_free(options.out, options.force)
     model = command.model_of(options)
@@ -30,6 +30,7 @@ def _run(options: argparse.Namespace) -> None:
     spent = time.perf_counter() - begin
     la.save(options.out)
     print(f"{la.summary()}\ntuned in {spent:.1f} s; written to {options.out}")
+    return {"out": options.out, "seconds": {"tune": spent}, **command.described(la)}
 
 
 COMMAND = Command(

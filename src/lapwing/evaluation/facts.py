@@ -31,7 +31,8 @@ def settings_of(model: Any, module: nn.Module) -> dict[str, str]:
         value = getattr(model, name, None)
         if value is not None and not callable(value) and value not in ("", 1.0):
             found[name.replace("_", " ")] = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return found
+    notes = [*getattr(curvature, "notes", ()), *getattr(getattr(model, "tuning", None), "messages", ())]
+    return found | ({"notes": "; ".join(str(note) for note in notes)} if notes else {})
 
 
 def data_facts(data: Any, ood: Mapping[str, Any], results: Mapping[str, Result]) -> dict[str, str]:

@@ -131,13 +131,19 @@ class MixtureMarginal(Marginal):
         return (parts + self._log_weights(parts.ndim)).logsumexp(0).to(self.mean.dtype)
 
     def quantile(self, level: float) -> Tensor:
-        """Solve Σ_q w_q F_q(y) = level by bisection."""
-        lower, upper = self._bracket()
+        """Solve Σ_q w_q F_q(y) = level by bisection in t, where y = c + s·sinh t for the most probable component.
+
+        Components may reach over fifty orders of magnitude (a noise that is itself uncertain). Bisection in y would
+        then end far from a quantile of ordinary size; in t it is exact relative to the distance from c.
+        """
+        likeliest = int(self.log_weights.argmax())
+        center, unit = self.components.mean[likeliest], self.components.stddev[likeliest].clamp(min=1e-100)
+        lower, upper = (torch.asinh((edge - center) / unit) for edge in self._bracket())
         for _ in range(80):
             middle = (lower + upper) / 2
-            reached = self.cdf(middle) >= level
+            reached = self.cdf(center + unit * middle.sinh()) >= level
             lower, upper = torch.where(reached, lower, middle), torch.where(reached, middle, upper)
-        return upper.to(self.mean.dtype)
+        return (center + unit * upper.sinh()).to(self.mean.dtype)
 
     def cdf(self, y: Tensor) -> Tensor:
         parts = self.components.cdf(y.to(self.log_weights.dtype))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel, brief
+from lapwing.model.adapters import WRAPPERS, active_adapters, adapter_containers, adapter_names, without_wrappers
 from lapwing.model.copies import ATOMIC, written_by_forward
 from lapwing.model.inputs import Inputs, batch_size, close, map_tensors, take, tensors_in
 from lapwing.model.module import borrowed, call, output_tensor
@@ -34,8 +35,38 @@ SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # others: 5e-2; relative to t
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """List every parameter and buffer, also those that are not saved."""
-    return [*module.named_parameters(), *module.named_buffers()]
+    """List every parameter and buffer, also those that are not saved; none of an adapter that is not active."""
+    every = [*module.named_parameters(), *module.named_buffers()]
+    if not adapter_names(module):
+        return every
+    idle = _idle(module)
+    kept = [(without_wrappers(name), tensor) for name, tensor in every if not _inside(name, idle)]
+    return sorted(kept, key=lambda pair: pair[0])
+
+
+def _idle(module: nn.Module) -> set[str]:
+    """Return the paths of adapters that are not active, such as `…q_proj.lora_A.other`."""
+    idle = adapter_names(module) - active_adapters(module)
+    return {f"{path}.{name}" for path in adapter_containers(module) for name in idle}
+
+
+def _inside(name: str, paths: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:k]) in paths for k in range(1, len(parts) + 1)) if paths else False
+
+
+def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List all submodules; in a model with adapters, only those that another, inactive adapter would not change."""
+    every = list(module.named_modules())
+    if not adapter_names(module):
+        return every
+    idle = _idle(module)
+    return [
+        (without_wrappers(path), part)
+        for path, part in every
+        if not (isinstance(part, nn.ModuleDict | nn.ParameterDict) or set(WRAPPERS) & set(part._modules))
+        and not _inside(path, idle)
+    ]
 
 
 def written(module: nn.Module) -> list[str]:
@@ -46,11 +77,12 @@ def written(module: nn.Module) -> list[str]:
 def _attributes(module: nn.Module, skip: Iterable[str]) -> list[tuple[str, Any]]:
     """List the public attributes of all submodules, which the forward pass may read."""
     left_out = set(skip)
+    ignored = {"training", "active_adapter"} if adapter_names(module) else {"training"}  # layers tell which is active
     return [
         (f"{where}.{name}", value)
-        for where, part in module.named_modules()
+        for where, part in _layers(module)
         for name, value in sorted(vars(part).items())
-        if name != "training" and not name.startswith("_") and f"{where}.{name}" not in left_out
+        if name not in ignored and not name.startswith("_") and f"{where}.{name}" not in left_out
     ]
 
 
@@ -59,14 +91,18 @@ def _contents(module: nn.Module, skip: Iterable[str]) -> tuple[str, list[tuple[s
     attributes = _attributes(module, skip)
     plain = [f"{name}={value!r}" for name, value in attributes if isinstance(value, bool | int | float | str)]
     tensors = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
-    return "\n".join([repr(module), *plain]), [*_state(module), *tensors]
+    text = [repr(module)]
+    if adapter_names(module):
+        text = [f"{where}: {type(part).__name__}({part.extra_repr()})" for where, part in _layers(module)]
+    return "\n".join([*text, *plain]), [*_state(module), *tensors]
 
 
-def _bytes(tensor: Tensor) -> Any:
+def tensor_bytes(tensor: Tensor) -> Any:
+    """Return the values of a tensor as bytes, on the CPU."""
     if tensor.is_meta:
         return b""
     if tensor.layout != torch.strided:
-        return b"".join(bytes(_bytes(part)) for part in _parts(tensor.detach()))
+        return b"".join(bytes(tensor_bytes(part)) for part in _parts(tensor.detach()))
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else b""
 
@@ -88,7 +124,7 @@ def fingerprint(module: nn.Module, skip: Iterable[str] = ()) -> str:
     digest = hashlib.sha256(text.encode())
     for name, tensor in state:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(_bytes(tensor))
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -101,7 +137,7 @@ def checksum(module: nn.Module) -> tuple[str, ...]:
 def _sums(state: list[tuple[str, Tensor]]) -> tuple[str, ...]:
     whole = sum(t.numel() * t.element_size() for _, t in state) <= WHOLE
     read = [(name, t, t if whole or t.numel() <= SPREAD else _spread(t)) for name, t in state]
-    return tuple(f"{name}|{t.dtype}|{tuple(t.shape)}|{zlib.crc32(_bytes(part)):x}" for name, t, part in read)
+    return tuple(f"{name}|{t.dtype}|{tuple(t.shape)}|{zlib.crc32(tensor_bytes(part)):x}" for name, t, part in read)
 
 
 def _spread(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel, brief, nearest, require_whole
 from lapwing.linalg.layout import Places, Run
+from lapwing.model.adapters import active_adapters, adapter_tensors
 
 Selection = str | Iterable[str] | Callable[[str, Tensor], bool]
 View = Callable[[Tensor], Tensor]
@@ -222,9 +223,16 @@ def explicit_weights(indices: Tensor, total: int) -> Tensor:
 
 
 def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
-    """Return the names of the selected parameters, in order of `named_parameters()`, without frozen and empty ones."""
-    free = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+    """Return the names of the selected parameters, in order of `named_parameters()`, without frozen and empty ones.
+
+    Frozen parameters of an active PEFT adapter take part where `select` names them: adapters that were loaded for
+    inference are frozen.
+    """
     every = dict(module.named_parameters())
+    named = selection not in ("all", "last_layer") if isinstance(selection, str) else not callable(selection)
+    active = active_adapters(module) if named else set()
+    adapters = {name for name, (owner, _) in adapter_tensors(module).items() if owner in active} if active else set()
+    free = {name: p for name, p in every.items() if (p.requires_grad or name in adapters) and p.numel()}
     if not free:
         raise BadData("every parameter of the model is frozen (requires_grad=False): nothing to put a posterior on")
     known, patterns = _patterns(selection)

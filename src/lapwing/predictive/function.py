@@ -29,7 +29,8 @@ WEIGHT_DRAWS = 128
 
 _DRAWS = 64  # points by weight draws per block: a constant, so that results do not depend on the batch
 
-Sampler = Callable[[int, torch.Generator | None], Tensor]
+Sampler = Callable[[int, torch.Generator | None], Tensor | Iterator[Tensor]]
+"""(n, generator) → n draws of f, (n, B, *event, C), at once or in pieces (k, B, *event, C)."""
 
 
 class FunctionDistribution(ABC):
@@ -133,7 +134,8 @@ class GaussianFunction(FunctionDistribution):
     """f ~ N(mean, covariance), the linearized predictive of the outputs.
 
     `covariance` and `variance` are tensors, or functions without arguments that are called once, when needed.
-    `sampler(n, generator)` draws (n, B, *event, C) without a covariance, joint over inputs as weight samples are.
+    `sampler(n, generator)` draws (n, B, *event, C) without a covariance, joint over inputs as weight samples are, at
+    once or in pieces of fewer draws.
     Expectations per item then use `root`, if that gives R (C, C) and s (B, C) with covariances R diag(s²) Rᵀ, and
     otherwise the draws with their mirror images; those of a softmax use the covariances if `closed` says that they
     are worth their cost. With `joint=True` the covariance is (B, *event, C, B, *event, C).
@@ -192,7 +194,7 @@ class GaussianFunction(FunctionDistribution):
             factor * self.mean,
             None if covariance is None else lambda: factor**2 * self.covariance,
             variance=None if variance is None else lambda: factor**2 * self.variance,
-            sampler=None if sampler is None else lambda n, generator: factor * sampler(n, generator),
+            sampler=None if sampler is None else lambda n, g: (factor * part for part in self._drawn(n, g)),
             joint=self._joint,
             contrasts=(lambda: factor**2 * contrasts()) if callable(contrasts) else contrasts,
             root=lambda: None if self._found_root is None else scaled_root(self._found_root, factor),
@@ -214,7 +216,7 @@ class GaussianFunction(FunctionDistribution):
             self.mean[index],
             None if covariance is None else chosen,
             variance=None if variance is None else lambda: self.variance[index],
-            sampler=None if sampler is None else lambda n, generator: sampler(n, generator)[:, index],
+            sampler=None if sampler is None else lambda n, g: (part[:, index] for part in self._drawn(n, g)),
             joint=self._joint,
             contrasts=(lambda: contrasts()[index]) if callable(contrasts) else contrasts,
             root=None if self._root is None else root,
@@ -309,11 +311,17 @@ class GaussianFunction(FunctionDistribution):
         mean = self.mean
         generator = fixed_generator(mean.device) if generator is None else generator
         if self._sampler is not None:
-            return self._sampler(n, generator)
+            return torch.cat(list(self._drawn(n, generator)))
         noise = torch.randn(n, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
         if self._joint:
             return mean + (noise.reshape(n, -1) @ self._joint_root).reshape(noise.shape)
         return mean + (noise[..., None, :] @ self._item_root)[..., 0, :]
+
+    def _drawn(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Yield draws from the sampler in the pieces that it gives."""
+        assert self._sampler is not None
+        found = self._sampler(n, generator)
+        yield from (found,) if isinstance(found, Tensor) else found
 
     @cached_property
     def _found_root(self) -> tuple[Tensor, ...] | None:
@@ -379,9 +387,10 @@ class GaussianFunction(FunctionDistribution):
         if self._sampler is not None:
             generator = fixed_generator(self.mean.device) if generator is None else generator
             for start in range(0, n, _DRAWS):
-                k = min(_DRAWS, n - start)
-                drawn = self._sampler((k + 1) // 2, generator)
-                yield torch.cat([drawn, 2 * self.mean - drawn])[:k]  # a draw's mirror image costs nothing
+                left = min(_DRAWS, n - start)
+                for drawn in self._drawn((left + 1) // 2, generator):
+                    yield torch.cat([drawn, 2 * self.mean - drawn])[:left]  # a draw's mirror image costs nothing
+                    left -= 2 * len(drawn)
             return
         mean, root = self.mean, self._point_root
         size = max(1, BLOCK // max(1, mean.numel()))

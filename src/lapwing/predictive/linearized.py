@@ -27,6 +27,9 @@ Equally accurate probabilities would need more draws than there are outputs."""
 CHUNK = 2**28
 """Bytes of back-propagated gradients, and of the graph behind them, in memory at a time."""
 
+OUTPUTS = 6
+"""Tensors of the size of the outputs that a prediction by draws holds at least: its results and one draw."""
+
 Draws = Callable[[int, torch.Generator | None], Tensor]
 
 
@@ -207,13 +210,21 @@ class Linearized:
                 covariance = torch.stack(parts, 1).reshape(n, *f.shape[1:], c)
             return GaussianFunction(f, covariance.to(f.dtype), joint=joint, contrasts=self.shift_invariant and c > 2)
 
-    @outside_inference
-    def _sample(self, inputs: Inputs, mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-        """Draw f (n, B, *event, C) with one weight draw and one forward-mode pass each."""
+    def _sample(self, inputs: Inputs, mean: Tensor, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Draw f (n, B, *event, C) with one weight draw and one forward-mode product each, a few draws at a time."""
+        each = mean.numel() * mean.element_size()
+        _require(OUTPUTS * each, self.memory, f"{OUTPUTS} tensors of the size of the outputs")
         steps = self.draws(n, generator) - self.network.params.flat
+        few = max(1, min(self.memory // 32, CHUNK) // (each + 2 * self.plan.graph))
+        for k in range(0, n, few):
+            yield mean + self._push(inputs, steps[k : k + few])
+
+    @outside_inference
+    def _push(self, inputs: Inputs, steps: Tensor) -> Tensor:
+        """Return J v for weight steps v (s, P), (s, B, *event, C)."""
         total, size = batch_size(inputs), max(1, CHUNK // max(1, self.plan.graph))
         parts = (take(inputs, slice(k, k + size), total) for k in range(0, total, size))
-        return mean + torch.cat([self.network.jvp(part, steps)[1] for part in parts], 1)
+        return torch.cat([self.network.jvp(part, steps)[1] for part in parts], 1)
 
 
 def _from_root(root: Tensor, spread: Tensor) -> Tensor:

@@ -1,0 +1,160 @@
+"""The scikit-learn estimators with their defaults beside scikit-learn's own, on UCI tables.
+
+    python -m experiments.sklearn_estimators [--sets energy banana ...] [--splits 3] [--validation]
+
+prints, for regression, the test NLL in the units of the data, the RMSE, the share of targets inside the central 95 %
+interval, and CPU seconds of fitting and predicting; for classification the test NLL, the accuracy, the expected
+calibration error and the seconds. Figures are means over splits, the NLL with its standard error. `MLP` is the network
+of scikit-learn with its defaults on standardized inputs (and targets), whose noise is the standard deviation of its
+training residuals; `MLP, early` stops early. `GP` has an anisotropic squared-exponential kernel with noise (isotropic
+for classes), fitted to at most 1,000 training samples, which stand for the rest. `--validation` scores on a fifth of
+the training part instead of the test part: that is how the defaults of the estimators were chosen. Needs LAPWING_DATA.
+"""
+
+import argparse
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from experiments._arguments import Experiment
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+from sklearn.model_selection import train_test_split
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from experiments import _datasets as datasets
+from lapwing import metrics
+from lapwing.sklearn import LaplaceClassifier, LaplaceRegressor
+
+REGRESSION = ("bostonHousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant", "protein-tertiary-structure")
+CLASSIFICATION = ("australian", "banana", "breast_cancer", "digits", "ionosphere", "vehicle")
+LARGEST = 1000  # training samples of a Gaussian process
+
+Data = tuple[np.ndarray, np.ndarray]
+
+
+def parts(name: str, split: int, validation: bool) -> tuple[Data, Data]:
+    """Return the training and the test part; with `validation`, two parts of the training part."""
+    if name in REGRESSION:
+        train, test = ((d.inputs.numpy(), d.targets.numpy()) for d in datasets.uci_regression(name).fold(split))
+    else:
+        data = datasets.uci_classification(name)
+        x, tx, y, ty = train_test_split(data.inputs.numpy(), data.targets.numpy(), test_size=0.3, random_state=split)
+        train, test = (x, y), (tx, ty)
+    if validation:
+        x, tx, y, ty = train_test_split(*train, test_size=0.2, random_state=split)
+        train, test = (x, y), (tx, ty)
+    return train, test
+
+
+def kernel(features: int) -> Any:
+    return ConstantKernel() * RBF(np.ones(features), (1e-2, 1e4)) + WhiteKernel(0.1, (1e-6, 10.0))
+
+
+class Residuals:
+    """A regressor whose standard deviation is that of its training residuals."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def fit(self, x: np.ndarray, y: np.ndarray) -> "Residuals":
+        self.model.fit(x, y)
+        self.deviation = np.sqrt(np.mean((y - self.model.predict(x)) ** 2))
+        return self
+
+    def predict(self, x: np.ndarray, return_std: bool) -> tuple[np.ndarray, np.ndarray]:
+        mean = self.model.predict(x)
+        return mean, np.full(len(mean), self.deviation)
+
+
+class Process:
+    """A Gaussian process for regression on standardized inputs and targets."""
+
+    def fit(self, x: np.ndarray, y: np.ndarray) -> "Process":
+        self.scaler = StandardScaler().fit(x)
+        self.model = GaussianProcessRegressor(kernel(x.shape[1]), normalize_y=True, random_state=0)
+        self.model.fit(self.scaler.transform(x), y)
+        return self
+
+    def predict(self, x: np.ndarray, return_std: bool) -> tuple[np.ndarray, np.ndarray]:
+        return self.model.predict(self.scaler.transform(x), return_std=return_std)
+
+
+def regressors(seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    def network(**options: Any) -> Residuals:
+        inner = make_pipeline(StandardScaler(), MLPRegressor(random_state=seed, **options))
+        return Residuals(TransformedTargetRegressor(inner, transformer=StandardScaler()))
+
+    return {
+        "LaplaceRegressor": LaplaceRegressor(random_state=seed, **vars(given).get("options", {})),
+        "MLP": network(),
+        "MLP, early": network(early_stopping=True, max_iter=1000),
+        "GP": Process(),
+    }
+
+
+def classifiers(seed: int, features: int, given: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "LaplaceClassifier": LaplaceClassifier(random_state=seed, **vars(given).get("options", {})),
+        "MLP": make_pipeline(StandardScaler(), MLPClassifier(random_state=seed)),
+        "MLP, early": make_pipeline(
+            StandardScaler(), MLPClassifier(random_state=seed, early_stopping=True, max_iter=1000)
+        ),
+        "GP": make_pipeline(StandardScaler(), GaussianProcessClassifier(ConstantKernel() * RBF(), random_state=seed)),
+    }
+
+
+def scored(model: Any, train: Data, test: Data, numbers: bool) -> list[float]:
+    """Return NLL, error or accuracy, coverage or calibration error, and seconds."""
+    start = time.process_time()
+    (x, y), (tx, ty) = train, test
+    if isinstance(model, Process) or "gaussianprocess" in str(getattr(model, "named_steps", "")):
+        x, y = x[:LARGEST], y[:LARGEST]  # the rows are in random order
+    model.fit(x, y)
+    truth = torch.from_numpy(ty)
+    if numbers:
+        mean, std = (
+            torch.from_numpy(np.asarray(part, dtype=np.float64)) for part in model.predict(tx, return_std=True)
+        )
+        covered = metrics.coverage(mean - 1.959964 * std, mean + 1.959964 * std, truth)
+        found = [metrics.gaussian_nll(mean, std, truth), metrics.rmse(mean, truth), covered]
+    else:
+        probs = torch.from_numpy(model.predict_proba(tx)).clamp(min=1e-12)
+        found = [metrics.nll(probs, truth), metrics.accuracy(probs, truth), metrics.ece(probs, truth)]
+    return [*map(float, found), time.process_time() - start]
+
+
+def table(name: str, given: argparse.Namespace) -> str:
+    values: dict[str, list[list[float]]] = {}
+    for split in range(given.splits):
+        train, test = parts(name, split, given.validation)
+        models = regressors(split, given) if name in REGRESSION else classifiers(split, train[0].shape[1], given)
+        for label, model in models.items():
+            if given.only and label.startswith(tuple(given.only)) is False:
+                continue
+            values.setdefault(label, []).append(scored(model, train, test, name in REGRESSION))
+    heads = ("NLL", "RMSE", "coverage 95 %") if name in REGRESSION else ("NLL", "accuracy", "ECE")
+    lines = [f"{name:28s}{heads[0]:>17s}{heads[1]:>12s}{heads[2]:>15s}{'CPU s':>8s}"]
+    for label, rows in values.items():
+        found = np.array(rows)
+        mean, error = found.mean(0), found[:, 0].std() / max(1, len(found) - 1) ** 0.5
+        cells = f"{mean[0]:9.3f} ± {error:5.3f}{mean[1]:12.4g}{mean[2]:15.3f}{mean[3]:8.1f}"
+        lines.append(f"  {label:26s}{cells:>s}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = Experiment(__doc__, smoke={"sets": ["ionosphere"], "splits": 1, "only": ["Laplace"]})
+    parser.add_argument("--sets", nargs="+", default=(*REGRESSION, *CLASSIFICATION))
+    parser.add_argument("--splits", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="beginnings of the names of models")
+    parser.add_argument("--validation", action="store_true")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")  # of scikit-learn's own models that they have not converged
+    for name in given.sets:
+        print(table(name, given), flush=True)

@@ -1,0 +1,57 @@
+"""laplace-torch's names on this library: code written for it runs with `from lapwing.compat.laplace_torch import …`.
+
+`install()` puts it in as module `laplace`, so that packages which import laplace-torch use it:
+
+    import lapwing.compat.laplace_torch
+    lapwing.compat.laplace_torch.install()
+    from laplace import Laplace
+
+The page docs/coming-from-laplace-torch.md says what is different.
+"""
+
+from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
+from lapwing.compat.laplace_torch.enums import (
+    HessianStructure,
+    Likelihood,
+    LinkApprox,
+    PredType,
+    PriorStructure,
+    SubsetOfWeights,
+    TuningMethod,
+)
+from lapwing.compat.laplace_torch.front import Laplace
+from lapwing.compat.laplace_torch.functional import FunctionalLaplace, FunctionalLLLaplace
+from lapwing.compat.laplace_torch.installing import install
+from lapwing.compat.laplace_torch.lastlayer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
+from lapwing.compat.laplace_torch.parametric import ParametricLaplace
+from lapwing.compat.laplace_torch.settings import BaseLaplace
+from lapwing.compat.laplace_torch.subnet import DiagSubnetLaplace, FullSubnetLaplace, SubnetLaplace
+from lapwing.compat.laplace_torch.training import marglik_training
+
+__all__ = [
+    "BaseLaplace",
+    "DiagLLLaplace",
+    "DiagLaplace",
+    "DiagSubnetLaplace",
+    "FullLLLaplace",
+    "FullLaplace",
+    "FullSubnetLaplace",
+    "FunctionalLLLaplace",
+    "FunctionalLaplace",
+    "HessianStructure",
+    "KronLLLaplace",
+    "KronLaplace",
+    "LLLaplace",
+    "Laplace",
+    "Likelihood",
+    "LinkApprox",
+    "LowRankLaplace",
+    "ParametricLaplace",
+    "PredType",
+    "PriorStructure",
+    "SubnetLaplace",
+    "SubsetOfWeights",
+    "TuningMethod",
+    "install",
+    "marglik_training",
+]

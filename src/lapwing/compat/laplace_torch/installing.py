@@ -1,0 +1,96 @@
+"""`install`: this compatibility layer as the module `laplace` and its submodules."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lapwing.compat.laplace_torch import (
+    allweights,
+    backends,
+    enums,
+    features,
+    front,
+    functional,
+    functions,
+    lastlayer,
+    masks,
+    matrix,
+    parametric,
+    settings,
+    subnet,
+    training,
+)
+
+Names = dict[str, Any]
+
+
+def _of(*sources: ModuleType, only: str = "") -> Names:
+    """What modules of this package define themselves, or those names of it that contain a word."""
+    found: Names = {}
+    for source in sources:
+        for name, value in vars(source).items():
+            own = getattr(value, "__module__", None) == source.__name__ and not name.startswith("__")
+            if own and only.lower() in name.lower():
+                found[name] = value
+    return found
+
+
+def contents() -> dict[str, Names]:
+    """Return what each module of laplace-torch offers, by the module's name."""
+    base = _of(settings, parametric, allweights, functional) | {"BaseLaplace": settings.BaseLaplace}
+    base = {name: value for name, value in base.items() if "LLLaplace" not in name}
+    last = _of(lastlayer) | {"FunctionalLLLaplace": functional.FunctionalLLLaplace}
+    utils = {
+        "enums": _of(enums),
+        "feature_extractor": _of(features),
+        "matrix": {"Kron": matrix.Kron, "KronDecomposed": matrix.KronDecomposed},
+        "metrics": {"RunningNLLMetric": functions.RunningNLLMetric},
+        "subnetmask": {name: value for name, value in _of(masks).items() if name.endswith("Mask")},
+        "swag": {"fit_diagonal_swag_var": masks.fit_diagonal_swag_var},
+        "utils": _of(functions) | {"symeig": matrix.symeig},
+    }
+    curvature = {name: _of(backends, only=name) for name in ("asdfghjkl", "asdl", "backpack", "curvlinops")}
+    interfaces = ("CurvatureInterface", "GGNInterface", "EFInterface")
+    curvature["curvature"] = {name: getattr(backends, name) for name in interfaces}
+    everything = base | last | _of(subnet, enums) | {"Laplace": front.Laplace}
+    return {
+        "laplace": everything | {"marglik_training": training.marglik_training},
+        "laplace.baselaplace": base,
+        "laplace.lllaplace": last,
+        "laplace.subnetlaplace": _of(subnet),
+        "laplace.laplace": {"Laplace": front.Laplace},
+        "laplace.marglik_training": {"marglik_training": training.marglik_training},
+        "laplace.utils": {name: value for part in utils.values() for name, value in part.items()},
+        **{f"laplace.utils.{name}": part for name, part in utils.items()},
+        "laplace.curvature": {name: value for part in curvature.values() for name, value in part.items()},
+        **{f"laplace.curvature.{name}": part for name, part in curvature.items()},
+    }
+
+
+def install() -> None:
+    """Put this layer in as module `laplace`, for packages that import laplace-torch.
+
+    Call it before they are imported. An installed laplace-torch is hidden for the rest of the process.
+
+        lapwing.compat.laplace_torch.install()
+        from laplace import Laplace
+    """
+    offered = contents()
+    for name in [known for known in sys.modules if known == "laplace" or known.startswith("laplace.")]:
+        del sys.modules[name]
+    for name, names in offered.items():
+        module = ModuleType(name, f"Lapwing in the place of laplace-torch's {name}.")
+        inside = any(other.startswith(f"{name}.") for other in offered)
+        module.__spec__ = ModuleSpec(name, None, is_package=inside)
+        module.__dict__.update(names)
+        module.__dict__["__all__"] = [key for key in names if not key.startswith("_")]
+        if inside:
+            module.__path__ = []
+        sys.modules[name] = module
+    for name in offered:
+        parent, _, own = name.rpartition(".")
+        if parent and not hasattr(sys.modules[parent], own):
+            setattr(sys.modules[parent], own, sys.modules[name])

@@ -1,0 +1,124 @@
+"""Posteriors over the last layer: `FullLLLaplace`, `KronLLLaplace`, `DiagLLLaplace`."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+
+from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace, KronLaplace
+from lapwing.compat.laplace_torch.backends import CurvatureInterface
+from lapwing.compat.laplace_torch.enums import Likelihood
+from lapwing.compat.laplace_torch.features import FeatureExtractor, FeatureReduction
+from lapwing.compat.laplace_torch.parametric import ParametricLaplace
+from lapwing.laplace import Laplace
+
+
+class LLLaplace(ParametricLaplace):
+    """A posterior over the last layer of a copy of the model, by its name or as the fit finds it.
+
+    `feature_reduction` is accepted and not needed: what the model itself does with its features counts.
+    """
+
+    model: FeatureExtractor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: FeatureReduction | str | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type[CurvatureInterface] | None = None,
+        last_layer_name: str | None = None,
+        backend_kwargs: MutableMapping[str, Any] | None = None,
+        asdl_fisher_kwargs: Any = None,
+    ) -> None:
+        if asdl_fisher_kwargs is not None:
+            raise ValueError("asdl_fisher_kwargs is not for a posterior over the last layer")
+        model = model.model if isinstance(model, FeatureExtractor) else model
+        super().__init__(
+            model, likelihood, sigma_noise, 1.0, 0.0, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs=backend_kwargs,
+        )  # fmt: skip
+        self.model = FeatureExtractor(deepcopy(model), last_layer_name, enable_backprop, feature_reduction)
+        self._last_layer_name = last_layer_name
+        self._known: tuple[str, ...] | None = None
+        self._backend_kwargs["last_layer"] = True
+        self.n_params = self.n_layers = None
+        self.params = []
+        self._prior_precision: Any = prior_precision
+        self._prior_mean: Any = prior_mean
+        self.mean = None
+        if self.model.last_layer is not None:
+            self._know([f"{last_layer_name}.{name}" for name in dict(self.model.last_layer.named_parameters())])
+
+    def _know(self, names: Any) -> None:
+        """Take over the names of the parameters of the last layer, and check the settings against their sizes."""
+        live = dict(self._network.named_parameters())
+        self._known = tuple(names)
+        self.params = [live[name] for name in self._known]
+        self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
+        self.prior_precision, self.prior_mean = self._prior_precision, self._prior_mean
+        self.mean = self.prior_mean
+
+    @property
+    def _network(self) -> nn.Module:
+        return self.model.model
+
+    @property
+    def _selection(self) -> Any:
+        if self._known is None:
+            return "last_layer"
+        return lambda name, p: name.removeprefix("model.") in self._names or name in self._names
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self._known or ()
+
+    def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
+        """Fit the posterior over the last layer; `override=False` adds data to an earlier fit."""
+        super().fit(train_loader, override, progress_bar)
+
+    def _fitted(self, found: Laplace, outputs: int) -> None:
+        inner = "model." if found.module is not self._network else ""
+        names = [name.removeprefix(inner) for name in found.params.names]
+        owner = names[0].rpartition(".")[0]
+        if self.model.last_layer is None and isinstance(self._network.get_submodule(owner), nn.Linear) and owner:
+            self.model.set_last_layer(owner)
+        self._know(names)
+        super()._fitted(found, outputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "_last_layer_name": self._last_layer_name}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        stored = state_dict.get("_last_layer_name")
+        if self._last_layer_name != stored:
+            raise ValueError(f"the state has last_layer_name={stored!r}, this has {self._last_layer_name!r}")
+        super().load_state_dict(state_dict)
+
+
+class FullLLLaplace(LLLaplace, FullLaplace):
+    """A dense curvature of the last layer."""
+
+    _key = ("last_layer", "full")
+
+
+class KronLLLaplace(LLLaplace, KronLaplace):
+    """Kronecker factors of the last layer."""
+
+    _key = ("last_layer", "kron")
+
+
+class DiagLLLaplace(LLLaplace, DiagLaplace):
+    """A diagonal curvature of the last layer."""
+
+    _key = ("last_layer", "diag")

@@ -1,0 +1,259 @@
+"""`ParametricLaplace`: a posterior over weights that is fitted, tuned, sampled and scored by laplace-torch's names.
+
+It holds one frozen `lapwing.Laplace`, and replaces it whenever a setting changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.compat.laplace_torch.enums import Likelihood
+from lapwing.compat.laplace_torch.mapped import Mapped
+from lapwing.compat.laplace_torch.saved import Saved
+from lapwing.curvature import Factor, Structure
+from lapwing.errors import BadData
+from lapwing.fitting import fit
+from lapwing.laplace import Laplace
+from lapwing.likelihoods import BradleyTerry, Categorical, Gaussian
+from lapwing.likelihoods import Likelihood as Family
+from lapwing.linalg import PSD, DenseRows
+from lapwing.posterior import Belief, Prior, Tempered
+
+
+class ParametricLaplace(Saved):
+    """A Gaussian posterior over weights; subclasses choose which weights and which structure."""
+
+    _la: Laplace | None = None
+    mean: Tensor | None = None
+
+    def _begin(self) -> None:
+        self.mean = self.prior_mean
+
+    # --- what subclasses choose --------------------------------------------------------------------------------------
+
+    def _structure(self) -> Structure:
+        """Return the structure of the curvature."""
+        raise NotImplementedError
+
+    @property
+    def _selection(self) -> Any:
+        """What `lapwing.fit(select=...)` takes."""
+        return "all"
+
+    @property
+    def _network(self) -> nn.Module:
+        """The network that is fitted."""
+        return self.model
+
+    def _factor(self) -> Factor:
+        return self._backend_cls.factor(self._backend_kwargs)
+
+    # --- fit ---------------------------------------------------------------------------------------------------------
+
+    def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
+        """Fit the posterior at the weights that the model has; `override=False` adds data to an earlier fit.
+
+        The number of data is what the loader yields, not `len(train_loader.dataset)`. The model stays in the mode
+        (training or evaluation) in which it was.
+        """
+        first = next(iter(train_loader))
+        x, y = self._targets_of(first)
+        if self._la is None or override:
+            module: nn.Module = self._network
+            if isinstance(first, MutableMapping):
+                module = Mapped(module, type(first))
+            found = fit(
+                module,
+                train_loader,
+                self._family(),
+                structure=self._structure(),
+                factor=self._factor(),
+                select=self._selection,
+                split=self._targets_of,
+                progress=progress_bar,
+            )
+        else:
+            found = self._la.update(train_loader)
+        outputs = found.predict(x).function.mean
+        self._require_targets(outputs, y, found.options.scalar)
+        self._fitted(found, outputs.shape[-1])
+
+    def _fitted(self, found: Laplace, outputs: int) -> None:
+        """Take over a new posterior."""
+        self._la, self.n_data, self.n_outputs = found, round(found.n_data), outputs
+        self.mean = self._mean_of(found)
+        self._changed()
+
+    def _mean_of(self, found: Laplace) -> Tensor:
+        return found.posterior.mean.to(self._dtype)
+
+    def _family(self) -> Family:
+        if self.likelihood == Likelihood.REGRESSION:
+            return Gaussian(noise=float(self.sigma_noise))
+        return Categorical() if self.likelihood == Likelihood.CLASSIFICATION else BradleyTerry()
+
+    def _require_targets(self, outputs: Tensor, y: Any, scalar: bool) -> None:
+        if self.likelihood == Likelihood.REGRESSION and y.ndim != outputs.ndim - scalar:
+            raise BadData(f"the outputs have {outputs.ndim - scalar} dimensions and the targets {y.ndim}: use the same")
+
+    # --- the posterior under the present settings ---------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        self._cached: Laplace | None = None
+
+    def _check_H_init(self) -> None:
+        if self._la is None:
+            raise AttributeError("this posterior is not fitted yet: call fit(train_loader) first")
+
+    @property
+    def _current(self) -> Laplace:
+        """The fitted posterior with the present prior, noise and temperature."""
+        self._check_H_init()
+        assert self._la is not None
+        if self._cached is None:
+            belief = self._belief(differentiable=False)
+            self._cached = self._la.replace(
+                prior=belief.prior, likelihood=belief.likelihood, temperature=belief.temperature
+            )
+        return self._cached
+
+    @property
+    def posterior(self) -> Laplace:
+        """The `lapwing.Laplace` behind this object, with everything that it can do beyond laplace-torch."""
+        return self._current
+
+    def _belief(self, differentiable: bool = True) -> Belief:
+        """Curvature, prior, noise and temperature, with the graph of the settings where they have one."""
+        self._check_H_init()
+        assert self._la is not None
+        precision, mean, sigma = self.prior_precision, self.prior_mean, self.sigma_noise
+        if not differentiable:
+            precision, mean, sigma = precision.detach(), mean.detach(), sigma.detach()
+        family = Gaussian(noise=sigma.double()) if self._la.likelihood.dispersion_name else self._la.likelihood
+        prior = Prior(self._prior_of(precision), self._mean_of_prior(mean))
+        return Belief(self._la.curvature, prior, family, Tempered(1 / self.temperature))
+
+    def _prior_of(self, precision: Tensor) -> Any:
+        """The prior precision as `lapwing.Prior` takes it."""
+        assert self._la is not None
+        if precision.numel() == 1:
+            return precision.reshape(()).double()
+        if len(precision) == self.n_params:
+            return precision.double()
+        return dict(zip(self._la.params.names, precision.double().unbind(), strict=True))
+
+    def _mean_of_prior(self, mean: Tensor) -> Tensor:
+        return (mean.reshape(()) if mean.numel() == 1 else mean).double()
+
+    @property
+    def _precision(self) -> PSD:
+        return self._current.posterior.precision
+
+    # --- density and samples -----------------------------------------------------------------------------------------
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draw weight vectors, (n_samples, P)."""
+        return self._current.posterior.sample(n_samples, generator).to(self._dtype)
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """Return (value − mean)ᵀ P (value − mean) for the posterior precision P."""
+        delta = value - self._require_mean()
+        if self._la is None:
+            return (delta * self.prior_precision_diag) @ delta
+        return (delta * self._precision.matvec(delta)).sum(-1).to(self._dtype)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Return the log-density of the posterior (before a fit: of the prior) at a weight vector."""
+        distance = self.square_norm(value)
+        if not normalized:
+            return -distance / 2
+        return self.log_det_posterior_precision / 2 - value.shape[-1] / 2 * math.log(2 * math.pi) - distance / 2
+
+    def _require_mean(self) -> Tensor:
+        if self.mean is None:
+            raise AttributeError("this posterior is not fitted yet: call fit(train_loader) first")
+        return self.mean
+
+    # --- evidence ----------------------------------------------------------------------------------------------------
+
+    @property
+    def loss(self) -> Tensor | float:
+        if self._la is None:
+            return 0.0
+        if not self._la.likelihood.dispersion_name:
+            return -self._la.log_likelihood.to(self._dtype)
+        count = self.n_data * self.n_outputs
+        unit = Gaussian(noise=1.0).log_likelihood(self._la.curvature.statistics)
+        return -(unit + count * math.log(2 * math.pi) / 2).to(self._dtype)
+
+    @property
+    def scatter(self) -> Tensor:
+        """(θ̂ − μ₀)ᵀ Π (θ̂ − μ₀)."""
+        return self._scatter().to(self._dtype)
+
+    def _scatter(self) -> Tensor:
+        return (self._offset.square() * self.prior_precision_diag.double()).sum()
+
+    @property
+    def _offset(self) -> Tensor:
+        """θ̂ − μ₀, in float64."""
+        return (self._require_mean() - self.prior_mean).double()
+
+    @property
+    def log_det_prior_precision(self) -> Tensor:
+        return self.prior_precision_diag.double().log().sum().to(self._dtype)
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        if self._la is None:
+            return self.log_det_prior_precision
+        return (self._log_det_ratio() + self.prior_precision_diag.double().log().sum()).to(self._dtype)
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """log |P| − log |Π| of posterior and prior precision."""
+        return self._log_det_ratio().to(self._dtype)
+
+    def _log_det_ratio(self) -> Tensor:
+        """The same in float64; differentiable in prior precision and noise."""
+        belief = self._belief()
+        return belief.curvature.matrix.scale(belief.scale).logdet_ratio(belief.resolved_prior[1])
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
+    ) -> Tensor:
+        """Return the log evidence; given settings replace the present ones. Differentiable in both.
+
+        At a temperature other than 1 it is that of laplace-torch: see `log_likelihood`.
+        """
+        if prior_precision is not None:
+            self.prior_precision = prior_precision
+        if sigma_noise is not None:
+            if self.likelihood != Likelihood.REGRESSION:
+                raise ValueError("sigma_noise is for likelihood='regression'")
+            self.sigma_noise = sigma_noise
+        fitted = self.log_likelihood.double() - 0.5 * (self._log_det_ratio() + self._scatter())
+        return fitted.to(self._dtype)
+
+    # --- covariances of outputs from Jacobians -----------------------------------------------------------------------
+
+    def functional_variance(self, Js: Tensor) -> Tensor:
+        """J Σ Jᵀ of each item: Jacobians (batch, outputs, P) → (batch, outputs, outputs)."""
+        self._check_jacobians(Js)
+        return self._precision.quadratic(DenseRows(Js)).to(Js.dtype)
+
+    def functional_covariance(self, Js: Tensor) -> Tensor:
+        """J Σ Jᵀ across items: Jacobians (batch, outputs, P) → (batch·outputs, batch·outputs)."""
+        self._check_jacobians(Js)
+        size = Js.shape[0] * Js.shape[1]
+        return self._precision.joint(DenseRows(Js)).reshape(size, size).to(Js.dtype)
+
+    def _check_jacobians(self, Js: Tensor) -> None:
+        size = self._precision.size
+        if not isinstance(Js, Tensor) or Js.ndim != 3 or Js.shape[-1] != size:
+            raise ValueError(f"Jacobians have the shape (batch, outputs, {size}), got {getattr(Js, 'shape', Js)}")
