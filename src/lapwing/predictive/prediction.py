@@ -510,7 +510,7 @@ class LabelPrediction(_Labels):
         names = classes if len(classes) == len(p) else [str(k) for k in range(len(p))]
         said = lambda on: ", ".join(n for n, each in zip(names, on) if each) or "none"  # noqa: E731
         if len(p) == 1:
-            yes = lambda on: (classes[int(on)] if len(classes) == 2 else str(int(on)))  # noqa: E731
+            yes = lambda on: classes[int(on)] if len(classes) == 2 else str(int(on))  # noqa: E731
             truth = "" if y is None else yes(bool(y[index].flatten()[0] > 0.5))
             sure = max(float(p[0]), 1 - float(p[0]))
             return {"truth": truth, "answer": yes(bool(p[0] > 0.5)), "certainty": f"p {sure:.2f}"}
