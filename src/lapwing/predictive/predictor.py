@@ -130,7 +130,12 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path, names: Sequen
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError("ONNX files need onnx and onnxscript: pip install 'lapwing-torch[onnx]'") from error
-    written = torch.onnx.export(program, dynamo=True, verbose=False, output_names=list(names))
+    written = torch.onnx.export(program, dynamo=True, verbose=False)
     assert written is not None
+    graph = written.model.graph
+    for value in (own for node in graph for own in node.outputs):
+        value.name = f"{value.name}_inside"  # an operation of the network may have the name of an output, such as mean
+    for value, name in zip(graph.outputs, names, strict=True):
+        value.name = name
     with replacing(path) as part:
         written.save(part, external_data=False)
