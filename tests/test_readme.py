@@ -28,18 +28,24 @@ def trained() -> dict[str, object]:
         name: DataLoader(TensorDataset(data.inputs[part], data.targets[part]), batch_size=100)
         for name, part in {"train_loader": slice(0, 300), "val_loader": slice(300, 500)}.items()
     }
-    return {"model": model, "x": data.inputs[500:520], "torch": torch, **loader}
+    inputs = torch.linspace(-2, 2, 40)[:, None]
+    regression = {"network": networks.mlp([1, 4, 1]), "inputs": inputs, "targets": inputs.sin()}
+    return {"model": model, "x": data.inputs[500:520], "torch": torch, **loader, **regression}
 
 
 def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     names = trained()
-    assert len(BLOCKS) == 2
-    for block in BLOCKS:
-        exec(compile(block, "README.md", "exec"), names)
-    prediction = names["p"]
+    classification, regression, comparison = BLOCKS
+    exec(compile(classification, "README.md", "exec"), names)
+    prediction, posterior = names["p"], names["la"]
     torch.testing.assert_close(prediction.probs.sum(-1), torch.ones(20))
-    torch.testing.assert_close(names["la"].predict(names["x"]).probs, prediction.probs)
+    torch.testing.assert_close(posterior.predict(names["x"]).probs, prediction.probs)
+    exec(compile(regression, "README.md", "exec"), names)
+    low, high = names["p"].interval(0.95)
+    assert bool((low < names["p"].mean).all() and (names["p"].mean < high).all())
+    names["la"] = posterior
+    exec(compile(comparison, "README.md", "exec"), names)
     assert "NLL" in capsys.readouterr().out
     assert (tmp_path / "report.html").exists()
 

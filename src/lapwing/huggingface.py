@@ -45,9 +45,10 @@ FILE = "posterior.lapwing"
 class LaplaceCallback(TrainerCallback):
     """Fit a posterior when `Trainer.train` ends, after the best model was loaded (`load_best_model_at_end=True`).
 
-    `callback.la` is the posterior, over the parameters that were trained. `tune` says whether it is tuned on the
-    evaluation data, if the trainer has any, or holds options of `la.tune` for that. `data` are batches to fit in place
-    of the trainer's own, which are read once. Anything else goes to `lapwing.fit`.
+    `callback.la` is the posterior, over the parameters that were trained. `tune` says whether it is tuned on the data
+    that the trainer evaluated on (`eval_strategy="epoch"`; without an evaluation it has made none ready), or holds
+    options of `la.tune`, held-out `data` among them. `data` are batches to fit in place of the trainer's own. Anything
+    else goes to `lapwing.fit`.
 
         callback = LaplaceCallback("classification", structure="kron", factor="mc")
         Trainer(model, args, train_dataset=train, eval_dataset=val, callbacks=[callback]).train()
@@ -89,9 +90,9 @@ class LaplaceCallback(TrainerCallback):
         if data is None:
             raise BadData("the trainer has no training data: pass LaplaceCallback(..., data=batches)")
         la = fit(given["model"], data, self.likelihood, **self.options)
-        held_out = given.get("eval_dataloader")
-        if held_out is not None and self.tune is not False:
-            la = la.tune(held_out, **(self.tune if isinstance(self.tune, Mapping) else {}))
+        choices = {"data": given.get("eval_dataloader"), **(self.tune if isinstance(self.tune, Mapping) else {})}
+        if self.tune is not False and choices["data"] is not None:
+            la = la.tune(**choices)
         self._la = la
 
 
@@ -106,7 +107,8 @@ def generate(
     """Generate with each of `samples` networks whose weights are drawn from the posterior: one result per network.
 
     `inputs` and `options` are what the model's own `generate` takes. Where the results agree, the posterior is sure of
-    the text; `la.predict(...).epistemic` tells the same per token. The networks are those of `la.ensemble(samples)`.
+    the text; `la.predict(...).epistemic` tells the same per token. The networks are those of `la.ensemble(samples)`;
+    `generator` draws their weights, while `do_sample=True` draws tokens with torch's global generator.
 
         for ids in lapwing.huggingface.generate(la, tokenizer("Once", return_tensors="pt"), max_new_tokens=20):
             print(tokenizer.decode(ids[0]))

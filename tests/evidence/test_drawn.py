@@ -154,6 +154,35 @@ def test_nothing_that_counts() -> None:
         collect_draws(la.belief, Groups.scalar(la.params.size), stream, Nodes.spanning(1e-4, 1e5, 10.0), memory=2**30)
 
 
+def test_segmentation() -> None:
+    """Pixels with classes in the first dimension, 1,280 outputs per image: draws against the network alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 5, 1))
+        x, y = torch.randn(6, 1, 16, 16), torch.randint(5, (6, 16, 16))
+    y[:, :4] = 255
+    likelihood = lapwing.Categorical(class_dim=1, ignore_index=255)
+    la = lapwing.fit(net, [(x, y)], likelihood, structure="kron", factor="mc")
+    tuned = la.tune([(x, y)], grid={"prior": (1e8,)}, learn="prior")
+    assert any("draws of f at 384 items of 6 data" in message for message in tuned.tuning.messages)  # 64 per image
+    with torch.no_grad():
+        own = nn.functional.cross_entropy(net(x), y, ignore_index=255)
+    assert tuned.tuning.baselines["MAP"] == pytest.approx(own.item(), rel=0.05)  # an even part of the pixels
+    assert tuned.tuning.score == pytest.approx(tuned.tuning.baselines["MAP"], abs=1e-3)
+
+
+def test_rows_that_do_not_fit_are_refused_before_they_are_made() -> None:
+    """A temperature curve takes rows of all outputs; 30,000 words × 20 tokens are too many for 1 GB."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 4), nn.Linear(4, 30_000))
+        ids = torch.randint(50, (2, 20))
+    options = {"structure": "kron", "factor": "mc", "select": "1.*", "memory": 10**9}
+    la = lapwing.fit(net, [(ids, ids)], "classification", **options)
+    with pytest.raises(lapwing.TooLarge, match=r"rows of 600,000 outputs of one sample need .* GB.*memory="):
+        la.temperature_curve([(ids, ids)])
+
+
 VOCABULARY = """
 import resource, torch, lapwing
 from torch import nn

@@ -1,5 +1,6 @@
 """A callback of Transformers' Trainer: it fits the best model, on the trainer's own batches."""
 
+import gzip
 import os
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,61 @@ def test_padding_does_not_count(tmp_path: Path) -> None:
     together = callback.la.predict(padded(items)).probs
     for item, probs in zip(items, together):
         assert torch.allclose(callback.la.predict(padded([item])).probs[0], probs, atol=1e-4)
+
+
+def test_held_out_data_may_be_given(tmp_path: Path) -> None:
+    data = [padded([Sentences(24, 1)[k] for k in range(24)])]
+    options = {"data": data, "grid": {"prior": (2.0, 3.0)}, "learn": "prior"}
+    callback = door.LaplaceCallback("classification", select="classifier.*", structure="kron", tune=options)
+    trainer(tmp_path, callback, save_strategy="no", max_steps=2).train()
+    assert callback.la.tuning is not None
+    assert callback.la.tuning.setting.deterministic or callback.la.tuning.setting.precision.item() in (2.0, 3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_questions_by_adapters_of_a_language_model(tmp_path: Path, data_dir: Path) -> None:
+    """TREC-6 questions by LoRA on the 260k Llama: trained, fitted and tuned by Trainer, then loaded from the folder."""
+    peft = pytest.importorskip("peft")
+    hf.utils.logging.disable_progress_bar()
+    hf.set_seed(0)
+    folder = data_dir / "tinystories-260k"
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder, pad_token="</s>")
+
+    def read(name: str, size: int) -> list[dict[str, Any]]:
+        with gzip.open(data_dir / "text-classification" / f"trec6_{name}.tsv.gz", "rt", encoding="utf-8") as file:
+            rows = [line.rstrip("\n").split("\t") for line in file]
+        found = [sorted(row, key=len) for row in rows[:size]]
+        return [{"input_ids": tokenizer(text)["input_ids"][:32], "labels": int(label)} for label, text in found]
+
+    def base() -> Any:
+        hf.set_seed(0)
+        return hf.LlamaForSequenceClassification.from_pretrained(
+            folder, num_labels=6, pad_token_id=tokenizer.pad_token_id
+        )
+
+    train, test = read("train", 900), read("test", 300)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
+    model = peft.get_peft_model(base(), lora)
+    callback = door.LaplaceCallback("classification", structure="kron", select="*lora*", progress=False)
+    arguments = hf.TrainingArguments(
+        str(tmp_path / "run"), num_train_epochs=3, per_device_train_batch_size=16, learning_rate=5e-3, report_to=[],
+        use_cpu=True, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, disable_tqdm=True,
+    )  # fmt: skip
+    hf.Trainer(
+        model, arguments, train_dataset=train[:700], eval_dataset=train[700:], processing_class=tokenizer,
+        callbacks=[callback],
+    ).train()  # fmt: skip
+    batches = [dict(tokenizer.pad(test[k : k + 50], return_tensors="pt")) for k in range(0, 300, 50)]
+    report = lapwing.evaluate({"MAP": model, "Laplace": callback.la}, batches).to_dict()
+    scores = {name: report["models"][name] for name in ("MAP", "Laplace")}
+    assert scores["Laplace"]["accuracy"] > 0.5
+    assert scores["Laplace"]["nll"] < scores["MAP"]["nll"] + 0.02
+    model.save_pretrained(tmp_path / "adapter")
+    door.save(callback.la, tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter", adapter_name="questions")
+    la = door.load(tmp_path / "adapter", again)
+    assert torch.allclose(la.predict(batches[0]).probs, callback.la.predict(batches[0]).probs, atol=1e-6)
 
 
 def test_wrong_options_are_told_before_the_training() -> None:

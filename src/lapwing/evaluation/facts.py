@@ -15,7 +15,7 @@ BELIEF = ("likelihood", "prior", "temperature", "logit_temperature", "tuned", "n
 
 def settings_of(model: Any, module: nn.Module) -> dict[str, str]:
     """Return what a report says about a model: its kind, its network, and the settings that it has."""
-    found = {"kind": type(model).__name__}
+    found = {} if model is module else {"kind": type(model).__name__}
     weights = sum(p.numel() for p in module.parameters())
     if weights:
         found["network"] = f"{type(module).__name__}, {weights:,} weights"

@@ -1,4 +1,4 @@
-"""What a report found, in sentences that stand alone."""
+"""What a report found, in sentences that stand alone. Numbers in brackets are 95 % intervals."""
 
 from __future__ import annotations
 
@@ -60,24 +60,24 @@ def _change(report: Numbers, name: str, other: str, column: str, what: str) -> s
     words = f"from {cell(column, before)} to {cell(column, after)}"
     if math.isnan(low):
         return f"{name} changes {what} {words} compared with {other}; one item says nothing about others."
-    size = plus_minus(column, abs(value), (high - low) / 2)
     if low <= 0 <= high:
         return (
             f"There is no measurable difference in {what} between {name} ({cell(column, after)}) and {other} "
-            f"({cell(column, before)}): {size}."
+            f"({cell(column, before)}): {difference_words(column, value, low, high)}."
         )
-    verb = "raises" if value > 0 else "lowers"
+    verb, ends = ("raises", (low, high)) if value > 0 else ("lowers", (-high, -low))
     judged = {1: "better", -1: "worse", 0: "different"}[report.verdict(name, column, other)]
-    return f"{name} {verb} {what} {words} (by {size}), which is {judged} than {other}."
+    size = difference_words(column, abs(value), *ends)
+    return f"{name} {verb} {what} {words}, by {size}, which is {judged} than {other}."
 
 
-def plus_minus(column: str, value: float, spread: float, *, sign: bool = False) -> str:
-    """Write "value ± spread" with two digits of the spread; shares in percentage points."""
+def difference_words(column: str, value: float, low: float, high: float, *, sign: bool = False) -> str:
+    """Write "value (low to high)" with two digits of the interval's half-width; shares in percentage points."""
     factor, unit = (100, " points") if column == "accuracy" else (1, "")
-    value, spread = factor * value, factor * spread
-    digits = 1 - math.floor(math.log10(spread)) if spread > 0 else 4
-    digits = max(0, min(digits, 12))
-    return f"{value:{'+' if sign else ''}.{digits}f} ± {spread:.{digits}f}{unit}".replace("-", "−")
+    spread = factor * (high - low) / 2
+    digits = max(0, min(1 - math.floor(math.log10(spread)), 12)) if spread > 0 else 4
+    first, *ends = (f"{factor * number:.{digits}f}".replace("-", "−") for number in (value, low, high))
+    return f"{'+' if sign and value > 0 else ''}{first} ({' to '.join(ends)}){unit}"
 
 
 def score_name(report: Numbers, score: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lapwing.evaluation import intervals
 from lapwing.evaluation.examples import Example
 from lapwing.evaluation.figures import Picture, distinct_scores, figures_of
-from lapwing.evaluation.findings import findings_of, plus_minus, score_name
+from lapwing.evaluation.findings import difference_words, findings_of, score_name
 from lapwing.evaluation.results import COST_COLUMNS, SCORES, Numbers, cell, column_of, title
 from lapwing.evaluation.template import TEMPLATE
 from lapwing.plots.distributions import stretched
@@ -182,7 +182,7 @@ def number(report: Numbers, name: str, column: str) -> Cell:
     if least == most == 0:
         words = "same for every item"
     elif not math.isnan(least):
-        words = plus_minus(column, gap, (most - least) / 2, sign=True)
+        words = difference_words(column, gap, least, most, sign=True)
     return Cell(cell(column, value), span, words, report.verdict(name, column), value)
 
 
@@ -194,7 +194,7 @@ def legend_of(report: Numbers) -> str:
     ]
     if len(report.results) > 1:
         words.append(
-            f"The line below is the difference from {report.baseline} on the same items, ± half of its 95 % interval. "
+            f"The line below is the difference from {report.baseline} on the same items, with its 95 % interval. "
             "Bold with ▲ is better and ▼ worse beyond that interval; anything else is a draw. Where nothing differs, "
             "one comparison in twenty gets a mark by chance."
         )
@@ -268,7 +268,8 @@ def svg_of(picture: Picture, place: int) -> dict[str, str]:
 
     `place` makes the identifiers of this picture differ from those of others.
     """
-    return {"svg": inline_svg(picture.figure, picture.words, place), "name": picture.name, "words": picture.words}
+    width = str(round(picture.figure.get_figwidth() * 96))
+    return {"svg": inline_svg(picture.figure, picture.words, place), "words": picture.words, "width": width}
 
 
 def inline_svg(figure: Figure, words: str, place: int) -> str:
@@ -282,9 +283,8 @@ def inline_svg(figure: Figure, words: str, place: int) -> str:
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     for color in COLORS:
         text = text.replace(color, f"var(--{color[1:]})")
-    width = round(figure.get_figwidth() * 96)
     escaped = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    head = f'<svg role="img" aria-label="{escaped}" style="max-width: {width}px" '
+    head = f'<svg role="img" aria-label="{escaped}" '
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None
     inside = text[text.index(">") + 1 :]

@@ -15,7 +15,10 @@ TEMPLATE = """<!doctype html>
     --bad: #9a3412; } }
   * { box-sizing: border-box; }
   body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: var(--1f2328);
-         background: var(--page); max-width: 1120px; margin: 2.2rem auto; padding: 0 1.25rem; overflow-wrap: anywhere; }
+         background: var(--page); max-width: 1120px; margin: 2.2rem auto; padding: 0 1.25rem;
+         overflow-wrap: break-word; }
+  dd, .rows td, .items li, figcaption { overflow-wrap: anywhere; }
+  .scroll { overflow-x: auto; }
   h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .2rem; }
   h2 { font-size: 1.25rem; margin: 2.6rem 0 .3rem; padding-top: 1rem; border-top: 1px solid var(--line); }
   h3 { font-size: 1rem; margin: 1.6rem 0 .5rem; }
@@ -37,15 +40,16 @@ TEMPLATE = """<!doctype html>
   thead th[aria-sort="ascending"] button::after { content: " ↑"; }
   thead th[aria-sort="descending"] button::after { content: " ↓"; }
   .value { display: block; }
-  .span, .gap { display: block; font-size: .78rem; white-space: nowrap; }
+  .span, .gap { display: block; font-size: .78rem; }
+  .span { white-space: nowrap; }
   .better .value { font-weight: 700; color: var(--good); }
   .better .value::after { content: " ▲"; font-size: .7em; }
   .worse .value { color: var(--bad); }
   .worse .value::after { content: " ▼"; font-size: .7em; }
   .pictures { display: flex; flex-wrap: wrap; gap: 1rem 2rem; align-items: flex-start; margin: 1rem 0; }
   .pictures figure { margin: 0; flex: 0 1 auto; max-width: 100%; }
-  .pictures svg { display: block; overflow: visible; width: 100%; height: auto; min-width: min(300px, 100%); }
-  .pictures figcaption { font-size: .85rem; max-width: 26rem; }
+  .pictures svg { display: block; overflow: visible; width: 100%; height: auto; }
+  .pictures figcaption { font-size: .85rem; }
   .items { display: grid; grid-template-columns: repeat(auto-fill, minmax(92px, 1fr)); gap: .8rem; margin: .6rem 0;
            padding: 0; list-style: none; }
   .items li { font-size: .8rem; line-height: 1.35; }
@@ -68,6 +72,7 @@ TEMPLATE = """<!doctype html>
     td { display: grid; grid-template-columns: 6.5rem 1fr; column-gap: .6rem; }
     td::before { content: attr(data-label); color: var(--59636e); font-size: .85rem; }
     td .span, td .gap { grid-column: 2; white-space: normal; }
+    .pictures figure { width: 100% !important; }
     dl { grid-template-columns: 1fr; }
     dd { margin-bottom: .4rem; }
   }
@@ -96,13 +101,14 @@ TEMPLATE = """<!doctype html>
 <li>{{ line }}</li>
 {% endfor %}
 </ul>
+<p class="note">Numbers in brackets are 95 % intervals: what other test items might have given.</p>
 </section>
 {% for section in sections %}
 <section aria-labelledby="s{{ loop.index }}">
 <h2 id="s{{ loop.index }}">{{ section.title }}</h2>
 {% if section.text %}<p>{{ section.text }}</p>{% endif %}
 {% for table in section.tables %}
-<table role="table">
+<div class="scroll"><table role="table">
 <caption>{{ table.caption }}</caption>
 <thead role="rowgroup"><tr role="row">
 {% for head in table.heads %}
@@ -128,13 +134,14 @@ TEMPLATE = """<!doctype html>
 </tr>
 {% endfor %}
 </tbody>
-</table>
+</table></div>
 {% endfor %}
 {% if loop.first %}<p class="note">{{ legend }}</p>{% endif %}
 {% if section.pictures %}
 <div class="pictures">
 {% for picture in section.pictures %}
-<figure>{{ picture.svg | safe }}<figcaption>{{ picture.words }}</figcaption></figure>
+<figure style="width: {{ picture.width }}px">{{ picture.svg | safe }}
+<figcaption>{{ picture.words }}</figcaption></figure>
 {% endfor %}
 </div>
 {% endif %}

@@ -52,7 +52,8 @@ def needs_draws(belief: Belief, f: Tensor, y: Tensor, link: str, memory: int, sa
     nodes = 40  # what a tuning of prior and temperature takes
     covariances = samples * f[0].numel() * (classes + 1) // 2 * nodes * f.element_size()
     many = f[0].numel() > COVARIANCES or covariances > memory // 4
-    return many and belief.curvature.matrix.shifted_draws(1, torch.ones(1, dtype=torch.float64)) is not None
+    one = torch.ones(1, dtype=torch.float64, device=f.device)
+    return many and belief.curvature.matrix.shifted_draws(1, one) is not None
 
 
 def nodes_of_draws(nodes: Nodes, largest: float) -> Nodes:

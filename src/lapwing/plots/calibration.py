@@ -113,7 +113,7 @@ def risk_coverage(curves: Mapping[str, Any], *, label: str = "error rate") -> Fi
         percent(axes, "x")
         lattice(axes)
         if curves:
-            axes.legend(loc="upper left")
+            axes.legend(loc="best")
         return figure
 
 

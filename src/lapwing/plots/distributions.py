@@ -82,7 +82,7 @@ def separation(
         axes.set_yticks(places, 2 * [f"{tick:.0%}".replace("%", " %") for tick in ticks])
         axes.set(xlabel=label, ylabel="share of items", ylim=(-reach, reach), xlim=(float(edges[0]), float(edges[-1])))
         axes.set_title(f"AUROC {area:.3f}", fontsize=9, fontweight="normal")
-        axes.legend(loc="upper right", handlelength=1)
+        axes.legend(loc="best", handlelength=1)
         return figure
 
 

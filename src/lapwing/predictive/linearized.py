@@ -106,6 +106,16 @@ class Linearized:
             start += size
             size = self._samples_at_once(at.plan, rows.r)
 
+    def require_rows(self, directions: int) -> None:
+        """Raise `TooLarge` where so many rows of one sample do not fit into memory."""
+        needed = 4 * (self.plan.under_way(directions) + directions**2) + self.plan.graph  # and directions
+        if needed > max(self.memory, CHUNK):
+            raise TooLarge(
+                f"the rows of {directions:,} outputs of one sample need {needed / 1e9:.3g} GB, the budget is "
+                f"{self.memory / 1e9:.3g} GB. Use la.tune(val) with held-out data, which takes draws of so many "
+                "outputs, choose the prior yourself with la.replace(prior=...), or raise memory= in fit."
+            )
+
     def _samples_at_once(self, plan: Plan, directions: int) -> int:
         """Return how many samples fit into memory with the gradients of all directions and their graph."""
         each = 4 * plan.under_way(directions) + plan.graph

@@ -398,12 +398,12 @@ class ClassPrediction(_Labels):
     @cached_property
     def probs(self) -> Tensor:
         """(B, *event, C), the classes last wherever the network has them."""
-        return self._law.log_probs.exp()
+        return self._law.probs
 
     @property
     def label(self) -> Tensor:
         """The most probable class, (B, *event)."""
-        return self._law.log_probs.argmax(-1)
+        return self._law.probs.argmax(-1)
 
     @property
     def confidence(self) -> Tensor:
@@ -413,7 +413,7 @@ class ClassPrediction(_Labels):
     @cached_property
     @outside_autocast
     def entropy(self) -> Tensor:
-        return entropy(self._law.log_probs)
+        return self._law.entropy
 
     @cached_property
     def aleatoric(self) -> Tensor:
@@ -511,7 +511,7 @@ class LabelPrediction(_Labels):
         names = classes if len(classes) == len(p) else [str(k) for k in range(len(p))]
         said = lambda on: ", ".join(n for n, each in zip(names, on) if each) or "none"  # noqa: E731
         if len(p) == 1:
-            yes = lambda on: (classes[int(on)] if len(classes) == 2 else str(int(on)))  # noqa: E731
+            yes = lambda on: classes[int(on)] if len(classes) == 2 else str(int(on))  # noqa: E731
             truth = "" if y is None else yes(bool(y[index].flatten()[0] > 0.5))
             sure = max(float(p[0]), 1 - float(p[0]))
             return {"truth": truth, "answer": yes(bool(p[0] > 0.5)), "certainty": f"p {sure:.2f}"}
