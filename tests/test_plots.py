@@ -7,7 +7,9 @@ import matplotlib
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch import nn
 
+import lapwing
 from lapwing import metrics, plots
 from lapwing.errors import BadData
 from lapwing.evidence import Setting, Tuning
@@ -143,6 +145,10 @@ def test_the_curve_of_a_score_is_that_of_scikit_learn() -> None:
     assert label == f"entropy  {metrics.auroc(inside, outside):.3f}"
     with pytest.raises(BadData, match="the same names"):
         plots.roc({"entropy": inside}, {"novelty": outside})
+    alone = plots.roc(inside, outside).axes[0].get_lines()[1]
+    assert alone.get_xdata().tolist() == x.tolist()
+    with pytest.raises(BadData, match="for both"):
+        plots.roc(inside, {"novelty": outside})
 
 
 def test_a_band_holds_interval_and_doubt() -> None:
@@ -196,3 +202,11 @@ def test_intervals_of_scores_and_of_the_evidence() -> None:
     assert bars[2] == pytest.approx([-9.5, -6.5])  # one nat, and two standard errors
     with pytest.raises(BadData, match="no moment"):
         plots.evidence(())
+
+
+def test_the_evidence_of_a_training() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 2)
+    trained = lapwing.train(nn.Linear(2, 1), (x, x[:, :1]), "regression", epochs=4, every=1, burnin=1, progress=False)
+    (line,) = plots.evidence(trained).axes[0].get_lines()
+    assert line.get_ydata().tolist() == [moment.evidence for moment in trained.history]

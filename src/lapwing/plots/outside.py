@@ -16,16 +16,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def roc(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor], *, title: str = "") -> Figure:
+def roc(
+    inside: Mapping[str, Tensor] | Tensor, outside: Mapping[str, Tensor] | Tensor, *, title: str = ""
+) -> Figure:
     """Plot the share of outside items found against the share of test items flagged by mistake, one line per score.
 
-    Both map the name of a score to its values, which grow with strangeness; the area under a line is the AUROC, which
-    stands in the legend.
+    Both map the name of a score to its values, which grow with strangeness, or are the values of one score; the area
+    under a line is the AUROC, which stands in the legend.
 
     Example:
         >>> p, q = la.predict(x_test), la.predict(x_other)
         >>> plots.roc({"entropy": p.entropy, "novelty": p.novelty}, {"entropy": q.entropy, "novelty": q.novelty})
     """
+    if isinstance(inside, Tensor) and isinstance(outside, Tensor):
+        inside, outside = {"score": inside}, {"score": outside}
+    if isinstance(inside, Tensor) or isinstance(outside, Tensor):
+        raise BadData("pass the values of one score for both sides, or for both a mapping from names to values")
     if not inside or inside.keys() != outside.keys():
         raise BadData(f"the scores of both sides must have the same names, got {list(inside)} and {list(outside)}")
     with style():

@@ -73,16 +73,16 @@ def bounds(prediction: Any, level: float) -> Bounds:
     return row(mean), row(lower), row(upper)
 
 
-def parity(predictions: Mapping[str, Any], targets: Tensor, *, level: float = 0.95) -> Figure:
+def parity(predictions: Any, targets: Tensor, *, level: float = 0.95) -> Figure:
     """Plot predictions with their intervals against the targets, one panel per model.
 
-    `predictions` maps names to a `Prediction` or to (mean, lower, upper). Intervals that hold their target touch the
-    diagonal; those that miss it are drawn in another color. Of many items, an even selection is drawn.
+    `predictions` maps names to a `Prediction` or to (mean, lower, upper), or is one of these. Intervals that hold their
+    target touch the diagonal; those that miss it are drawn in another color. Of many items, an even selection is drawn.
 
     Example:
         >>> plots.parity({"Laplace": la.predict(x_test)}, y_test).savefig("parity.png")
     """
-    truth = row(targets)
+    truth, predictions = row(targets), named(predictions)
     if not len(truth):
         raise BadData("there is nothing to draw: the targets are empty")
     chosen = torch.linspace(0, len(truth) - 1, min(SHOWN, len(truth))).round().long()
@@ -111,16 +111,22 @@ def _fitting(parts: Bounds, truth: Tensor, name: str) -> Bounds:
     return parts
 
 
-def residuals(predictions: Mapping[str, Any], targets: Tensor) -> Figure:
+def named(predictions: Any) -> Mapping[str, Any]:
+    """Return predictions by name; one alone needs none."""
+    return predictions if isinstance(predictions, Mapping) else {"": predictions}
+
+
+def residuals(predictions: Any, targets: Tensor) -> Figure:
     """Plot (target − mean) / standard deviation as a histogram beside the standard normal, one panel per model.
 
-    `predictions` maps names to a `Prediction` or to (mean, standard deviation). A histogram narrower than the curve
-    belongs to intervals that are too wide, one with heavier tails to outliers or to noise that varies.
+    `predictions` maps names to a `Prediction` or to (mean, standard deviation), or is one of these. A histogram
+    narrower than the curve belongs to intervals that are too wide, one with heavier tails to outliers or to noise that
+    varies.
 
     Example:
         >>> plots.residuals({"Laplace": la.predict(x_test)}, y_test).savefig("residuals.png")
     """
-    truth = row(targets)
+    truth, predictions = row(targets), named(predictions)
     edges = torch.linspace(-4, 4, 33, dtype=torch.float64)
     normal = (-0.5 * edges.square()).exp() / (2 * torch.pi) ** 0.5
     with style():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -116,24 +116,25 @@ def temperature(curve: TemperatureCurve) -> Figure:
         return figure
 
 
-def evidence(source: Comparison | Sequence[Moment]) -> Figure:
-    """Plot the log evidence of compared models, or of the moments of a training.
+def evidence(source: Any) -> Figure:
+    """Plot the log evidence of compared models, or of a training (`Trained`, or its `history`).
 
     Of a `lapwing.compare` result it shows how far each model is below the best, in nats, with bars as wide as the
     evidence may be off; of a training with the evidence it shows the log evidence against the steps.
 
     Example:
         >>> plots.evidence(lapwing.compare({"small": la_small, "large": la_large})).savefig("evidence.png")
-        >>> plots.evidence(lapwing.train(model, data, "classification").history).savefig("training.png")
+        >>> plots.evidence(lapwing.train(model, data, "classification")).savefig("training.png")
     """
     if isinstance(source, Comparison):
         return _compared(source)
-    if not source:
+    moments: Sequence[Moment] = getattr(source, "history", source)
+    if not moments:
         raise BadData("there is nothing to draw: the history holds no moment at which the evidence was computed")
     with style():
         figure, axes = one(4.6, 3.1)
-        steps = [moment.step for moment in source]
-        axes.plot(steps, [moment.evidence for moment in source], color=INSIDE, marker="o", markersize=3)
+        steps = [moment.step for moment in moments]
+        axes.plot(steps, [moment.evidence for moment in moments], color=INSIDE, marker="o", markersize=3)
         axes.set(xlabel="step", ylabel="log evidence (nats)")
         axes.ticklabel_format(axis="y", useOffset=False)
         lattice(axes)
