@@ -397,12 +397,12 @@ class ClassPrediction(_Labels):
     @cached_property
     def probs(self) -> Tensor:
         """(B, *event, C), the classes last wherever the network has them."""
-        return self._law.log_probs.exp()
+        return self._law.probs
 
     @property
     def label(self) -> Tensor:
         """The most probable class, (B, *event)."""
-        return self._law.log_probs.argmax(-1)
+        return self._law.probs.argmax(-1)
 
     @property
     def confidence(self) -> Tensor:
@@ -412,7 +412,7 @@ class ClassPrediction(_Labels):
     @cached_property
     @outside_autocast
     def entropy(self) -> Tensor:
-        return entropy(self._law.log_probs)
+        return self._law.entropy
 
     @cached_property
     def aleatoric(self) -> Tensor:
