@@ -62,6 +62,7 @@ from lapwing.likelihoods import (
 from lapwing.model import subnetwork
 from lapwing.posterior import Posterior, Prior, Tempered
 from lapwing.predictive import Prediction
+from lapwing.predictive.distilled import Distilled
 from lapwing.predictive.mixture import Mixture
 from lapwing.storage import register
 from lapwing.training import Trained, train
@@ -81,6 +82,7 @@ __all__ = [
     "Categorical",
     "CorruptFile",
     "Diag",
+    "Distilled",
     "EKFAC",
     "EmpiricalFisher",
     "Full",

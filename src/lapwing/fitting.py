@@ -117,14 +117,15 @@ def fit(
     select = explicit_subnetwork(select) if isinstance(select, Tensor) else select
     names = _names(module, select, batches)
     network = Network(module, Params.of(module, names), family.outputs)
-    options = {"generator": generator, "memory": budget, "progress": progress}
+    options: dict[str, Any] = {"generator": generator, "memory": budget, "progress": progress}
     if isinstance(select, Subnetwork):
         network = _narrowed(network, select, batches, family, directions, chosen_prior, tempered, options)
     if sharded():
         asked: dict[str, Any] = {"temperature": (float(tempered.T), tempered.prior), "n_data": n_data, "repair": repair}
         asked |= {"structure": chosen, "factor": directions}
         require_same(_identity(network, family, chosen_prior) | {name: repr(value) for name, value in asked.items()})
-    problem = with_noise_ratios(pose(network, batches, family, directions, **options))
+    short: dict[str, Any] = {"closed": chosen.closed_form and checkpoint is None, "passes": chosen.passes()}
+    problem = with_noise_ratios(pose(network, batches, family, directions, **short, **options))
     for doubt in problem.doubts:
         warn(doubt)
     # refuse a wrong prior before the work

@@ -68,6 +68,20 @@ def test_functional_dropout_counts_and_batch_norm_stays_in_eval() -> None:
         assert sum(fits) == 1
 
 
+def test_dropout_of_a_weight_masks_each_entry() -> None:
+    class Connect(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ F.dropout(self.weight, 0.5, self.training).T
+
+    eye = torch.eye(3).double()
+    f = MCDropout(dense.build(Connect), "classification", samples=40).predict(eye).function.samples  # (40, 3, 2): Wᵀ
+    assert not torch.equal(f[..., 0], f[..., 1])
+
+
 def test_gradients_reach_the_inputs() -> None:
     drop, x = MCDropout(net(), "classification", samples=5), dense.randn(3, 2).requires_grad_()
     value = lambda x: drop.predict(x, differentiable=True).log_prob(torch.tensor([0, 1, 2])).sum()  # noqa: E731

@@ -355,6 +355,48 @@ def test_what_cannot_be_used():
     assert frozen.n_params == frozen.H.shape[0] == 18
 
 
+def test_frozen_networks_and_names_that_look_alike():
+    """The last layer of a frozen network; a body that has a layer of the same name inside a module `model`."""
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.ModuleDict({"fc": nn.Linear(3, 3)})
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.fc(self.model["fc"](x).tanh())
+
+    module = build(Nested).requires_grad_(False)
+    for options in ({}, {"last_layer_name": "fc"}):
+        la = lt.Laplace(module, "classification", "last_layer", "full", **options)
+        la.fit(classes())
+        assert la.posterior.params.names == ("fc.weight", "fc.bias")
+        assert la.model.last_layer.weight.shape == (3, 3)
+    assert not any(p.requires_grad for p in module.parameters())
+
+
+def test_data_that_can_be_read_once_are_refused():
+    la = lt.Laplace(network(), "classification", "all", "full")
+    with pytest.raises(lapwing.NotReiterable, match="only once"):
+        la.fit(batch for batch in classes())
+    assert pickle.loads(pickle.dumps(la)).n_params == 38
+    with pytest.raises(ValueError, match="Nystrom"):
+        lt.Laplace(network(), "classification", "all", "gp", functional_approximation="nystrom")
+
+
+def test_half_precision_computes_in_float32():
+    module = network().half()
+    x, y = randn(12, 3, seed=1).half(), randn(12, 3, seed=2).half()
+    la = lt.Laplace(module, "regression", "all", "diag")
+    la.fit([(x, y)])
+    wide = lt.Laplace(network().half().float(), "regression", "all", "diag")
+    wide.fit([(x.float(), y.float())])
+    assert la(x)[1].dtype == la.H.dtype == la.log_marginal_likelihood().dtype == torch.float16
+    assert_same(la.H, wide.H, 1e-2)
+    assert_same(la.log_marginal_likelihood(), wide.log_marginal_likelihood(), 1e-2)
+
+
 def test_rewards_of_single_items():
     class Rewards(nn.Module):
         def __init__(self):

@@ -4,6 +4,7 @@ The suite is not part of this repository. Fetch aleximmer/Laplace, and set LAPLA
 docs/coming-from-laplace-torch.md lists what does not pass, and why.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     source = HERE.parent.parent / "src"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (source, HERE, folder.parent)))}
     options = ["-q", "-p", "suite_plugin", "-c", os.devnull, "--rootdir", str(folder.parent), "-W", "ignore"]
+    options += ["-n", "2"] if importlib.util.find_spec("xdist") else []
     files = [str(folder / name) for name in IN_SCOPE]
     command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *files]
     subprocess.run(command, cwd=report.parent, env=environment, capture_output=True, check=False)

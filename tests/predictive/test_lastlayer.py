@@ -114,12 +114,29 @@ class Tail(nn.Module):
         return TAILS[self.name](f)
 
 
-@pytest.mark.parametrize("name", TAILS)
+AFFINE = ("scale", "slice", "centered")
+
+
+@pytest.mark.parametrize("structure", ["kron", "full", "diag"])
+@pytest.mark.parametrize("name", AFFINE)
+def test_an_affine_map_after_the_last_layer_keeps_the_short_path(name: str, structure: str) -> None:
+    la, x = fitted("two classes" if name == "slice" else "classification", structure, Net(3, tail=Tail(name)))
+    assert la._predictive.last_layer is not None
+    short, general = la.predict(x), la._predictive.linearized(x).function(x)
+    torch.testing.assert_close(short.function.mean, general.mean)
+    torch.testing.assert_close(short.function.covariance, general.covariance, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(short.function.variance, general.variance, rtol=1e-4, atol=1e-6)
+    other = predict_targets(general, la.likelihood)
+    torch.testing.assert_close(short.probs, other.probs, rtol=0, atol=1e-3)
+    found = la.predictor("probs", "novelty")(x)
+    torch.testing.assert_close(found["probs"], short.probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["novelty"], la._predictive.novelty(x, general.mean), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in TAILS if name not in AFFINE])
 @pytest.mark.filterwarnings("ignore")  # about networks that do not return logits
-def test_a_network_with_something_after_its_last_layer_takes_the_general_path(name: str) -> None:
-    net = Net(3, tail=Tail(name))
-    nn.init.zeros_(net.last.bias)  # so that twice the outputs are those of twice the inputs
-    la, x = fitted("two classes" if name == "slice" else "classification", net=net)
+def test_a_network_with_something_else_after_its_last_layer_takes_the_general_path(name: str) -> None:
+    la, x = fitted(net=Net(3, tail=Tail(name)))
     assert la._predictive.last_layer is None
     assert bool(torch.isfinite(la.predict(x).probs).all())
     with pytest.raises(lapwing.UnsupportedOperation, match="last_layer"):
@@ -152,7 +169,7 @@ def test_another_prior_shares_the_copy_of_the_network() -> None:
     la, x = fitted()
     other = la.replace(prior=50.0)
     _ = la.predict(x), other.predict(x)
-    assert la._predictive.last_layer.body is other._predictive.last_layer.body
+    assert la._predictive.last_layer.body is other._predictive.last_layer.body  # type: ignore[union-attr]
     general = other._predictive.linearized(x).function(x)
     torch.testing.assert_close(other.predict(x).function.covariance, general.covariance, rtol=1e-4, atol=1e-6)
 

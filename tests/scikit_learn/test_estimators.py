@@ -1,5 +1,6 @@
 """The scikit-learn estimators: numbers against closed forms, every way to give a network, and scikit-learn's tools."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -35,6 +36,24 @@ QUICK: dict[str, Any] = {"hidden": (8,), "epochs": 40, "random_state": 0}
 @parametrize_with_checks([LaplaceRegressor(), LaplaceClassifier()])
 def test_every_check_of_scikit_learn(estimator: Any, check: Any) -> None:
     check(estimator)
+
+
+ARRAY_API = """
+from sklearn.utils.estimator_checks import estimator_checks_generator
+from lapwing.sklearn import LaplaceClassifier, LaplaceRegressor
+for estimator in (LaplaceClassifier(epochs=20), LaplaceRegressor(epochs=20)):
+    for one, check in estimator_checks_generator(estimator):
+        if getattr(check, "func", check).__name__ == "check_array_api_input":
+            check(one)
+            print("passed")
+"""
+
+
+@pytest.mark.slow
+def test_the_check_that_scikit_learn_skips_unless_a_variable_is_set() -> None:
+    environment = {**os.environ, "SCIPY_ARRAY_API": "1"}
+    done = subprocess.run([sys.executable, "-c", ARRAY_API], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["passed", "passed"], done.stderr
 
 
 FEW = {

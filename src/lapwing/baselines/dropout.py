@@ -15,12 +15,12 @@ from lapwing.baselines.mixing import known_likelihood, mixed
 from lapwing.errors import UnsupportedModel, require_generator, require_whole
 from lapwing.evaluation.temperature import device_of
 from lapwing.likelihoods import Likelihood
-from lapwing.model.inputs import Inputs
+from lapwing.model.inputs import Inputs, batch_size
 from lapwing.model.module import borrowed, call, output_tensor, outside_inference
 from lapwing.predictive import Prediction
 
-CHANNELS: dict[Callable, int] = {F.dropout: 0, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
-"""Dropout functions, with the number of last dimensions that share one mask entry."""
+WHOLE_CHANNELS: dict[Callable, bool] = {F.dropout: False, F.dropout1d: True, F.dropout2d: True, F.dropout3d: True}
+"""Dropout functions, and whether they drop whole channels (the second dimension)."""
 OTHERS = (F.alpha_dropout, F.feature_alpha_dropout)
 
 
@@ -29,9 +29,9 @@ class MCDropout:
     """The average of `samples` networks with dropout masks drawn at prediction (Gal and Ghahramani 2016).
 
     All calls of dropout are active, `nn.Dropout` layers and `F.dropout` alike, on a private copy of the model; batch
-    norm and everything else stay in eval mode. One draw has one mask for all inputs, so that it is one network, and
-    without a generator the masks are the same at every call and for any split into batches. The model is read when it
-    predicts, not copied: predictions follow if it is trained further.
+    norm and everything else stay in eval mode. One draw has one mask for all inputs (where the first dimension is that
+    of the samples), so that it is one network, and without a generator the masks are the same at every call and for any
+    split into batches. The model is read when it predicts, not copied: predictions follow if it is trained further.
 
     Example:
         >>> dropout = MCDropout(model, "classification", samples=50)
@@ -66,9 +66,10 @@ class MCDropout:
         require_whole("the number of dropout masks", count)
 
         def run(inputs: Inputs) -> Iterable[Tensor]:
+            size = batch_size(inputs)
             with borrowed(self.module) as own, torch.set_grad_enabled(differentiable):
                 for _ in range(count):
-                    with Masks(generator) as masks:
+                    with Masks(generator, size) as masks:
                         out = output_tensor(call(own, inputs))
                     if not masks.drawn:
                         raise UnsupportedModel(
@@ -81,24 +82,24 @@ class MCDropout:
 
 
 class Masks(TorchFunctionMode):
-    """Makes every call of dropout draw a mask from a generator, the same one for all samples of the batch."""
+    """Makes every call of dropout draw a mask from a generator, the same one for all `size` samples of the batch."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, size: int) -> None:
         super().__init__()
-        self.generator = generator
+        self.generator, self.size = generator, size
         self.drawn = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in OTHERS:
             raise UnsupportedModel("MCDropout knows nn.Dropout, 1d, 2d and 3d; alpha dropout has no masks that scale")
-        if func not in CHANNELS:
+        if func not in WHOLE_CHANNELS:
             return func(*args, **kwargs)
         x, p = _arguments(*args, **kwargs)
         self.drawn += 1
-        shape = [1, *x.shape[1:]]
-        last = CHANNELS[func]
-        shape = [*shape[: len(shape) - last], *[1] * last]
+        shape = [1 if k == 0 and length == self.size else length for k, length in enumerate(x.shape)]
+        if WHOLE_CHANNELS[func]:
+            shape = [*shape[:2], *[1] * (x.ndim - 2)]
         keep = torch.rand(shape, generator=self.generator, device=x.device, dtype=torch.float64) >= p
         return x * keep.to(x.dtype) / (1 - p) if p < 1 else x * 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 from lapwing.baselines.mixing import Weighted
 from lapwing.baselines.training import Task
-from lapwing.errors import TooLarge, require_whole, warn
+from lapwing.errors import BadData, TooLarge, require_whole, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.model.inputs import Inputs
-from lapwing.model.module import call, in_use, output_tensor, outside_inference
+from lapwing.model.module import call, in_use, output_tensor, outside_inference, warnings_here
 from lapwing.predictive import Prediction
 
 LARGEST = 5000  # weights; more need days
@@ -66,7 +65,8 @@ class HMC:
 
         Chains start near the weights of the model and run one after the other. `depth` limits the doublings of a
         trajectory. Networks in float64 are safer: rounding in float32 costs acceptance. `n_data` rescales the
-        log-likelihood as in `lapwing.fit`. The module is not written to, and random numbers outside are as before.
+        log-likelihood as in `lapwing.fit`. The module is not written to. Pyro draws from PyTorch's global random
+        numbers: they are as before afterwards, but other threads should not use them meanwhile.
         """
         try:
             from pyro.infer import MCMC, NUTS
@@ -75,6 +75,8 @@ class HMC:
             raise ImportError("HMC needs pyro-ppl: pip install 'lapwing-torch[baselines]'") from error
         for name, value in {"samples": samples, "warmup": warmup, "chains": chains, "depth": depth}.items():
             require_whole(name, value)
+        if samples < 4:
+            raise BadData(f"R-hat needs at least 4 samples per chain, got {samples}")
         task = Task.of(model, data, likelihood, "HMC", prior, 2**20, n_data, generator, split)
         if task.params.size > LARGEST:
             raise TooLarge(
@@ -91,8 +93,7 @@ class HMC:
             return total * (task.n_data / seen) + task.distance(theta)
 
         found, divergences = [], 0
-        with task.running(), torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning, module="pyro")
+        with task.running(), torch.random.fork_rng(), warnings_here("ignore", UserWarning):
             for _ in range(chains):
                 seed = int(torch.randint(2**31, (), generator=task.generator, device=task.generator.device))
                 torch.manual_seed(seed)

@@ -67,6 +67,8 @@ class Task:
         pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor)
         seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
         source = Shuffled(data, batch_size, seed) if pair else data
+        batches = Batches(source, module, device, split)
+        batches.require_reiterable(method)
         size = count_data(source, module, split) if n_data is None else positive("n_data", n_data)
         if not size > 0:
             raise BadData("the data hold no samples")
@@ -74,7 +76,6 @@ class Task:
         if not matrix.is_diagonal:
             raise IncompatiblePrior(f"{method} needs a prior with one precision per weight, not a matrix")
         precision = matrix.diagonal().to(params.dtype)
-        batches = Batches(source, module, device, split)
         return cls(module, params, family, batches, size, center, precision, generator)
 
     @property

@@ -292,9 +292,7 @@ def _why_likelihood(options: argparse.Namespace, problem: Problem) -> str:
     return f"there are {problem.outputs:,} outputs per sample" if several else "there is one output per sample"
 
 
-def _selected(
-    options: argparse.Namespace, problem: Problem, structure: Structure, seconds: float
-) -> tuple[str, str]:
+def _selected(options: argparse.Namespace, problem: Problem, structure: Structure, seconds: float) -> tuple[str, str]:
     """Choose between all weights and the last layer by the memory and the time that all would take."""
     asked = command.selection_of(options)
     if asked != "all":

@@ -24,10 +24,13 @@ FUNCTIONAL_BELOW = 512  # "auto" keeps all Jacobian rows up to this many
 class Auto(Structure):
     """Choose a structure by the number of weights and outputs, the data and the memory; `la.summary()` says why."""
 
-    mergeable = True
+    mergeable = closed_form = True
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
         return 0
+
+    def passes(self) -> int:
+        return 2  # at most, before the choice
 
     def estimate(self, problem: Problem) -> Estimate:
         return self.chosen(problem)[0].estimate(problem)

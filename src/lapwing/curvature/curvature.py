@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lapwing.curvature.closed import Head
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
@@ -33,6 +34,14 @@ class Accumulator(ABC):
     @abstractmethod
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """Add rows; `fresh` holds the weights (n,) of the samples if these are the first rows of their batch."""
+
+    def closed(self, head: Head) -> None:
+        """Add samples of a last layer in closed form, where `has_closed` says that the sums allow it."""
+        raise NotImplementedError
+
+    @property
+    def has_closed(self) -> bool:
+        return type(self).closed is not Accumulator.closed
 
     @abstractmethod
     def finish(self) -> PSD:
@@ -57,6 +66,7 @@ class Structure(ABC):
 
     subnetworks = True  # whether single weights can be selected
     mergeable = False  # whether it consists of sums, so that interrupted fits can go on and processes add up
+    closed_form = False  # whether the curvature of a last layer comes from its inputs, without a backward pass
     reads_data = False  # whether the matrix is in its products with the data, which loading then needs again
     bound: Literal["exact", "lower", "upper"] | None = None  # how its evidence compares with that of the full matrix
 
@@ -186,7 +196,10 @@ def layout_of(problem: Problem) -> Layout:
 
 def accumulate(problem: Problem, accumulator: Accumulator, row_bytes: int = 0) -> Estimate:
     """Pass over the data once and hand all rows to an accumulator."""
-    totals = pass_over(problem, accumulator.update, row_bytes=row_bytes, together=True, state=accumulator.tensors)
+    closed = accumulator.closed if accumulator.has_closed else None
+    totals = pass_over(
+        problem, accumulator.update, row_bytes=row_bytes, together=True, state=accumulator.tensors, closed=closed
+    )
     return Estimate(accumulator.finish(), totals)
 
 
@@ -304,6 +317,11 @@ def _robustly(
             return problem, estimate(problem)
     except PlanChanged:
         problem.batches.require_reiterable("a network whose operations change from batch to batch")
+        if problem.reader is not None:  # what follows the last layer is another for these data: read the tape instead
+            with problem.network.borrow():
+                first = next(iter(problem.batches)).inputs
+                plan = problem.network.plan(first)
+            return _robustly(replace(problem, plan=plan, reader=None), structure, estimate)
         note = "a loop over samples for all weights: the operations change from batch to batch"
         problem = replace(problem, plan=dynamic_plan(problem.network.params, note))
         structure.require(problem)

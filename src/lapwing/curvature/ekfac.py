@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lapwing.curvature.closed import Head
 from lapwing.curvature.curvature import Accumulator, Estimate, Structure
 from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.kron import (
@@ -54,6 +55,14 @@ class MomentAccumulator(Accumulator):
             else:
                 self.tensors[str(k)] += rows.gram() if kept_as(block) == "dense" else rows.square_sum()
 
+    def closed(self, head: Head) -> None:
+        if kept_as(self.blocks[0]) != "kron":
+            self.tensors["0"] += (head.diagonal().mT @ head.a.square()).reshape(-1)
+            return
+        own = cast(EigenKronecker, self.basis.blocks[0])
+        squares = (head.a @ own.right[0].to(head.a)).square()
+        self.tensors["0"] += (head.diagonal(own.left[0]).mT @ squares).reshape(-1)
+
     def finish(self) -> BlockDiagonal:
         blocks: list[PSD] = []
         for k, base in enumerate(self.basis.blocks):
@@ -99,7 +108,7 @@ class EKFAC(Structure):
     basis: Factor | None = None
     sharing: Sharing = "auto"
     subnetworks = False
-    mergeable = True
+    mergeable = closed_form = True
     bound = "lower"
 
     def passes(self) -> int:
@@ -114,7 +123,8 @@ class EKFAC(Structure):
         first, remembering = sums_of(problem, self.sharing, basis), problem.remembering(SHOWN)
         first.fill(remembering, "fit (basis)", gradient=False)
         moments = MomentAccumulator(problem, eigenbasis(first, remembering))
-        totals = pass_over(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors)
+        totals = pass_over(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors,
+                           closed=moments.closed)  # fmt: skip
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 
     def require(self, problem: Problem) -> None:
@@ -146,6 +156,7 @@ class EKFAC(Structure):
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add second moments in the basis of the first fit; a new fit on all data would have another basis."""
         moments = MomentAccumulator(problem, cast(BlockDiagonal, matrix))
-        totals = pass_over(problem, moments.update, label="update (moments)", together=True, state=moments.tensors)
+        totals = pass_over(problem, moments.update, label="update (moments)", together=True, state=moments.tensors,
+                           closed=moments.closed)  # fmt: skip
         note = "updated in the eigenbasis of the first fit (a new fit on all data would find another)"
         return Estimate(matrix + moments.finish(), totals, notes=(note,))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.curvature.closed import Head, unfolded
 from lapwing.curvature.curvature import (
     Accumulator,
     Estimate,
@@ -42,15 +43,32 @@ class MatrixFactor(Factor):
         return 0
 
 
+def head_places(problem: Problem) -> Tensor:
+    """Return where the weights (o, i) and the bias of a last layer are in the flat vector, row by row."""
+    return problem.plan.blocks[0].places.index.to(problem.network.params.device)
+
+
+def head_sums(problem: Problem) -> Tensor:
+    """Return zeros for `Head.gram`, (pairs, i, i)."""
+    params, shape = problem.network.params, problem.plan.blocks[0].shape
+    assert shape is not None
+    _, o, i = shape
+    return torch.zeros(o * (o + 1) // 2, i, i, dtype=params.dtype, device=params.device)
+
+
 class DiagAccumulator(Accumulator):
     """Σ J² for every weight."""
 
     def __init__(self, problem: Problem) -> None:
         params = problem.network.params
         self.tensors = {"diagonal": torch.zeros(params.size, dtype=params.dtype, device=params.device)}
+        self.places = slice(None) if problem.reader is None else head_places(problem)
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         self.tensors["diagonal"] += jacobian.square_sum()
+
+    def closed(self, head: Head) -> None:
+        self.tensors["diagonal"][self.places] += (head.diagonal().mT @ head.a.square()).reshape(-1)
 
     def finish(self) -> Diagonal:
         return Diagonal(self.tensors["diagonal"])
@@ -64,7 +82,7 @@ class Diag(Structure):
     la = lapwing.fit(model, loader, "classification", structure=lapwing.Diag())
     """
 
-    mergeable = True
+    mergeable = closed_form = True
     bound = "lower"
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
@@ -83,6 +101,10 @@ class BlockDiagAccumulator(Accumulator):
     def __init__(self, problem: Problem) -> None:
         params = problem.network.params
         self.blocks, self.layout = blocks_of(problem), layout_of(problem)
+        self.outputs = 0
+        if problem.reader is not None:
+            self.outputs, self.tensors = problem.reader.features.shape[0], {"head": head_sums(problem)}
+            return
         self.tensors = {
             str(k): torch.zeros(block.size, block.size, dtype=params.dtype, device=params.device)
             for k, block in enumerate(self.blocks)
@@ -93,7 +115,12 @@ class BlockDiagAccumulator(Accumulator):
             if block.kind != "unused":
                 self.tensors[str(k)] += jacobian.rows[k].gram()
 
+    def closed(self, head: Head) -> None:
+        self.tensors["head"] += head.gram()
+
     def finish(self) -> BlockDiagonal:
+        if self.outputs:
+            self.tensors["0"] = unfolded(self.tensors.pop("head"), self.outputs)
         names = tuple(", ".join(block.names) for block in self.blocks)
         matrices = [self.tensors[str(k)] for k in range(len(self.blocks))]
         return BlockDiagonal(self.layout, tuple(Dense(0.5 * (m + m.mT)) for m in matrices), names)
@@ -108,7 +135,7 @@ class BlockDiag(Structure):
         la = lapwing.fit(model, loader, "classification", structure=lapwing.BlockDiag())
     """
 
-    mergeable = True
+    mergeable = closed_form = True
     bound = "lower"
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
@@ -128,13 +155,25 @@ class FullAccumulator(Accumulator):
 
     def __init__(self, problem: Problem) -> None:
         params = problem.network.params
+        self.outputs = 0
+        if problem.reader is not None:
+            self.outputs, self.places = problem.reader.features.shape[0], head_places(problem)
+            self.tensors = {"head": head_sums(problem)}
+            return
         self.tensors = {"matrix": torch.zeros(params.size, params.size, dtype=params.dtype, device=params.device)}
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         rows = jacobian.dense().flatten(0, 1)
         self.tensors["matrix"].addmm_(rows.T, rows)
 
+    def closed(self, head: Head) -> None:
+        self.tensors["head"] += head.gram()
+
     def finish(self) -> Dense:
+        if self.outputs:
+            found = unfolded(self.tensors.pop("head"), self.outputs)
+            order = self.places.argsort()
+            return Dense(found[order][:, order])
         matrix = self.tensors["matrix"]
         return Dense(0.5 * (matrix + matrix.mT))
 
@@ -147,7 +186,7 @@ class Full(Structure):
     la = lapwing.fit(model, loader, "classification", structure=lapwing.Full())
     """
 
-    mergeable = True
+    mergeable = closed_form = True
     bound = "exact"
 
     def bytes(self, plan: Plan, itemsize: int) -> int:

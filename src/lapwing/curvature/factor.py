@@ -90,6 +90,11 @@ class Factor(ABC):
     tolerance: float | None = None  # share of Σ tr Λ that may be left out; None: what is below rounding
     structures: tuple[str, ...] = ()  # structures that can use it, the usual one first; () means all
 
+    @property
+    def has_directions(self) -> bool:
+        """Whether there are directions in output space at all."""
+        return type(self).directions is not Factor.directions
+
     def directions(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
     ) -> Iterator[Tensor]:

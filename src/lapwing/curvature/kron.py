@@ -14,6 +14,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from lapwing.curvature.closed import Head
 from lapwing.curvature.curvature import (
     OTHER_OPERATIONS,
     Accumulator,
@@ -27,6 +28,7 @@ from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
+from lapwing.linalg.rows import gram
 from lapwing.model import Block, BlockRows, Digest, Plan
 from lapwing.storage import register
 
@@ -168,7 +170,20 @@ class KronAccumulator(KroneckerSums):
             inputs=self.inputs,
             state=self.tensors,
             digest=self.digest,
+            closed=self.closed if self.sharing == "expand" or not problem.event else None,
         )
+
+    def closed(self, head: Head) -> None:
+        key, weights = _key(0, False), head.rows(head.counts)
+        if kept_as(self.blocks[0]) == "diag":
+            self.tensors["0.diag"] += (head.diagonal().mT @ head.a.square()).reshape(-1)
+            return
+        a = head.a if bool((weights == 1).all()) else head.a * weights.sqrt()[:, None]
+        self.tensors[f"{key}.left"] += head.total()[None].to(self.tensors[f"{key}.left"])
+        self.tensors[f"{key}.right"] += gram(a)[None]
+        self.tensors[f"{key}.rows"] += weights.sum()
+        self.tensors[f"{key}.inner"] += len(a)
+        self.tensors[f"{key}.outer"] += len(a) * head.width
 
     @property
     def digest(self) -> Digest:
@@ -222,7 +237,7 @@ class KronAccumulator(KroneckerSums):
         are large: nine neighboring pixels have nearly equal means, and the gradients of the keys of an attention sum
         to zero. Without the share, rounding would choose the eigenvectors there, and with them the moments.
         """
-        if self.sharing == "reduce":
+        if self.sharing == "reduce" and problem.reader is None:
             few = problem.head
             shared = self._shared(few)
             if shared:
@@ -337,7 +352,7 @@ class Kron(Structure):
     sharing: Sharing = "auto"
     bias: Bias = field(default="joint", metadata={"later": True})
     subnetworks = False
-    mergeable = True
+    mergeable = closed_form = True
 
     def __post_init__(self) -> None:
         if self.sharing not in ("auto", "expand", "reduce"):

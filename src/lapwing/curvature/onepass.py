@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.curvature.closed import Closed, Reader, heads
 from lapwing.curvature.factor import Directions, Factor
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.resume import Journal, OtherBatches
@@ -52,6 +53,7 @@ def pass_over(
     state: Mapping[str, Tensor] | None = None,
     rows: MakeRows | None = None,
     digest: Digest | None = None,
+    closed: Closed | None = None,
 ) -> Totals:
     """Pass over the data once, handing rows to `update` for a few samples and directions at a time.
 
@@ -63,6 +65,7 @@ def pass_over(
     - `state` holds the tensors that `update` adds to. They are summed over processes, and an interrupted pass goes on
       from a journal where the problem has one.
     - `rows` makes the rows in place of `Linearization.jacobian`; no sample waits then.
+    - `closed` takes the samples of a last layer instead of rows, where the problem has one: no backward pass then.
     - `digest` names the blocks of which the structure wants no rows, only what `BlockRows.gradient_gram` gives.
 
         totals = pass_over(problem, accumulator.update, state=accumulator.tensors)
@@ -72,6 +75,8 @@ def pass_over(
     resume = None if state is None else problem.resume
 
     def run() -> Sums:
+        if closed is not None and problem.reader is not None and problem.resume is None:
+            return _closed_pass(problem, problem.reader, factor, closed, scored, label)
         journal = None if resume is None else resume.journal(label, problem.plan.signature)
         return _Pass(problem, update, factor, pieces, scored, inputs, rows, state or {}, journal).over(label)
 
@@ -88,6 +93,24 @@ def pass_over(
             sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
         sums.add_up(state, problem.plan)
     return sums.totals()
+
+
+def _closed_pass(problem: Problem, reader: Reader, factor: Factor, closed: Closed, scored: bool, label: str) -> Sums:
+    """Pass over the data by forward passes alone; the structure adds up what the last layer saw."""
+    sums, likelihood = Sums(), problem.likelihood
+    params, places = problem.network.params, problem.plan.blocks[0].places.index
+    with torch.no_grad():
+        for head in heads(problem, reader, factor, label):
+            f, y, weights = head.part.f, head.part.y, head.part.weights
+            statistics = likelihood.statistics(f, y, weights)
+            sums.statistics = statistics if sums.statistics is None else sums.statistics + statistics
+            sums.seen += likelihood.count(f, y, weights)
+            closed(head)
+            if scored:
+                if sums.gradient is None:
+                    sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+                sums.gradient[places.to(params.device)] += head.gradient()
+    return sums
 
 
 @dataclass(frozen=True)

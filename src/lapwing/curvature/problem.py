@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lapwing.curvature.closed import Reader
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.resume import Resume
 from lapwing.curvature.shards import add_up, sharded
@@ -21,7 +22,8 @@ from lapwing.errors import BadData, UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import parts_of
-from lapwing.model.inputs import Inputs
+from lapwing.model.features import features_of, last_linear
+from lapwing.model.inputs import Inputs, finite
 from lapwing.model.module import left_out, output_tensor
 from lapwing.model.tape import run
 
@@ -61,6 +63,7 @@ class Problem:
     batch: int = 0  # samples of the first batch
     example: Inputs = None  # the first samples
     doubts: tuple[str, ...] = ()  # what contradicts the likelihood in the first outputs and targets
+    reader: Reader | None = None  # reads the features of a last layer, where there are such
     remembered: tuple[list[Batch], int] | None = None  # the samples read first, and how many of them to keep
 
     @property
@@ -76,7 +79,7 @@ class Problem:
     def prepare(self, batch: Batch, f: Tensor) -> Tensor:
         """Check a batch and return its targets; errors name the batch and the operation whose values are not finite."""
         inputs = (t for t in tensors_in(batch.inputs) if t.is_floating_point())
-        if not (bool(f.isfinite().all()) and all(bool(t.isfinite().all()) for t in inputs)):
+        if not (finite(f) and all(finite(t) for t in inputs)):
             raise BadData(self._not_finite(batch))
         if batch.weights is not None and batch.weights.shape != f.shape[:1]:
             came = tuple(batch.weights.shape)
@@ -151,9 +154,20 @@ class Problem:
 
 
 def pose(
-    network: Network, batches: Batches, likelihood: Likelihood, factor: Factor | None = None, **options: Any
+    network: Network,
+    batches: Batches,
+    likelihood: Likelihood,
+    factor: Factor | None = None,
+    *,
+    closed: bool = False,
+    passes: int = 1,
+    **options: Any,
 ) -> Problem:
-    """Read the first batch, plan the tape and check it. `factor=None` takes the exact GGN where feasible, else MC."""
+    """Read the first batch, plan the tape and check it. `factor=None` takes the exact GGN where feasible, else MC.
+
+    `closed`: the structure takes the features of a last layer, where there is one, and then neither tape nor backward
+    pass are needed; `passes` is how often it reads the data.
+    """
     iterator = iter(batches)
     first = next(iterator)
     if not batches.reiterable:
@@ -173,6 +187,15 @@ def pose(
             factor = MCFisher()
             notes += (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions per sample",)
     factor.require(f)
+    features = features_of(network, first.inputs) if closed and factor.has_directions else None
+    if features is not None and features.event == f.shape[1:] and (f.ndim == 2 or factor.exact):
+        keep = passes > 1 or likelihood.estimates_first(f.shape[-1])
+        memory = options.get("memory", available_memory())
+        options |= {"reader": Reader(features, keep, memory // 4)}
+        plan = replace(features.plan, notes=notes)
+        return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
+    if closed and features is None and last_linear(network) is not None:
+        notes += ("backward passes, because what follows the last layer is not one fixed affine map",)
     with network.borrow():
         try:
             plan = network.plan(first.inputs)
@@ -195,8 +218,11 @@ def with_noise_ratios(problem: Problem) -> Problem:
         return problem
     first = None if problem.batches.reiterable else problem.first
     total = torch.zeros(1, dtype=torch.float64, device=network.params.device)
+    reader = problem.reader if first is None else None
     with network.borrow(), torch.no_grad():
-        for batch in problem.read("noise") if first is None else [first]:
+        for part in () if reader is None else reader.parts(problem, "noise"):
+            total = total + likelihood.statistics(part.f, part.y, part.weights)
+        for batch in () if reader is not None else problem.read("noise") if first is None else [first]:
             f = network.forward(batch.inputs)
             total = total + likelihood.statistics(f, problem.prepare(batch, f), batch.weights)
     if sharded():

@@ -167,4 +167,3 @@ def share_interval(value: float, count: int, level: float = LEVEL) -> tuple[floa
     """
     bound = ((1 - level) / 2) ** (1 / count)
     return (bound, 1.0) if value > 0.5 else (0.0, 1 - bound)
-

@@ -135,9 +135,7 @@ def statistics_of(result: Result, bins: int) -> dict[str, Statistic]:
     found = {"nll": intervals.mean_of(result.entries("log_prob"), torch.neg)}
     means = {"accuracy": "correct", "coverage95": "covered 0.95"}
     means |= {name: name for name in ("brier", "entropy", "crps", "stddev")}
-    found |= {
-        column: intervals.mean_of(result.entries(name)) for column, name in means.items() if name in result.items
-    }
+    found |= {column: intervals.mean_of(result.entries(name)) for column, name in means.items() if name in result.items}
     if "square" in result.items:
         found["rmse"] = intervals.mean_of(result.entries("square"), torch.sqrt)
     if "correct" in result.items:

@@ -112,6 +112,29 @@ class Categorical(Likelihood):
         mask = self.mask(f, y)
         return image if mask is None else image * mask[..., None]
 
+    def curvature_sum(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return diag(Σ w p) − Σ w p pᵀ: no K × K matrix per item, and in float64, where the difference is exact."""
+        if type(self).factor is not Categorical.factor:
+            return super().curvature_sum(f, y, weights)
+        p, mask = f.double().softmax(-1), self.mask(f, y)
+        w = p.new_ones(len(p)) if weights is None else weights.to(p)
+        w = w.reshape(-1, *(1,) * (f.ndim - 2)).expand(f.shape[:-1])
+        w = (w if mask is None else w * mask).reshape(-1, 1)
+        p = p.reshape(-1, f.shape[-1])
+        return ((w * p).sum(0)).diag() - (w * p).mT @ p
+
+    def curvature_diagonal(self, f: Tensor, y: Tensor, basis: Tensor | None = None) -> Tensor:
+        """Return Σ_c p_c b_c² − (Σ_c p_c b_c)² per column b of the basis, without a K × K matrix per item."""
+        if type(self).factor is not Categorical.factor:
+            return super().curvature_diagonal(f, y, basis)
+        p, mask = f.double().softmax(-1), self.mask(f, y)
+        if basis is None:
+            found = p * (1 - p)
+        else:
+            basis = basis.double()
+            found = (p @ basis.square() - (p @ basis).square()).clamp(min=0)
+        return masked(found.to(promote(f)), mask)
+
     def root_noise(self, f: Tensor, y: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw √p ∘ ε − p (√pᵀε)."""
         p = f.softmax(-1)
@@ -300,6 +323,8 @@ def class_targets(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
             + ("use y.long()." if _whole(y) else 'numbers that are not whole are targets of likelihood="regression".')
         )
     y = y.long()
+    if y.numel() and int(y.min()) >= 0 and int(y.max()) < classes:
+        return y
     inside = (y >= 0) & (y < classes)
     allowed = f"the {classes} classes 0…{classes - 1}"
     if ignore_index is not None:

@@ -146,6 +146,19 @@ class Likelihood(ABC):
         root = self.factor(f, y).to(u)
         return torch.einsum("n...cr,n...dr,sn...d->sn...c", root, root, u)
 
+    def curvature_sum(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return Σ φΛ over all items, each times the weight (B,) of its sample, (C, C) in float64."""
+        root = self.factor(f, y).double()
+        if weights is not None:
+            root = root * weights.to(root).sqrt().reshape(-1, *(1,) * (root.ndim - 1))
+        rows = root.mT.reshape(-1, f.shape[-1])
+        return rows.mT @ rows
+
+    def curvature_diagonal(self, f: Tensor, y: Tensor, basis: Tensor | None = None) -> Tensor:
+        """Return the diagonal of Bᵀ φΛ B for every item, (B, *event, k), for a basis (C, k) or the identity."""
+        root = self.factor(f, y)
+        return (root if basis is None else basis.mT.to(root) @ root).square().sum(-1)
+
     def root_noise(self, f: Tensor, y: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n vectors S ε with covariance φΛ, (n, B, *event, C)."""
         root = self.factor(f, y)

@@ -105,6 +105,10 @@ class Network:
         if batch_size(inputs) > self._roles.largest:
             self.forward(inputs)
 
+    def compare(self, inputs: Inputs, f: Tensor) -> None:
+        """Refuse outputs f of a batch, larger than those seen before, whose samples depend on each other."""
+        self._roles.require_apart(inputs, f, self._plain)
+
     def _plain(self, inputs: Inputs) -> Tensor:
         with self.borrow(), torch.no_grad():
             return self.functional(None, inputs).detach()

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import PSD, DenseRows
+from lapwing.linalg import PSD, DenseRows, Jacobian, MatrixRows, Term
 from lapwing.model import Network
-from lapwing.model.copies import written_by_forward
+from lapwing.model.features import Features, features_of
 from lapwing.model.inputs import Inputs
-from lapwing.model.linearization import Outputs
-from lapwing.model.module import call, output_tensor
 from lapwing.predictive.function import GaussianFunction
 from lapwing.predictive.linearized import CLOSED_FORM, output_spread
 from lapwing.predictive.novelty import information_bound, information_gain
 
-_BODIES: WeakKeyDictionary[Network, nn.Module | None] = WeakKeyDictionary()  # one copy for all priors of a network
-
 SHARE = 4
 """The part of the memory budget that the root of a dense covariance may take."""
 
-
-class Beside(nn.Module):
-    """A linear layer that returns its outputs and, beside them, its inputs: (..., o) and (..., i) as (..., o + i)."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self.shift: Tensor | None = None  # (o + i,), while the network is looked at
-
-    def forward(self, a: Tensor) -> Tensor:
-        both = torch.cat([linear(a, self.weight, self.bias), a], -1)
-        return both if self.shift is None else both + self.shift
+SINGULAR = 1e6  # condition number of what follows the layer beyond which no inverse is used
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +62,17 @@ class SharedRoot(nn.Module):
     """
 
     left: Tensor
-    inverse: Tensor
+    inverse: Tensor | None
     right: Tensor | None
     variances: Tensor
 
-    def __init__(self, left: Tensor, right: Tensor | None, variances: Tensor) -> None:
+    def __init__(self, left: Tensor, right: Tensor | None, variances: Tensor, tail: Tensor | None = None) -> None:
         super().__init__()
-        self.register_buffer("left", left.detach().clone(memory_format=torch.contiguous_format))
-        self.register_buffer("inverse", torch.linalg.inv(left.detach().double()).to(left).contiguous())
+        wide = left.detach().double() if tail is None else tail.double() @ left.detach().double()  # (c, o)
+        inverse, failed = torch.linalg.inv_ex(wide) if len(wide) == wide.shape[1] else (None, torch.ones(()))
+        found = inverse is not None and not bool(failed) and float(inverse.norm() * wide.norm()) < SINGULAR
+        self.register_buffer("left", wide.to(left).contiguous())
+        self.register_buffer("inverse", inverse.to(left).contiguous() if found and inverse is not None else None)
         self.register_buffer(
             "right", None if right is None else right.detach().clone(memory_format=torch.contiguous_format)
         )
@@ -98,7 +83,10 @@ class SharedRoot(nn.Module):
         return self.left.dtype
 
     def forward(self, a: Tensor) -> Root:
-        return Root(shared=(self.left, output_spread(self.right, self.variances, a), self.inverse))
+        spread = output_spread(self.right, self.variances, a)
+        if self.inverse is None:  # fewer outputs than the layer has, or a combination of them is fixed
+            return Root(self.left * spread[..., None, :])
+        return Root(shared=(self.left, spread, self.inverse))
 
     def across(self, a: Tensor) -> Tensor:
         """V (..., o, o·i), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
@@ -132,39 +120,46 @@ class DenseRoot(nn.Module):
 class LastLayer(nn.Module):
     """The network with the covariance of its outputs that a posterior over its last layer gives.
 
-    Holds a copy of the network in which the last layer returns its inputs beside its outputs. The copy is never written
-    to, so that any number of threads may run it.
+    It runs the private copy of the network that `Features` holds, which is never written to, so that any number of
+    threads may run it.
 
-    Example: `f, a = layer(x)`; `layer.function(f, a).covariance`.
+    Example: `f, a = layer.read(x)`; `layer.function(f, a).covariance`.
     """
 
-    def __init__(
-        self, body: nn.Module, root: SharedRoot | DenseRoot, outputs: Outputs, shape: tuple[int, int], bias: bool
-    ) -> None:
+    def __init__(self, features: Features, root: SharedRoot | DenseRoot, body: nn.Module | None = None) -> None:
         super().__init__()
-        self.body, self.root = body, root
-        self._outputs, self._shape, self._bias = outputs, shape, bias
+        self.body, self.root = features.body if body is None else body, root
+        self._features = features
 
     def under(self, precision: PSD, memory: int) -> LastLayer:
-        """The same under another precision, without the network: for `function` alone."""
-        root = root_of(precision, self._shape, memory, self._bias)
+        """The same under another precision, without the network: for `function` and `information` alone."""
+        root = root_of(precision, self._features, memory)
         if root is None:
             raise UnsupportedOperation("the covariance of the outputs under this precision has no short form")
-        return LastLayer(nn.Identity(), root, self._outputs, self._shape, self._bias)
+        return LastLayer(self._features, root, nn.Identity())
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """f (B, *event, C), and the inputs of the last layer with a 1 appended where it has an uncertain bias."""
-        return self._apart(output_tensor(call(self.body, inputs)))
+    def read(self, inputs: Inputs, differentiable: bool = False) -> tuple[Tensor, Tensor] | None:
+        """f (B, *event, C), and the inputs of the last layer with a 1 appended where it has an uncertain bias.
 
-    def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        None where the network takes another way from its last layer to its outputs than it took at the fit.
+        """
+        found = self._features.read(inputs, differentiable)
+        if found is None:
+            return None
+        with torch.set_grad_enabled(differentiable):
+            return found[0], self._features.with_ones(found[1], self.root.dtype)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The same at the arguments that the network takes, without a look at what it makes of them."""
-        return self._apart(output_tensor(self.body(*args, **kwargs)))
+        f, a = self._features.run(*args, **kwargs)
+        return f, self._features.with_ones(a, self.root.dtype)
 
-    def _apart(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        f, a = both[..., : self._shape[0]], both[..., self._shape[0] :].to(self.root.dtype)
-        if self._bias:
-            a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
-        return self._outputs(f), a
+    def rows(self, f: Tensor, a: Tensor, plan_layout: Any, contrast: bool) -> Jacobian:
+        """Rows of ∂f/∂θ for every output, or with `contrast` for the outputs minus their average; f is (B, C)."""
+        directions = torch.eye(f.shape[-1], dtype=a.dtype, device=a.device)
+        directions = directions - directions.mean(-1, keepdim=True) if contrast else directions
+        left = self._features.back(directions)[None, :, None, None, :].expand(len(f), -1, -1, -1, -1)
+        return Jacobian((MatrixRows((Term(left, a[:, None, None, None, :]),)),), plan_layout)
 
     def function(self, f: Tensor, a: Tensor, shift_invariant: bool = False) -> GaussianFunction:
         """The Gaussian over the outputs f at these inputs a of the last layer."""
@@ -173,7 +168,7 @@ class LastLayer(nn.Module):
             f,
             lambda: gram(found.white()).to(f),
             variance=lambda: found.variance().to(f),
-            contrasts=(lambda: gram(found.contrasts()).to(f)) if shift_invariant and self._shape[0] > 2 else False,
+            contrasts=(lambda: gram(found.contrasts()).to(f)) if shift_invariant and f.shape[-1] > 2 else False,
             root=None if found.shared is None else lambda: found.shared,
             closed=True,
         )
@@ -190,91 +185,19 @@ class LastLayer(nn.Module):
 def last_layer_of(network: Network, precision: PSD, memory: int, example: Inputs | None) -> LastLayer | None:
     """The short path for a posterior over one linear layer that produces the outputs; None where there is none.
 
-    `example` are inputs of the network: its outputs must be those of the layer as they are.
+    `example` are inputs of the network, for a look at what follows the layer.
     """
-    layer = _linear(network)
-    if layer is None or example is None:
-        return None
-    shape, bias = (layer.out_features, layer.in_features), len(network.params.names) > 1
-    root = root_of(precision, shape, memory, bias)
-    if root is None:
-        return None
-    if network not in _BODIES:
-        _BODIES[network] = _body(network, layer, example)
-    body = _BODIES[network]
-    return None if body is None else LastLayer(body, root, network.outputs, shape, bias).eval()
+    features = None if example is None else features_of(network, example)
+    root = None if features is None else root_of(precision, features, memory)
+    return None if features is None or root is None else LastLayer(features, root).eval()
 
 
-def _linear(network: Network) -> nn.Linear | None:
-    """The linear layer whose weight, or weight and bias, are all that is selected."""
-    names = network.params.names
-    if network.params.index is not None or len(names) > 2 or not names[0].endswith("weight"):
-        return None
-    owner = names[0].rpartition(".")[0]
-    layer = network.module.get_submodule(owner)
-    own = [f"{owner}." * bool(owner) + name for name in ("weight", "bias")]
-    plain = type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
-    if not plain or list(names) != own[: len(names)]:
-        return None
-    uses = [id(p) for _, p in network.module.named_parameters(remove_duplicate=False)]
-    return layer if all(uses.count(id(p)) == 1 for p in layer.parameters()) else None  # type: ignore[return-value]
-
-
-def _body(network: Network, layer: nn.Linear, example: Inputs) -> nn.Module | None:
-    """A copy of the network that shares its weights, with the last layer's inputs beside its outputs.
-
-    None where the network cannot be copied, or where its outputs are not those of the layer as they are.
-    """
-    module = network.module
-    if any(written_by_forward(each) for each in module.modules()):
-        return None  # a forward pass that writes to its module is not for several threads
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
-    beside = memo[id(layer)] = Beside(copy.deepcopy(layer, dict(memo)))
-    try:
-        body = copy.deepcopy(module, memo).eval()
-        return body if _is_last(body, beside, network, layer, example) else None
-    except Exception:  # what cannot be copied, or does not take the wider outputs, goes the general way
-        return None
-
-
-def _is_last(body: nn.Module, beside: Beside, network: Network, layer: nn.Linear, example: Inputs) -> bool:
-    """Whether outputs and features leave the network as they leave the layer, whatever their values.
-
-    They are shifted there by numbers of several sizes and signs, which must come out unchanged. So a scale, a slice, a
-    sum of two calls or a clamp that the values of the example do not reach are noticed.
-    """
-    with torch.no_grad():
-        both, own = output_tensor(call(body, example)), network.forward(example)
-        o = layer.out_features
-        if both.shape[-1] != o + layer.in_features:
-            return False
-        f = network.outputs(both[..., :o])
-        direct = network.outputs(linear(both[..., o:].to(layer.weight.dtype), layer.weight, layer.bias))
-        if f.shape != own.shape or f.dtype != own.dtype or not close(f, own) or not close(direct.to(own), own):
-            return False
-        for size in (1.0, -1.0, 100.0, -100.0):
-            beside.shift = size * torch.linspace(0.5, 1.5, both.shape[-1]).to(both)
-            try:
-                found = output_tensor(call(body, example))
-            finally:
-                shift, beside.shift = beside.shift, None
-            if found.shape != both.shape or not close(found, both + shift):
-                return False
-    return True
-
-
-def close(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors agree to the precision of their type."""
-    rtol = 1e-4 if x.dtype in (torch.float32, torch.float64) else 2e-2
-    return torch.allclose(x, y, rtol, rtol * float(y.abs().max().clamp(min=1e-3)))
-
-
-def root_of(precision: PSD, shape: tuple[int, int], memory: int, bias: bool) -> SharedRoot | DenseRoot | None:
+def root_of(precision: PSD, features: Features, memory: int) -> SharedRoot | DenseRoot | None:
     """The root of the outputs' covariance under a precision of the weights (o, i) and the bias of a layer."""
-    o, i = shape
+    (o, i), bias, tail = features.shape, features.bias, features.tail
     factors = precision.output_factors(o, i + bias, bias)
     if factors is not None:
-        return SharedRoot(*factors)
+        return SharedRoot(*factors, tail)
     size = precision.size
     if precision.iterative or size * size * precision.dtype.itemsize > memory // SHARE:
         return None
@@ -283,7 +206,7 @@ def root_of(precision: PSD, shape: tuple[int, int], memory: int, bias: bool) -> 
     by_input = white[: o * i].reshape(o, i, -1)
     if bias:
         by_input = torch.cat([by_input, white[o * i :].reshape(o, 1, -1)], 1)
-    return DenseRoot(by_input)
+    return DenseRoot(by_input if tail is None else torch.einsum("co,oik->cik", tail.to(by_input), by_input))
 
 
 def gram(root: Tensor) -> Tensor:

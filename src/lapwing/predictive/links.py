@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -25,11 +26,31 @@ from lapwing.predictive.softmax import Spread, expected_softmax, spread_of
 @dataclass(frozen=True, eq=False)
 class ClassLaw:
     """The law of labels: log_probs (..., C), a function for E_f[entropy of p(y | f)], (...), and the estimated total
-    variation between the probabilities and their exact values, (...), where that is known."""
+    variation between the probabilities and their exact values, (...), where that is known.
 
-    log_probs: Tensor
+    `log_probs` may be a function, called when it is needed, where the probabilities themselves are `given`.
+    """
+
+    _log_probs: Tensor | Callable[[], Tensor]
     expected_entropy: Callable[[], Tensor]
     error: Tensor | None = None
+    given: Tensor | None = None
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        return self._log_probs() if callable(self._log_probs) else self._log_probs
+
+    @cached_property
+    def probs(self) -> Tensor:
+        return self.log_probs.exp() if self.given is None else self.given
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """−Σ p log p; probabilities below the root of the smallest number count as zero where they are given."""
+        if self.given is None:
+            return entropy(self.log_probs)
+        known = self.given > math.sqrt(torch.finfo(self.given.dtype).tiny)
+        return torch.special.entr(torch.where(known, self.given, 0.0)).sum(-1)
 
     @classmethod
     def mixed(cls, laws: Sequence[ClassLaw], weights: Tensor) -> ClassLaw:
@@ -187,7 +208,8 @@ def _softmax(mean: Tensor, spread: Spread, samples: int | None, generator: torch
     seed = None if generator is None else int(torch.randint(2**31, (), generator=generator, device=generator.device))
     found = expected_softmax(mean.reshape(-1, mean.shape[-1]), spread, samples, seed)
     entropies, error = (part.reshape(mean.shape[:-1]) for part in (found.entropy, found.error))
-    return ClassLaw(found.log_probs.reshape(mean.shape), lambda: entropies, error)
+    logs = lambda: found.log_probs.reshape(mean.shape)  # noqa: E731
+    return ClassLaw(logs, lambda: entropies, error, found.probs.reshape(mean.shape))
 
 
 def binary_quadrature(mean: Tensor, variance: Tensor) -> ClassLaw:

@@ -65,6 +65,7 @@ class Predictive:
     options: Options
     plan: Plan | None = None
     example: Inputs | None = None
+    _recent: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # the last inputs, with features
 
     @cached_property
     def last_layer(self) -> LastLayer | None:
@@ -118,7 +119,7 @@ class Predictive:
         generator: torch.Generator | None,
     ) -> Prediction:
         """The predictive distribution at prepared inputs; the arguments are those of `Laplace.predict`."""
-        belief = self.belief
+        belief, found = self.belief, None
         if method == "sampled":
             if joint:
                 raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
@@ -134,11 +135,10 @@ class Predictive:
                     "differentiable=True"
                 )
             layer = None if joint or differentiable or by_draws else self.last_layer
-            if layer is not None:
-                self.network.require_apart(inputs)
-                with torch.no_grad():
-                    f, a = layer(inputs)
-                function = layer.function(f, a, belief.likelihood.shift_invariant)
+            found = None if layer is None else layer.read(inputs)
+            if layer is not None and found is not None:
+                self.network.compare(inputs, found[0])
+                function = layer.function(*found, belief.likelihood.shift_invariant)
             else:
                 function = self.linearized(inputs).function(
                     inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
@@ -153,7 +153,7 @@ class Predictive:
             belief.likelihood.predicting(function.mean),
             link=link,
             samples=samples,
-            novelty=lambda: self.novelty(inputs, function.mean),
+            novelty=lambda: self.novelty(inputs, function.mean, found),
             scalar=self.options.scalar,
             shifted=bool(self.options.convention.shifted),
             generator=generator,
@@ -162,18 +162,25 @@ class Predictive:
     def kernel_factors(self, inputs: Inputs, differentiable: bool) -> tuple[Tensor, Tensor, Tensor]:
         """f at prepared inputs and the two factors of its covariance with f at any others; see `Laplace`."""
         layer, scale = self.last_layer, 1 / self.belief.logit_temperature
-        if layer is not None:
-            self.network.require_apart(inputs)
+        found = None if layer is None else layer.read(inputs, differentiable)
+        if layer is not None and found is not None:
+            f, a = found
+            self.network.compare(inputs, f)
             with torch.set_grad_enabled(differentiable):
-                f, a = layer(inputs)
                 left = right = layer.root.across(a)
         else:
             f, left, right = self.linearized(inputs).kernel_factors(inputs, differentiable)
         return (f, left, right) if scale == 1.0 else (scale * f, scale * left, scale * right)
 
-    def novelty(self, inputs: Inputs, mean: Tensor) -> Tensor:
-        """How much a target at these inputs would still teach, (B, *event); see `information_gain`."""
+    def novelty(self, inputs: Inputs, mean: Tensor, found: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """How much a target at these inputs would still teach, (B, *event); see `information_gain`.
+
+        `found` are the outputs and the inputs of the last layer, where the short path has them.
+        """
         mean, likelihood = mean.detach(), self.belief.likelihood.predicting(mean)
+        layer = None if found is None else self.novelty_layer
+        if layer is not None and found is not None:
+            return layer.information(*found, likelihood)
         at = replace(self.linearized(inputs), precision=novelty_precision(self.belief.curvature.matrix))
         if mean.shape[-1] > CLOSED_FORM:
             return information_bound(mean, at.variance(inputs, mean, at.precision), likelihood)
@@ -221,8 +228,12 @@ class Predictive:
         """Stream as `held_out` does, with targets drawn from the network itself; those of the data are not read."""
         generator = torch.Generator(self.network.params.device).manual_seed(0)
         for inputs in self.bare_inputs(data):
-            for f, rows in self._rows(inputs, link, self.network.forward(inputs)[0].numel()):
+            for f, rows in self._rows(inputs, link, self._outputs(inputs)[0].numel()):
                 yield f, self.belief.likelihood.sample_target(f, generator), rows
+
+    def _outputs(self, inputs: Inputs) -> Tensor:
+        short = self._short(inputs)
+        return self.network.forward(inputs) if short is None else short[0]
 
     def bare_inputs(self, data: Any) -> Iterator[Inputs]:
         """Stream prepared inputs batch by batch; targets are not read, and a tensor of inputs is one batch."""
@@ -233,16 +244,30 @@ class Predictive:
 
     def _rows(self, inputs: Inputs, link: str, directions: int) -> Iterator[tuple[Tensor, Jacobian]]:
         contrast = self.belief.likelihood.shift_invariant and link in ("auto", "mc")
+        layer, short = self.last_layer, self._short(inputs)
+        if layer is not None and short is not None and short[0].ndim == 2:
+            yield short[0], layer.rows(*short, self.belief.curvature.layout, contrast)
+            return
         at = self.linearized(inputs)
         at.require_rows(directions)
         for linearization, rows in at.jacobians(inputs, directions=directions, contrast=contrast):
             yield linearization.f.detach(), rows
 
+    def _short(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+        """Outputs and inputs of the last layer, where the posterior is over one; those of the last inputs are kept."""
+        layer, kept = self.last_layer, self._recent.get("read")
+        if layer is None:
+            return None
+        if kept is None or kept[0] is not inputs:
+            kept = self._recent["read"] = (inputs, layer.read(inputs))
+        return kept[1]
+
     def _read(self, batch: Batch) -> Labeled:
         """Return the prepared inputs of a batch, their outputs and canonical targets; errors name the batch."""
         try:
             inputs = self.inputs(batch.inputs)
-            f = self.network.forward(inputs)
+            short = self._short(inputs)
+            f = self.network.forward(inputs) if short is None else short[0]
             if not bool(f.isfinite().all()):
                 raise BadData("the outputs of the network are not finite")
             return inputs, f, self.belief.likelihood.targets(f, batch.targets)

@@ -66,7 +66,7 @@ class Predictor(nn.Module):
 
     def prediction(self, *args: Any, **kwargs: Any) -> Prediction:
         """The same as a `Prediction`."""
-        f, a = self.layer.run(*args, **kwargs)
+        f, a = self.layer(*args, **kwargs)
         function = self.layer.function(f, a, self._likelihood.shift_invariant)
         score = self.novelty
         return predict_targets(
@@ -97,7 +97,7 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
     try:
         with torch.no_grad(), warnings_here("ignore", Warning):  # of PyTorch about its own parts
-            f = predictor.layer.run(*args, **kwargs)[0]
+            f = predictor.layer(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
             try:
                 program = torch.export.export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
@@ -130,7 +130,12 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path, names: Sequen
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError("ONNX files need onnx and onnxscript: pip install 'lapwing-torch[onnx]'") from error
-    written = torch.onnx.export(program, dynamo=True, verbose=False, output_names=list(names))
+    written = torch.onnx.export(program, dynamo=True, verbose=False)
     assert written is not None
+    graph = written.model.graph
+    for value in (own for node in graph for own in node.outputs):
+        value.name = f"{value.name}_inside"  # an operation of the network may have the name of an output, such as mean
+    for value, name in zip(graph.outputs, names, strict=True):
+        value.name = name
     with replacing(path) as part:
         written.save(part, external_data=False)

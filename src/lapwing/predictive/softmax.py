@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -32,6 +33,13 @@ ITEMS = 2**23  # elements of covariances under way at a time
 NODES, SHIFTS = 10, 4  # of the trapezoidal rule for the logit that is integrated, a standard deviation apart
 NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as good as its expectation
 
+PAIRS = 16  # pairs of points z, −z in each of two sequences for items of small variance, and classes they can serve
+CALM, CLOSE, CAUTION = 0.25, 3e-4, 3.0
+"""The largest variance of a logit, and the largest stated error, for which these points do. Both sequences have mean 0
+and covariance I exactly, so that what they get wrong is of fourth order in the standard deviation. The stated error is
+`CAUTION` times what their difference suggests: two sequences may agree by chance. Of 300 items of standard deviation
+0.4 with 5 to 15 classes, those that are accepted were right to 4e-4 in 95 of 100 cases and to 1.1e-3 in all."""
+
 
 class Spread(ABC):
     """A root of the covariance of K logits per item, and the law of each logit given the others."""
@@ -52,6 +60,10 @@ class Spread(ABC):
     @abstractmethod
     def take(self, items: Tensor) -> Spread:
         """Return the spread of some items."""
+
+    @abstractmethod
+    def root(self) -> Tensor:
+        """Some root V of the covariances, (n, K, k); what all logits share does not matter."""
 
     @property
     @abstractmethod
@@ -82,6 +94,17 @@ class DenseSpread(Spread):
     def conditional(self) -> Tensor:
         return self._parts[2]
 
+    def root(self) -> Tensor:
+        """A Cholesky factor, cheaper than the symmetric root; the average, which C lacks, gets a variance."""
+        wide, k = self.covariance.double(), self.covariance.shape[-1]
+        top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        level = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
+        ridge = k * torch.finfo(self.covariance.dtype).eps * level
+        eye = torch.eye(k, dtype=wide.dtype, device=wide.device)
+        found, failed = torch.linalg.cholesky_ex(wide + level / k + ridge * eye)
+        found = torch.where((failed > 0)[:, None, None], torch.inf, found)  # takes the other way then
+        return found.to(self.covariance)
+
     def steps(self, z: Tensor) -> Tensor:
         return _product(z, self._parts[0])
 
@@ -109,15 +132,15 @@ def _product(z: Tensor, matrices: Tensor) -> Tensor:
 class SharedSpread(Spread):
     """The spread of logits with covariances R diag(s²) Rᵀ, one R (K, K) for all items and s (n, K): a last layer."""
 
-    root: Tensor
+    left: Tensor
     spread: Tensor
-    inverse: Tensor | None = None  # of the root, where it is at hand
+    inverse: Tensor | None = None  # of the left side, where it is at hand
 
     @cached_property
     def _dual(self) -> Tensor:
         """R^−T."""
-        found = torch.linalg.inv(self.root.double()) if self.inverse is None else self.inverse
-        return found.mT.to(self.root)
+        found = torch.linalg.inv(self.left.double()) if self.inverse is None else self.inverse
+        return found.mT.to(self.left)
 
     @cached_property
     def _precision(self) -> tuple[Tensor, Tensor]:
@@ -131,8 +154,11 @@ class SharedSpread(Spread):
     def conditional(self) -> Tensor:
         return (1 / self._precision[1]).to(self.spread)
 
+    def root(self) -> Tensor:
+        return (self.left - self.left.mean(0)) * self.spread[:, None, :]
+
     def steps(self, z: Tensor) -> Tensor:
-        return (z[:, None] * self.spread) @ (self.root - self.root.mean(0)).mT
+        return (z[:, None] * self.spread) @ (self.left - self.left.mean(0)).mT
 
     def own(self, z: Tensor) -> Tensor:
         along = self._precision[0].to(self.spread)
@@ -140,7 +166,7 @@ class SharedSpread(Spread):
         return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
 
     def take(self, items: Tensor) -> SharedSpread:
-        part = SharedSpread(self.root, self.spread[items], self.inverse)
+        part = SharedSpread(self.left, self.spread[items], self.inverse)
         part.__dict__["_dual"] = self._dual
         return part
 
@@ -161,11 +187,19 @@ def spread_of(function: FunctionDistribution) -> Spread | None:
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """Probabilities (n, K), the expected entropy of softmax(f) and the estimated error of the probabilities, (n,)."""
+    """Probabilities (n, K), the expected entropy of softmax(f) and the estimated error of the probabilities, (n,).
 
-    log_probs: Tensor
+    `logs` computes the logarithms of the probabilities, also of those that underflow.
+    """
+
+    probs: Tensor
     entropy: Tensor
     error: Tensor
+    logs: Callable[[Tensor], Tensor]
+
+    @property
+    def log_probs(self) -> Tensor:
+        return self.logs(self.probs)
 
 
 def expected_softmax(mean: Tensor, spread: Spread, samples: int | None, seed: int | None = None) -> Softmax:
@@ -180,7 +214,10 @@ def expected_softmax(mean: Tensor, spread: Spread, samples: int | None, seed: in
     if len(mean) <= spread.chunk:
         return whole.run(samples)
     parts = [whole._take(items).run(samples) for items in torch.arange(len(mean)).to(mean.device).split(spread.chunk)]
-    return Softmax(*(torch.cat([getattr(part, name) for part in parts]) for name in ("log_probs", "entropy", "error")))
+    probs, entropy, error = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "entropy", "error")
+    )
+    return Softmax(probs, entropy, error, lambda _: torch.cat([part.log_probs for part in parts]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +227,41 @@ class _Chunk:
     seed: int
 
     def run(self, samples: int | None) -> Softmax:
+        """Take a few points for items of small variance, and levels of more and more points for the others."""
+        if samples is not None or not self._few_do:
+            return self._by_levels(samples)
+        found = self._calm()
+        open_ = (~(found.error <= CLOSE)).nonzero()[:, 0]
+        if not len(open_):
+            return found
+        if len(open_) == len(self.mean):
+            return self._by_levels(samples)
+        rest = self._take(open_)._by_levels(samples)
+        probs, entropy, error = (
+            getattr(found, name).index_put((open_,), getattr(rest, name)) for name in ("probs", "entropy", "error")
+        )
+        return Softmax(probs, entropy, error, self._logs)
+
+    @property
+    def _few_do(self) -> bool:
+        """Whether there are few enough classes for points with an exact covariance."""
+        return self.mean.shape[-1] < PAIRS
+
+    def _calm(self) -> Softmax:
+        """Average over two small sequences of points; the error is infinite where the variance is too large for it."""
+        mean, root = self.mean, self.spread.root()
+        points = _matched(root.shape[-1], self.seed, mean.dtype).to(mean.device)  # (2 · 2 · PAIRS, k)
+        f = points @ root.mT + (mean - mean.amax(-1, keepdim=True))[:, None]  # (n, points, K)
+        e = f.exp()
+        total = e.sum(-1)  # (n, points)
+        p = e / total[..., None]
+        halves = p.unflatten(1, (2, -1)).mean(2)  # (n, 2, K)
+        entropy = total.log().mean(-1) - (p * f).sum((1, 2)) / points.shape[0]
+        error = CAUTION * (halves[:, 0] - halves[:, 1]).detach().abs().sum(-1) / 4
+        calm = root.detach().square().sum(-1).amax(-1) <= CALM
+        return Softmax(halves.mean(1), entropy, torch.where(calm, error, torch.inf), self._logs)
+
+    def _by_levels(self, samples: int | None) -> Softmax:
         """Take new levels of points for the items whose error is too large still."""
         levels = enumerate(_levels(samples, self.mean.shape[-1]))
         _, (size, sequences) = next(levels)
@@ -207,7 +279,7 @@ class _Chunk:
             error[open_] = e * math.sqrt(new)
             done += now
             open_ = open_[self._open(error[open_], done)]
-        return Softmax(self._logs(probs), entropy, error)
+        return Softmax(probs, entropy, error, self._logs)
 
     def traced(self, samples: int | None) -> Softmax:
         """Do the same without branches, for export.
@@ -217,6 +289,7 @@ class _Chunk:
         """
         probs, entropy = torch.zeros_like(self.mean), torch.zeros_like(self.mean[:, 0])
         error, done = torch.full_like(entropy, torch.inf), 0
+        few = self._calm() if samples is None and self._few_do else None
         wide = (self.spread.conditional.amax(-1) > NARROW)[:, None]
         for level, (size, sequences) in enumerate(_traced_levels(samples, self.mean.shape[-1])):
             now = size * sequences
@@ -231,7 +304,11 @@ class _Chunk:
             entropy = torch.where(still, torch.lerp(entropy, h, new), entropy)
             error = torch.where(still, _error_of(found) * math.sqrt(new), error)
             done += now
-        return Softmax(probs.clamp(min=torch.finfo(probs.dtype).tiny).log(), entropy, error)
+        if few is not None:
+            near = few.error <= CLOSE
+            probs = torch.where(near[:, None], few.probs, probs)
+            entropy, error = torch.where(near, few.entropy, entropy), torch.where(near, few.error, error)
+        return Softmax(probs, entropy, error, lambda p: p.clamp(min=torch.finfo(p.dtype).tiny).log())
 
     def _take(self, items: Tensor) -> _Chunk:
         whole = len(items) == len(self.mean)
@@ -278,6 +355,8 @@ class _Chunk:
 
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     """Make the points that a traced form will hold: tracing itself can make none."""
+    if classes < PAIRS:
+        _matched(classes, SEED, dtype)
     for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
         for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
             _kept(size, classes, seed, dtype)
@@ -360,6 +439,18 @@ def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
         each = (against * away).add_(1).reciprocal_().sum(1)
         total = total + torch.einsum("h,rhnk->rnk", weight, each)
     return total
+
+
+@lru_cache(maxsize=64)
+def _matched(dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Return two sequences of `PAIRS` points and their mirror images, each with covariance I exactly, one after the
+    other: (4 · PAIRS, dim)."""
+    found = []
+    for own in (seed, seed + 1):
+        z = base_points(PAIRS, dim, torch.empty(0, dtype=torch.float64), own)
+        z = torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / PAIRS), z.mT, upper=False).mT
+        found += [z, -z]
+    return torch.cat(found).to(dtype)
 
 
 @lru_cache(maxsize=64)

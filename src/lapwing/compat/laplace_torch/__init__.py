@@ -11,6 +11,7 @@ The page docs/coming-from-laplace-torch.md says what is different.
 
 from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
 from lapwing.compat.laplace_torch.enums import (
+    FunctionalApproximation,
     HessianStructure,
     Likelihood,
     LinkApprox,
@@ -36,6 +37,7 @@ __all__ = [
     "FullLLLaplace",
     "FullLaplace",
     "FullSubnetLaplace",
+    "FunctionalApproximation",
     "FunctionalLLLaplace",
     "FunctionalLaplace",
     "HessianStructure",

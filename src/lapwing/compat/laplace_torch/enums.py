@@ -21,6 +21,14 @@ class HessianStructure(StrEnum):
     GP = "gp"
 
 
+class FunctionalApproximation(StrEnum):
+    """How a posterior in function space is approximated; "sod", a subset of data, is the one that this layer has."""
+
+    SOD = "sod"
+    NYSTROM = "nystrom"
+    VARIATIONAL = "variational"
+
+
 class Likelihood(StrEnum):
     """What the outputs of the network mean."""
 

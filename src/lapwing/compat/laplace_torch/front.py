@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
-from lapwing.compat.laplace_torch.enums import HessianStructure, Likelihood, SubsetOfWeights
+from lapwing.compat.laplace_torch.enums import FunctionalApproximation, HessianStructure, Likelihood, SubsetOfWeights
 from lapwing.compat.laplace_torch.functional import FunctionalLaplace, FunctionalLLLaplace
 from lapwing.compat.laplace_torch.lastlayer import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
@@ -34,6 +34,7 @@ def Laplace(
     subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
     hessian_structure: HessianStructure | str = HessianStructure.KRON,
     *args: Any,
+    functional_approximation: FunctionalApproximation | str = FunctionalApproximation.SOD,
     **kwargs: Any,
 ) -> ParametricLaplace:
     """Return an unfitted posterior of the class for these weights and this structure.
@@ -41,6 +42,11 @@ def Laplace(
     la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="diag")
     la.fit(train_loader)
     """
+    if functional_approximation != FunctionalApproximation.SOD:
+        raise ValueError(
+            f"functional_approximation={functional_approximation!r} is not part of this layer: use "
+            "lapwing.fit(..., structure=lapwing.Nystrom(rank)) or lapwing.VaLLA"
+        )
     kinds = {kind._key: kind for kind in KINDS}
     chosen = kinds.get((str(getattr(subset_of_weights, "value", subset_of_weights)),
                         str(getattr(hessian_structure, "value", hessian_structure))))  # fmt: skip

@@ -48,7 +48,10 @@ class LLLaplace(ParametricLaplace):
             model, likelihood, sigma_noise, 1.0, 0.0, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs=backend_kwargs,
         )  # fmt: skip
-        self.model = FeatureExtractor(deepcopy(model), last_layer_name, enable_backprop, feature_reduction)
+        own = deepcopy(model)
+        for p in own.parameters():  # a frozen network has a posterior over its last layer all the same
+            p.requires_grad_(p.is_floating_point())
+        self.model = FeatureExtractor(own, last_layer_name, enable_backprop, feature_reduction)
         self._last_layer_name = last_layer_name
         self._known: tuple[str, ...] | None = None
         self._backend_kwargs["last_layer"] = True
@@ -73,15 +76,8 @@ class LLLaplace(ParametricLaplace):
     def _network(self) -> nn.Module:
         return self.model.model
 
-    @property
-    def _selection(self) -> Any:
-        if self._known is None:
-            return "last_layer"
-        return lambda name, p: name.removeprefix("model.") in self._names or name in self._names
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return self._known or ()
+    def _selection(self, prefix: str) -> Any:
+        return "last_layer" if self._known is None else [prefix + name for name in self._known]
 
     def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
         """Fit the posterior over the last layer; `override=False` adds data to an earlier fit."""

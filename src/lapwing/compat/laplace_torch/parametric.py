@@ -16,7 +16,7 @@ from lapwing.compat.laplace_torch.enums import Likelihood
 from lapwing.compat.laplace_torch.mapped import Mapped
 from lapwing.compat.laplace_torch.saved import Saved
 from lapwing.curvature import Factor, Structure
-from lapwing.errors import BadData
+from lapwing.errors import BadData, NotReiterable
 from lapwing.fitting import fit
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import BradleyTerry, Categorical, Gaussian
@@ -40,9 +40,8 @@ class ParametricLaplace(Saved):
         """Return the structure of the curvature."""
         raise NotImplementedError
 
-    @property
-    def _selection(self) -> Any:
-        """What `lapwing.fit(select=...)` takes."""
+    def _selection(self, prefix: str) -> Any:
+        """Return what `lapwing.fit(select=...)` takes; names of parameters have this prefix."""
         return "all"
 
     @property
@@ -61,6 +60,10 @@ class ParametricLaplace(Saved):
         The number of data is what the loader yields, not `len(train_loader.dataset)`. The model stays in the mode
         (training or evaluation) in which it was.
         """
+        if iter(train_loader) is train_loader:
+            raise NotReiterable(
+                "train_loader can be read only once, and a fit reads its first batch twice: pass a list"
+            )
         first = next(iter(train_loader))
         x, y = self._targets_of(first)
         if self._la is None or override:
@@ -73,7 +76,7 @@ class ParametricLaplace(Saved):
                 self._family(),
                 structure=self._structure(),
                 factor=self._factor(),
-                select=self._selection,
+                select=self._selection("model." if isinstance(module, Mapped) else ""),
                 split=self._targets_of,
                 progress=progress_bar,
             )
@@ -183,13 +186,16 @@ class ParametricLaplace(Saved):
 
     @property
     def loss(self) -> Tensor | float:
+        return 0.0 if self._la is None else self._loss().to(self._dtype)
+
+    def _loss(self) -> Tensor:
         if self._la is None:
-            return 0.0
+            return torch.zeros((), dtype=torch.float64)
         if not self._la.likelihood.dispersion_name:
-            return -self._la.log_likelihood.to(self._dtype)
+            return -self._la.log_likelihood.double()
         count = self.n_data * self.n_outputs
         unit = Gaussian(noise=1.0).log_likelihood(self._la.curvature.statistics)
-        return -(unit + count * math.log(2 * math.pi) / 2).to(self._dtype)
+        return -(unit + count * math.log(2 * math.pi) / 2).double()
 
     @property
     def scatter(self) -> Tensor:
@@ -237,7 +243,7 @@ class ParametricLaplace(Saved):
             if self.likelihood != Likelihood.REGRESSION:
                 raise ValueError("sigma_noise is for likelihood='regression'")
             self.sigma_noise = sigma_noise
-        fitted = self.log_likelihood.double() - 0.5 * (self._log_det_ratio() + self._scatter())
+        fitted = self._log_likelihood() - 0.5 * (self._log_det_ratio() + self._scatter())
         return fitted.to(self._dtype)
 
     # --- covariances of outputs from Jacobians -----------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Saved(Predictions):
             return load(path, module, split=self._targets_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_cached": None, "_backend": None}
+        state = {**vars(self), "_cached": None, "_backend": None, "_la": None}
         if self._la is not None:
             state["_la"] = (written(self._la), isinstance(self._la.module, Mapped))
         return state

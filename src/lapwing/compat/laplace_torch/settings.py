@@ -206,10 +206,18 @@ class BaseLaplace:
 
         As in laplace-torch, the temperature divides the squared residuals but not the normalizer of the Gaussian.
         """
-        found = torch.as_tensor(-self._H_factor * self.loss)
+        return self._log_likelihood().to(self._dtype)
+
+    def _loss(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64)
+
+    def _log_likelihood(self) -> Tensor:
+        """The same in float64."""
+        sigma = self.sigma_noise.double()
+        found = -self._loss() / sigma.square() / self.temperature
         if self.likelihood != Likelihood.REGRESSION:
             return found
-        return found - self.n_data * self.n_outputs * torch.log(self.sigma_noise * math.sqrt(2 * math.pi))
+        return found - self.n_data * self.n_outputs * torch.log(sigma * math.sqrt(2 * math.pi))
 
     def _targets_of(self, batch: Any) -> tuple[Any, Any]:
         """Return inputs and targets of a batch, a pair or a mapping."""

@@ -48,8 +48,7 @@ class SubnetLaplace(ParametricLaplace):
             backend=backend, backend_kwargs={**(backend_kwargs or {}), "subnetwork_indices": self._indices}, **kwargs,
         )  # fmt: skip
 
-    @property
-    def _selection(self) -> Any:
+    def _selection(self, prefix: str) -> Any:
         return subnetwork(indices=self._indices)
 
     @property

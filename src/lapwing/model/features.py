@@ -1,0 +1,266 @@
+"""The last layer of a network: its inputs are caught in a plain forward pass, and what follows it is one fixed matrix.
+
+Where a linear layer produces the outputs, f = M z + c with z = W a + b, all that a posterior over W and b needs of a
+network is in a: no tape, no backward pass. M is the identity for most networks; a scale, a slice, a temperature or a
+reshape after the layer give another.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lapwing.model.copies import written_by_forward
+from lapwing.model.inputs import Inputs, batch_size, close, take, tolerance
+from lapwing.model.linearization import Outputs, pull
+from lapwing.model.module import call, output_tensor
+from lapwing.model.network import Network
+from lapwing.model.params import Params
+from lapwing.model.plan import Plan, Source, Step, make_plan
+from lapwing.model.rules import Samples
+from lapwing.model.tape import Pass, Record, parameters_behind
+
+PROBED = 4  # samples on which the way from the layer to the outputs is looked at
+SIZES = (1.0, -1.0, 100.0, -100.0)  # of shifts of the layer's outputs that must arrive multiplied by M
+MOST = 2**22  # entries of M, at most
+_FOUND: WeakKeyDictionary[Network, Features | None] = WeakKeyDictionary()
+_HERE = threading.local()
+
+
+@dataclass(eq=False)
+class Sink:
+    """What the calls of a last layer leave: its inputs a and outputs z. `change` replaces z on its way out."""
+
+    change: Callable[[Tensor], Tensor] | None = None
+    caught: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@contextmanager
+def catching(sink: Sink) -> Iterator[Sink]:
+    """Let the last layers that this thread runs leave their inputs and outputs in a sink."""
+    before = getattr(_HERE, "sink", None)
+    _HERE.sink = sink
+    try:
+        yield sink
+    finally:
+        _HERE.sink = before
+
+
+class Caught(nn.Module):
+    """A linear layer whose inputs and outputs are caught where somebody asks for them (`catching`)."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, a: Tensor) -> Tensor:
+        z = linear(a, self.weight, self.bias)
+        sink = getattr(_HERE, "sink", None)
+        if sink is None:
+            return z
+        sink.caught.append((a, z))
+        return z if sink.change is None else sink.change(z)
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """A private copy of a network that catches the inputs of its last layer.
+
+    The copy shares the network's weights and is never written to, so that any number of threads may run it.
+
+    Example: `f, a = features.read(x)`, with f (n, *event, c) and a (n, *event, i).
+    """
+
+    body: nn.Module
+    outputs: Outputs
+    shape: tuple[int, int]  # outputs and inputs of the layer
+    bias: bool  # whether its bias has a posterior too
+    tail: Tensor | None  # M (c, o); None: f = z
+    constant: Tensor | None  # c (c,)
+    plan: Plan
+    event: tuple[int, ...]  # shape of the outputs of a sample when the network was looked at
+
+    def read(self, inputs: Inputs, differentiable: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs f and the inputs a of the layer; None where these inputs take another way.
+
+        `differentiable`: both keep their graph to the inputs.
+        """
+        with torch.set_grad_enabled(differentiable):
+            return self._checked(lambda: call(self.body, inputs))
+
+    def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the same at the arguments that the network takes, without a check."""
+        with catching(Sink()) as sink:
+            f = self.outputs(output_tensor(self.body(*args, **kwargs)))
+        return f, sink.caught[0][0]
+
+    def _checked(self, run: Callable[[], object]) -> tuple[Tensor, Tensor] | None:
+        with catching(Sink()) as sink:
+            f = self.outputs(output_tensor(run()))
+        if len(sink.caught) != 1:
+            return None
+        a, z = sink.caught[0]
+        return (f, a) if self._follows(f, z) else None
+
+    def _follows(self, f: Tensor, z: Tensor) -> bool:
+        """Whether outputs are those of the layer, multiplied by M."""
+        if self.tail is None:
+            return _same(f, z)
+        assert self.constant is not None
+        if z.ndim != 2 or f.shape != (len(z), len(self.tail)):
+            return False
+        expected = z.to(self.tail) @ self.tail.mT + self.constant
+        return close(expected.to(f), f, tolerance([f.dtype, z.dtype]))
+
+    def with_ones(self, a: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the inputs of the layer with a 1 appended where its bias has a posterior."""
+        a = a.to(dtype)
+        return torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.bias else a
+
+    def back(self, v: Tensor) -> Tensor:
+        """Return vᵀM for directions v (..., c) in output space."""
+        return v if self.tail is None else v @ self.tail.to(v)
+
+    def alone(self) -> Features:
+        """Return the same with weights of its own, which later training of the network does not change."""
+        return replace(self, body=copy.deepcopy(self.body))
+
+
+def features_of(network: Network, example: Inputs) -> Features | None:
+    """Return how to catch the features of a network, looked at with some inputs; None where there is no such way."""
+    if network not in _FOUND:
+        _FOUND[network] = _look(network, example)
+    return _FOUND[network]
+
+
+def last_linear(network: Network) -> nn.Linear | None:
+    """Return the linear layer whose weight, or weight and bias, are all that is selected."""
+    names = network.params.names
+    if network.params.index is not None or len(names) > 2 or not names[0].endswith("weight"):
+        return None
+    owner = names[0].rpartition(".")[0]
+    layer = network.module.get_submodule(owner)
+    own = [f"{owner}." * bool(owner) + name for name in ("weight", "bias")]
+    plain = type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
+    if not plain or list(names) != own[: len(names)] or "forward" in vars(layer):
+        return None
+    uses = [id(p) for _, p in network.module.named_parameters(remove_duplicate=False)]
+    return layer if all(uses.count(id(p)) == 1 for p in layer.parameters()) else None  # type: ignore[return-value]
+
+
+def _look(network: Network, example: Inputs) -> Features | None:
+    """Copy the network and look at what follows its last layer. What cannot be copied has no features."""
+    layer, module = last_linear(network), network.module
+    if layer is None or any(written_by_forward(each) for each in module.modules()):
+        return None  # a forward pass that writes to its module is not for several threads
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
+    caught = memo[id(layer)] = Caught(copy.deepcopy(layer, dict(memo)))
+    try:
+        body = copy.deepcopy(module, memo).eval()
+        few = take(example, slice(0, PROBED), batch_size(example))
+        found = _tail(body, caught, network, few)
+    except Exception:  # no copy can be made, or the network does not take such inputs
+        return None
+    if found is None:
+        return None
+    shape, bias = (layer.out_features, layer.in_features), len(network.params.names) > 1
+    plan, event = plan_of_head(network.params, layer, bias), tuple(network.forward(few).shape[1:])
+    return Features(body, network.outputs, shape, bias, *found, plan, event)
+
+
+def _tail(body: nn.Module, caught: Caught, network: Network, few: Inputs) -> tuple[Tensor | None, Tensor | None] | None:
+    """Return M and c with f = M z + c, or None where f is not of this form for every z.
+
+    M is the derivative of f by z at the example, the same for each sample. Then z is shifted by numbers of several
+    sizes and signs, which must come out multiplied by M. So a clamp that the values of the example do not reach, a sum
+    of two calls and another use of the weights are noticed.
+    """
+    own, leaves = network.forward(few), list[Tensor]()
+    n = batch_size(few)
+    if not close(network.forward(take(few, slice(n - 1, n), n)), own[-1:], tolerance([own.dtype])):
+        return None  # samples depend on each other: the self-check of the tape says where
+
+    def leaf(z: Tensor) -> Tensor:
+        leaves.append(z.detach().requires_grad_())
+        return leaves[-1]
+
+    caught.requires_grad_(True)
+    try:
+        with torch.enable_grad(), catching(Sink(leaf)):
+            f = network.outputs(output_tensor(call(body, few)))
+        if len(leaves) != 1 or not close(f, own, tolerance([f.dtype])):
+            return None
+        if any(found is p for found in parameters_behind(f.grad_fn) for p in caught.parameters()):
+            return None  # the weights reach the outputs on another way too
+        z = leaves[0]
+        tail = None if _same(f, z) else _derivative(f, z)
+    finally:
+        caught.requires_grad_(False)
+    f, z = f.detach(), z.detach()
+    if tail is None and f.shape != z.shape:
+        return None
+    constant = None if tail is None else f[0].to(tail) - tail @ z[0].to(tail)
+    return (tail, constant) if _shifts_arrive(body, network, few, f, z, tail) else None
+
+
+def _same(f: Tensor, z: Tensor) -> bool:
+    return f.shape == z.shape and torch.equal(f, z.to(f.dtype))
+
+
+def _derivative(f: Tensor, z: Tensor) -> Tensor | None:
+    """Return ∂f/∂z (c, o) where it is the same for each sample and no sample depends on another; else None."""
+    n, size = len(z), f[0].numel()
+    if z.ndim != 2 or f.ndim != 2 or len(f) != n or size * z.shape[1] > MOST:
+        return None
+    rows = []
+    for k in range(size):
+        v = torch.zeros_like(f)
+        v[:, k] = 1
+        (g,) = pull(f, [z], v)
+        rows.append(torch.zeros_like(z) if g is None else g)
+    each = torch.stack(rows, 1)  # (n, c, o), where samples do not mix
+    last = torch.zeros_like(f)
+    last[-1] = 1
+    (alone,) = pull(f, [z], last)
+    mixed = alone is not None and bool((alone[:-1] != 0).any())
+    return None if mixed or not close(each, each[:1].expand_as(each), 1e-6) else each[0].detach()
+
+
+def _shifts_arrive(body: nn.Module, network: Network, few: Inputs, f: Tensor, z: Tensor, tail: Tensor | None) -> bool:
+    """Whether shifts of the layer's outputs, different for each sample, come out multiplied by M."""
+    rtol = tolerance([f.dtype, z.dtype])
+    for size in SIZES:
+        shift = size * torch.linspace(0.5, 1.5, z.numel()).reshape(z.shape).to(z)
+        with torch.no_grad(), catching(Sink(lambda z: z + shift)):  # noqa: B023
+            found = network.outputs(output_tensor(call(body, few)))
+        moved = shift if tail is None else shift.to(tail) @ tail.mT
+        if found.shape != f.shape or not close(found, f + moved.to(f), rtol):
+            return False
+    return True
+
+
+def plan_of_head(params: Params, layer: nn.Linear, bias: bool) -> Plan:
+    """Return the plan of a network whose selected parameters are those of one linear layer, called once."""
+    weight, a = layer.weight.detach(), torch.zeros(1, layer.in_features)
+    own = layer.bias.detach() if bias and layer.bias is not None else None
+    tensors = (a, weight) if own is None else (a, weight, own)
+    live = tuple(range(1, len(tensors)))
+    out = torch.zeros(1, layer.out_features)
+    record = Record(linear, tensors, {}, tensors, live, (0,) * len(tensors), (), out, None)  # type: ignore[arg-type]
+    args: tuple = (Samples(0), *(None for _ in live))
+    sources = tuple(Source((name,), direct=True) for name in params.names)
+    step = Step(linear, "rule", Samples(0), args, sources)
+    if layer.bias is not None and not bias:  # a frozen bias is an argument of the call as well
+        step = replace(step, args=(*args, None))
+    plan = make_plan(Pass(out, (record,)), (step,), params, set(), (), False)
+    size = layer.out_features
+    return replace(plan, distinct=1 << 30, width=size, kept=size, graph=4 * (layer.in_features + size))

@@ -1,0 +1,333 @@
+"""A predictor that gives a posterior's predictive distribution in about one forward pass, for any posterior.
+
+The mean of the linearized predictive is the network's own output, which a forward pass gives exactly. What costs tens
+of passes is its covariance J Σ Jᵀ. A head that reads the same forward pass is fitted to covariances of the teacher
+(`variancehead.py`), at the data and at perturbed data, as in Bayesian dark knowledge (Balan et al. 2015; Ritter et al.
+2018, appendix D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.errors import BadData, UnsupportedOperation, require_whole
+from lapwing.likelihoods import Likelihood
+from lapwing.metrics import auroc
+from lapwing.model import Network, batch_size, take, tensors_in
+from lapwing.model.convention import Convention
+from lapwing.model.inputs import Inputs, as_tensors, map_tensors
+from lapwing.model.module import arguments, outside_inference, placed
+from lapwing.predictive.energies import EnergyNetwork
+from lapwing.predictive.function import FunctionDistribution, GaussianFunction, fixed_generator
+from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.predictor import Predictor, export
+from lapwing.predictive.variancehead import VarianceHead, fit_head
+
+EPOCHS = 50
+MOST = 2000  # inputs of the data that the teacher is asked for
+HELD_OUT = 5  # one input in so many measures the distance instead
+FEWEST = 20  # inputs
+CHUNK = 100  # inputs that the teacher predicts at a time
+NOISES = 0.02, 2.0  # standard deviations of the noise, in units of the data's
+
+Teacher = Callable[[Inputs], Prediction]
+
+
+class DistilledLayer(nn.Module):
+    """A network with the covariance of its outputs by a fitted head; what `Predictor` runs."""
+
+    def __init__(self, network: EnergyNetwork, head: VarianceHead) -> None:
+        super().__init__()
+        self.network, self.head = network, head
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """f (B, C) and its standard deviations along the head's basis, (B, C)."""
+        f, z = self.network(*args, **kwargs)
+        return f, self.head(f, z)
+
+    def function(self, f: Tensor, spread: Tensor, shift_invariant: bool = False) -> GaussianFunction:
+        """The Gaussian over the outputs."""
+        basis = self.head.basis.to(f)
+        seen = basis - basis.mean(0)
+        gram = lambda root: (root * spread[..., None, :].square()) @ root.mT  # noqa: E731
+        return GaussianFunction(
+            f,
+            lambda: gram(basis),
+            variance=lambda: spread.square() @ basis.square().mT,
+            contrasts=(lambda: gram(seen)) if shift_invariant and f.shape[-1] > 2 else False,
+            root=lambda: (basis, spread, basis.mT),
+            closed=True,
+        )
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a distilled predictor is from its teacher on some inputs, none of which it was fitted to.
+
+    `divergence` is the mean of KL(teacher ‖ student) of the target in nats (of Gaussians with the same moments for
+    numbers), `spread` the root mean square of the log ratio of the outputs' standard deviations (for classes, of the
+    logits minus their average), `epistemic` the mean
+    of |teacher − student|. For inputs out of distribution, `auroc` holds how well the uncertainty of the teacher and of
+    the student tells them from the held-out ones.
+    """
+
+    items: int
+    divergence: float
+    spread: float
+    epistemic: float
+    auroc: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.items} inputs, KL {self.divergence:.2g} nats, standard deviations off by a factor of "
+            f"{torch.tensor(self.spread).exp():.2f}, epistemic by {self.epistemic:.2g}"
+        )
+        return text if self.auroc is None else f"{text}, AUROC {self.auroc[0]:.3f} (teacher), {self.auroc[1]:.3f}"
+
+
+@dataclass(frozen=True, eq=False)
+class Distilled:
+    """A forward-only predictor, made by `la.distill(data)`; it needs neither the posterior nor the module any more.
+
+    `distances` says how far it is from the posterior on held-out inputs ("held out") and on those given as `ood=`.
+
+        fast = la.distill(train_loader);  print(fast.summary());  fast.predict(x).probs
+    """
+
+    layer: DistilledLayer
+    likelihood: Likelihood
+    logit_temperature: float
+    scalar: bool
+    convention: Convention
+    distances: Mapping[str, Distance]
+
+    @outside_inference
+    def predict(
+        self, x: Inputs, *, link: str = "auto", samples: int | None = None, generator: torch.Generator | None = None
+    ) -> Prediction:
+        """Return the predictive distribution at inputs x, as `Laplace.predict` does, in about one forward pass."""
+        args, kwargs = arguments(self._inputs(x))
+        with torch.no_grad():
+            f, spread = self.layer(*args, **kwargs)
+        function = self.layer.function(f, spread, self.likelihood.shift_invariant)
+        scale = 1 / self.logit_temperature
+        return predict_targets(
+            function if scale == 1.0 else function.scaled(scale),
+            self.likelihood,
+            link=link,
+            samples=samples,
+            scalar=self.scalar,
+            generator=generator,
+        )
+
+    def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
+        """Return predictions as a plain `nn.Module`, as `Laplace.predictor` does for a last layer.
+
+        fast.predictor("probs", "epistemic")(x)["probs"]
+        """
+        names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
+        if "novelty" in names:
+            raise UnsupportedOperation(
+                "a distilled predictor has no novelty: use la.predict(x).novelty, or 'epistemic'"
+            )
+        layer: Any = self.layer
+        return Predictor(
+            layer,
+            self.likelihood,
+            names,
+            logit_temperature=self.logit_temperature,
+            scalar=self.scalar,
+            samples=samples,
+        )
+
+    def export(self, path: str | Path, example: Any, *, outputs: Any = (), samples: int | None = None) -> None:
+        """Write `predictor(*outputs)` as a file: `.pt2` (`torch.export`) or `.onnx`, with a dynamic batch dimension.
+
+        The file needs neither Lapwing nor the network's class to run. `example` is an input of at least two items.
+
+            fast.export("model.onnx", x[:2])
+        """
+        export(self.predictor(*outputs, samples=samples), path, example)
+
+    def summary(self) -> str:
+        """Return a text: how far this predictor is from its teacher, one line per set of inputs."""
+        return "\n".join(f"{name}: {distance}" for name, distance in self.distances.items())
+
+    def _inputs(self, x: Inputs) -> Inputs:
+        x = as_tensors(x)
+        x = self.convention.inputs_of(x) if isinstance(x, Mapping) else x
+        if not any(True for _ in tensors_in(x)):
+            raise BadData(f"expected a tensor, a tuple of tensors or a dict of tensors, got {type(x).__name__}")
+        x, _ = placed(self.layer.network.body, x, self.layer.head.basis.device, self.convention.cast)
+        if batch_size(x) == 0:
+            raise BadData("the batch to predict is empty")
+        if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors_in(x)):
+            raise BadData("the inputs hold numbers that are not finite")
+        return x
+
+
+def distill(
+    network: Network,
+    likelihood: Likelihood,
+    teacher: Teacher,
+    batches: Iterator[Inputs],
+    *,
+    ood: Mapping[str, Iterator[Inputs]],
+    epochs: int | None,
+    most: int,
+    perturb: bool,
+    generator: torch.Generator | None,
+    logit_temperature: float,
+    scalar: bool,
+    convention: Convention,
+) -> Distilled:
+    """Fit a forward-only predictor to a teacher; the options are those of `Laplace.distill`."""
+    epochs = EPOCHS if epochs is None else epochs
+    if not (isinstance(epochs, int) and epochs >= 0):
+        raise BadData(f"epochs is a whole number that is not negative, got {epochs!r}")
+    require_whole("most", most)
+    generator = fixed_generator(network.params.device) if generator is None else generator
+    own, held = _parts(batches, most)
+    if not own or not held or sum(map(batch_size, own)) < FEWEST:
+        raise BadData(f"distill needs at least {FEWEST * HELD_OUT // (HELD_OUT - 1)} inputs, and these are fewer")
+    body = EnergyNetwork(network.module, network.outputs, own[0])
+    moved = [each for part in own for each in perturbed(part, generator)] if perturb else []
+    asked = [_asked(body, teacher, part, likelihood.shift_invariant) for part in (*own, *moved)]
+    f, z, covariance = (torch.cat(each) for each in zip(*asked))
+    head = fit_head(
+        f,
+        z,
+        covariance * logit_temperature**2,  # predictions are of the outputs divided by it
+        body.widths,
+        inside=sum(map(batch_size, own)),
+        shift_invariant=likelihood.shift_invariant,
+        epochs=epochs,
+        generator=generator,
+    )
+    found = Distilled(DistilledLayer(body, head).eval(), likelihood, logit_temperature, scalar, convention, {})
+    return _measured(found, teacher, held, {name: list(chain(*_parts(each, most))) for name, each in ood.items()})
+
+
+def _parts(batches: Iterator[Inputs], most: int) -> tuple[list[Inputs], list[Inputs]]:
+    """The first `most` inputs, some at a time: those to learn from, and one in `HELD_OUT` to measure distances with."""
+    own: list[Inputs] = []
+    held: list[Inputs] = []
+    left = most
+    for k, batch in enumerate(batches):
+        whole = batch_size(batch)
+        n = min(whole, left)
+        cut = n - n // HELD_OUT if n >= HELD_OUT else n * (k % HELD_OUT != HELD_OUT - 1)
+        for parts, first, last in ((own, 0, cut), (held, cut, n)):
+            for start in range(first, last, CHUNK):
+                parts.append(take(batch, slice(start, min(start + CHUNK, last)), whole))
+        left -= n
+        if left <= 0:
+            break
+    return own, held
+
+
+def _asked(
+    body: EnergyNetwork, teacher: Teacher, inputs: Inputs, shift_invariant: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """f, energies and the teacher's covariance of the outputs."""
+    function = teacher(inputs).function
+    if function.mean.ndim != 2:
+        raise UnsupportedOperation(
+            f"distill is for networks with one row of outputs per input; the outputs here are "
+            f"{tuple(function.mean.shape)}"
+        )
+    args, kwargs = arguments(inputs)
+    with torch.no_grad():
+        f, z = body(*args, **kwargs)
+    return f, z, _visible(function, shift_invariant).detach()
+
+
+def _visible(function: FunctionDistribution, shift_invariant: bool) -> Tensor:
+    """The covariance of the outputs; without their average, where targets do not see it and its variance, which may be
+    larger by orders of magnitude, would drown the rest in rounding."""
+    found = function.contrast_covariance if shift_invariant else None
+    return function.item_covariance if found is None else found
+
+
+def perturbed(inputs: Inputs, generator: torch.Generator) -> list[Inputs]:
+    """Return inputs with noise on a random part of their entries, and inputs mixed with each other.
+
+    Noise reaches what the data never vary in, where a posterior knows least. Inputs without real numbers (tokens) have
+    no perturbed form.
+    """
+    n = batch_size(inputs)
+    floats = [t for t in tensors_in(inputs) if t.is_floating_point() and t.ndim and len(t) == n]
+    if not floats:
+        return []
+    like: dict[str, Any] = {"generator": generator, "device": floats[0].device}
+    order = torch.randperm(n, **like)
+    share, level, part = (torch.rand(n, **like) for _ in range(3))
+
+    def column(values: Tensor, t: Tensor) -> Tensor:
+        return values.to(t.dtype).reshape(n, *(1,) * (t.ndim - 1))
+
+    def noisy(t: Tensor) -> Tensor:
+        if not (t.is_floating_point() and t.ndim and len(t) == n):
+            return t
+        low, high = NOISES
+        size = t.std(correction=0) * low * (high / low) ** column(level, t)
+        hit = torch.rand(t.shape, dtype=t.dtype, **like) < column(part, t)
+        return t + size * hit * torch.randn(t.shape, dtype=t.dtype, **like)
+
+    def mixed(t: Tensor) -> Tensor:
+        if not (t.is_floating_point() and t.ndim and len(t) == n):
+            return t
+        return torch.lerp(t[order], t, column(share, t))
+
+    return [map_tensors(noisy, inputs), take(map_tensors(mixed, inputs), slice(0, -(-n // 2)), n)]
+
+
+def _measured(found: Distilled, teacher: Teacher, held: list[Inputs], ood: Mapping[str, list[Inputs]]) -> Distilled:
+    """The same predictor with its distances."""
+    distances: dict[str, Distance] = {}
+    inside: tuple[Tensor, Tensor] | None = None
+    for name, parts in {"held out": held, **ood}.items():
+        if not parts:
+            raise BadData(f"there are no inputs in {name!r}")
+        pairs = [(teacher(part), found.predict(part)) for part in parts]
+        scores = tuple(torch.cat([one.uncertainty.flatten() for one in each]) for each in zip(*pairs))
+        areas = None if inside is None else tuple(float(auroc(a, b)) for a, b in zip(inside, scores))
+        distances[name] = _distance(pairs, areas)  # type: ignore[arg-type]
+        inside = scores if inside is None else inside  # type: ignore[assignment]
+    return replace(found, distances=distances)
+
+
+def _distance(pairs: list[tuple[Prediction, Prediction]], areas: tuple[float, float] | None) -> Distance:
+    kl = torch.cat([_divergence(theirs, ours) for theirs, ours in pairs])
+    ratio = torch.cat([_log_ratio(theirs, ours) for theirs, ours in pairs])
+    gap = torch.cat([(theirs.epistemic - ours.epistemic).abs().flatten() for theirs, ours in pairs])
+    return Distance(len(kl), float(kl.mean()), float(ratio.square().mean().sqrt()), float(gap.mean()), areas)
+
+
+def _log_ratio(theirs: Prediction, ours: Prediction) -> Tensor:
+    """The log ratio of the outputs' standard deviations, (B, C)."""
+    invariant = theirs.likelihood.shift_invariant
+    one, other = (_visible(each.function, invariant).diagonal(dim1=-2, dim2=-1) for each in (theirs, ours))
+    return (other / one.clamp(min=torch.finfo(one.dtype).tiny)).log() / 2
+
+
+def _divergence(theirs: Prediction, ours: Prediction) -> Tensor:
+    """KL(teacher ‖ student) of the target per item, (B,)."""
+    if theirs.likelihood.has_logits:
+        p, q = (each.probs if each.kind == "classes" else _both(each.probs) for each in (theirs, ours))
+        return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).flatten(1).sum(-1)
+    ratio = theirs.variance / ours.variance
+    return (ratio - 1 - ratio.log() + (theirs.mean - ours.mean).square() / ours.variance).reshape(len(ratio), -1).sum(
+        -1
+    ) / 2
+
+
+def _both(p: Tensor) -> Tensor:
+    return torch.stack([1 - p, p], -1)
