@@ -115,7 +115,11 @@ def test_items_of_a_prediction_are_those_of_its_fields(task: str, how: str) -> N
         p[torch.ones(3, dtype=torch.bool)]
     with pytest.raises(IndexError, match="chosen by a number"):
         p[torch.ones(3)]
-    assert len(p[3:3]) == 0
+    nothing = p[3:3]
+    assert len(nothing) == 0
+    for name, value in every(nothing).items():
+        assert value.shape == (0, *every(p)[name].shape[1:])
+    assert nothing.abstain(0.5).shape[0] == len(nothing.to_frame()) == 0
 
 
 @pytest.mark.parametrize(("task", "how"), ALL)

@@ -7,25 +7,37 @@ knows sums and diagonals of Λ, no K × K matrix of a sample is formed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import NOTICED, Factor
 from lapwing.likelihoods import Likelihood
-from lapwing.model import PlanChanged
+from lapwing.model import Batch, Network, PlanChanged
 from lapwing.model.features import Features
-
-if TYPE_CHECKING:
-    from lapwing.curvature.problem import Problem
 
 TOGETHER = 1024  # samples whose curvature is added at a time: smaller batches wait for each other
 BYTES = 2**26  # of outputs, inputs and curvature of the samples that wait
 DENSE = 2**23  # bytes of matrices Λ and products of inputs at a time
 PANEL = 16  # inputs per product: the curvature is symmetric, and only one half is computed
+
+
+class Posed(Protocol):
+    """What is read here of a `Problem`."""
+
+    @property
+    def network(self) -> Network: ...
+    @property
+    def likelihood(self) -> Likelihood: ...
+    @property
+    def generator(self) -> torch.Generator | None: ...
+    def read(self, label: str) -> Iterator[Batch]: ...
+    def naming(self, batch: Batch) -> AbstractContextManager[Any]: ...
+    def prepare(self, batch: Batch, f: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +69,7 @@ class Reader:
     kept: list[Part] = field(default_factory=list)
     state: dict[str, bool] = field(default_factory=dict)  # "whole": all data are kept; "full": they are too many
 
-    def parts(self, problem: Problem, label: str, together: int = TOGETHER) -> Iterator[Part]:
+    def parts(self, problem: Posed, label: str, together: int = TOGETHER) -> Iterator[Part]:
         """Yield all samples, a few batches at a time; from memory where they are kept."""
         if self.state.get("whole"):
             yield from self.kept
@@ -72,7 +84,7 @@ class Reader:
         if self.keep and not self.state.get("full"):
             self.state["whole"] = True
 
-    def _batches(self, problem: Problem, label: str) -> Iterator[Part]:
+    def _batches(self, problem: Posed, label: str) -> Iterator[Part]:
         for batch in problem.read(label):
             with problem.naming(batch):
                 found = self.features.read(batch.inputs)
@@ -225,7 +237,7 @@ Closed = Callable[[Head], None]
 """Adds some samples of a last layer to the sums of a structure."""
 
 
-def heads(problem: Problem, reader: Reader, factor: Factor, label: str) -> Iterator[Head]:
+def heads(problem: Posed, reader: Reader, factor: Factor, label: str) -> Iterator[Head]:
     """Yield all samples of a problem at its last layer. Sampled directions are drawn batch by batch."""
     for part in reader.parts(problem, label, TOGETHER if factor.exact else 1):
         directions = None

@@ -215,20 +215,21 @@ class Prediction(ABC):
             score=None if score is None else lambda: self.novelty[chosen],
             members=tuple(member[chosen] for member in self.members),
         )
-        for name, value in self._drawn().items():
+        for name, value in self._drawn(all_of_it=not len(chosen)).items():
             part.__dict__[name] = value.take(chosen) if isinstance(value, ClassLaw) else value[:, chosen]
         return part
 
     def __iter__(self) -> Iterator[Prediction]:
         return (self[k] for k in range(len(self)))
 
-    def _drawn(self) -> dict[str, Any]:
+    def _drawn(self, all_of_it: bool = False) -> dict[str, Any]:
         """Return results that other items, or a prediction without the network, would not find again.
 
-        Draws from a generator depend on the batch. What is computed already saves work.
+        Draws from a generator depend on the batch. What is computed already saves work, and a prediction of no items
+        computes nothing by itself (`all_of_it`).
         """
-        names = ("_points",) if self.seed is not None and not self.members else ()
-        return {name: getattr(self, name) for name in ("_points",) if name in names or name in self.__dict__}
+        needed = self.seed is not None and not self.members
+        return {"_points": self._points} if needed or "_points" in self.__dict__ else {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle holds: every field, without the network. What was not asked for yet is computed."""
@@ -370,9 +371,9 @@ class _Labels(Prediction):
 
     doubt_name: ClassVar[str] = "confidence"
 
-    def _drawn(self) -> dict[str, Any]:
+    def _drawn(self, all_of_it: bool = False) -> dict[str, Any]:
         found = super()._drawn()
-        if "_law" in self.__dict__ or (self.seed is not None and not self.members):
+        if all_of_it or "_law" in self.__dict__ or (self.seed is not None and not self.members):
             found["_law"] = self._law
         return found
 
@@ -553,7 +554,7 @@ class ValuePrediction(Prediction):
             centers.new_full((len(points),), -math.log(len(points))),
             mean=centers.mean(0),
             aleatoric=law.variance.mean(0),
-            epistemic=centers.var(0, correction=0),
+            epistemic=(centers - centers.mean(0)).square().mean(0),
             event_dims=len(self._event_shape) - len(law.event_shape),
             whole=True,
         )
@@ -652,6 +653,8 @@ class ValuePrediction(Prediction):
         points = points.repeat(-(-TARGETS // len(points)), *[1] * (points.ndim - 1))
         items = points.reshape(len(points), -1, points.shape[-1])
         device = points.device
+        if not items.shape[1]:
+            return self.likelihood.sample_target(points, fixed_generator(device))
         draws = [self.likelihood.sample_target(items[:, i], fixed_generator(device)) for i in range(items.shape[1])]
         return torch.stack(draws, 1).reshape(len(points), *points.shape[1:-1], *draws[0].shape[1:])
 

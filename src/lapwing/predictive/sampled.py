@@ -64,7 +64,7 @@ class SampledFunction(FunctionDistribution):
 
     @cached_property
     def variance(self) -> Tensor:
-        return self.samples.var(0, correction=0)
+        return (self.samples - self.samples.mean(0)).square().mean(0)
 
     @cached_property
     @outside_autocast

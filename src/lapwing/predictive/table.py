@@ -23,7 +23,7 @@ def columns_of(fields: Mapping[str, Tensor], row_dims: int) -> dict[str, Tensor]
     """
     columns: dict[str, Tensor] = {}
     for name, value in fields.items():
-        flat = value.detach().cpu().reshape(value.shape[:row_dims].numel(), -1)
+        flat = value.detach().cpu().reshape(value.shape[:row_dims].numel(), value.shape[row_dims:].numel())
         single = flat.shape[1] == 1
         columns |= {name if single else f"{name}_{k}": flat[:, k] for k in range(flat.shape[1])}
     return columns
