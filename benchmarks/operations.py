@@ -13,6 +13,8 @@ ACTIONS = {
     "fit": "fit",
     "predict": "linearized predict, marginal covariance",
     "probs": "linearized predict, probabilities",
+    "distilled": "distilled predict, probabilities and epistemic",
+    "ensemble": "ensemble of 10, probabilities",
     "samples": "100 weight samples",
     "evidence": "evidence with a new prior",
     "sweep": "evidence at 100 priors",
@@ -53,7 +55,7 @@ class Operation:
     @property
     def of_new(self) -> bool:
         """Whether it is about the inputs to predict, not about the data of the fit."""
-        return self.action in ("predict", "probs")
+        return self.action in ("predict", "probs", "distilled", "ensemble")
 
 
 def operation(name: str) -> Operation:

@@ -33,6 +33,12 @@ def after(workload: str, n: int, m: int, names: tuple[str, ...], **options: int)
         yield Cell(workload, name, n, m, peers_of(name), **options)
 
 
+def served(workload: str, n: int, m: int) -> Iterator[Cell]:
+    """Predictions of a posterior over all weights that cost few forward passes; no peer has them."""
+    for name in ("distilled-kron", "ensemble-kron"):
+        yield Cell(workload, name, n, m, ())
+
+
 def whole() -> Iterator[Cell]:
     """Everything; hours rather than minutes where peers are slow."""
     yield from fits("mlp", 1024)
@@ -58,6 +64,9 @@ def whole() -> Iterator[Cell]:
     yield from after("head", 256, 64, ("predict-kron", "probs-kron", "sweep-kron"))
     yield from fits("resnet18", 64, ("diag", "kron-mc", "ekfac"))
     yield from after("resnet18", 64, 128, ("predict-ekfac", "probs-ekfac"))
+    for m in (64, 1):
+        for name in ("resnet20", "lenet"):
+            yield from served(name, 128, m)
 
 
 def quick() -> Iterator[Cell]:
@@ -87,6 +96,8 @@ def quick() -> Iterator[Cell]:
     yield Cell("llama", "fit-kron-mc", 32, 1)
     yield Cell("head", "fit-kron-mc", 64, 1)
     yield from after("head", 64, 64, ("predict-kron-mc", "probs-kron-mc"))
+    for name in ("resnet20", "lenet"):
+        yield from served(name, 64, 64)
 
 
 def growth(quick: bool) -> Iterator[tuple[str, float, Cell]]:

@@ -180,7 +180,7 @@ def number(report: Numbers, name: str, column: str) -> Cell:
     gap, least, most = report.difference(name, column)
     words = ""
     if least == most == 0:
-        words = "same for every item"
+        words = "no difference"
     elif not math.isnan(least):
         words = difference_words(column, gap, least, most, sign=True)
     return Cell(cell(column, value), span, words, report.verdict(name, column), value)

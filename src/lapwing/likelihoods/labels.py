@@ -113,7 +113,11 @@ class Categorical(Likelihood):
         return image if mask is None else image * mask[..., None]
 
     def curvature_sum(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return diag(Σ w p) − Σ w p pᵀ: no K × K matrix per item, and in float64, where the difference is exact."""
+        """Return diag(Σ w p) − Σ w p pᵀ in float64, without a K × K matrix per item.
+
+        Its rows sum to zero, so that the diagonal comes from the other entries, without a difference that cancels where
+        one class is nearly certain.
+        """
         if type(self).factor is not Categorical.factor:
             return super().curvature_sum(f, y, weights)
         p, mask = f.double().softmax(-1), self.mask(f, y)
@@ -121,18 +125,25 @@ class Categorical(Likelihood):
         w = w.reshape(-1, *(1,) * (f.ndim - 2)).expand(f.shape[:-1])
         w = (w if mask is None else w * mask).reshape(-1, 1)
         p = p.reshape(-1, f.shape[-1])
-        return ((w * p).sum(0)).diag() - (w * p).mT @ p
+        products = (w * p).mT @ p
+        products.fill_diagonal_(0.0)
+        return products.sum(1).diag() - products
 
     def curvature_diagonal(self, f: Tensor, y: Tensor, basis: Tensor | None = None) -> Tensor:
         """Return Σ_c p_c b_c² − (Σ_c p_c b_c)² per column b of the basis, without a K × K matrix per item."""
         if type(self).factor is not Categorical.factor:
             return super().curvature_diagonal(f, y, basis)
         p, mask = f.double().softmax(-1), self.mask(f, y)
+        highest, first = p.max(-1, keepdim=True)
+        others = p.scatter(-1, first, 0.0)  # differences to a class that is nearly certain would cancel
+        rest = others.sum(-1, keepdim=True)
         if basis is None:
-            found = p * (1 - p)
+            found = (p * (1 - p)).scatter(-1, first, highest * rest)
         else:
             basis = basis.double()
-            found = (p @ basis.square() - (p @ basis).square()).clamp(min=0)
+            own, mean = basis[first[..., 0]], others @ basis
+            square = others @ basis.square() - 2 * own * mean + own.square() * rest
+            found = (square - (mean - own * rest).square()).clamp(min=0)
         return masked(found.to(promote(f)), mask)
 
     def root_noise(self, f: Tensor, y: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:

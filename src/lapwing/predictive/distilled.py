@@ -47,7 +47,7 @@ class DistilledLayer(nn.Module):
         super().__init__()
         self.network, self.head = network, head
 
-    def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """f (B, C) and its standard deviations along the head's basis, (B, C)."""
         f, z = self.network(*args, **kwargs)
         return f, self.head(f, z)
@@ -115,7 +115,7 @@ class Distilled:
         """Return the predictive distribution at inputs x, as `Laplace.predict` does, in about one forward pass."""
         args, kwargs = arguments(self._inputs(x))
         with torch.no_grad():
-            f, spread = self.layer.run(*args, **kwargs)
+            f, spread = self.layer(*args, **kwargs)
         function = self.layer.function(f, spread, self.likelihood.shift_invariant)
         scale = 1 / self.logit_temperature
         return predict_targets(
