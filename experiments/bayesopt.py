@@ -52,25 +52,27 @@ def trained(x: Tensor, y: Tensor, width: int, epochs: int) -> nn.Module:
 
 
 def surrogate(method: str, x: Tensor, y: Tensor, epochs: int) -> Any:
-    """A BoTorch model of standardized targets y at x in [0, 1]."""
+    """A BoTorch model of standardized targets y at x in [-1, 1]."""
     if method == "gp":
         from botorch.fit import fit_gpytorch_mll
         from botorch.models import SingleTaskGP
+        from botorch.models.transforms import Normalize
         from gpytorch.mlls import ExactMarginalLogLikelihood
 
-        gp = SingleTaskGP(x, y, outcome_transform=None)
+        gp = SingleTaskGP(x, y, outcome_transform=None, input_transform=Normalize(x.shape[1], bounds=cube(x.shape[1])))
         fit_gpytorch_mll(ExactMarginalLogLikelihood(gp.likelihood, gp))
         return gp
-    from botorch.models.transforms import Normalize
-
     from lapwing.botorch import LaplaceModel
 
     last = method == "last layer"
-    inputs = Normalize(x.shape[1], bounds=torch.tensor([[0.0], [1.0]]).double().expand(2, x.shape[1]), center=0.0)
-    model = trained(inputs(x), y, 64 if last else 32, epochs)
+    model = trained(x, y, 64 if last else 32, epochs)
     options = {"select": "last_layer", "structure": "full"} if last else {"structure": "kron"}
-    la = lapwing.fit(model, (inputs(x), y), lapwing.Gaussian(noise=NOISE), prior=1.0, progress=False, **options)
-    return LaplaceModel(la, input_transform=inputs)
+    return LaplaceModel(lapwing.fit(model, (x, y), lapwing.Gaussian(noise=NOISE), progress=False, **options))
+
+
+def cube(d: int) -> Tensor:
+    """The bounds of [-1, 1]^d."""
+    return torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, d)
 
 
 def regret(function: Any, method: str, steps: int, seed: int, epochs: int) -> float:
@@ -79,20 +81,20 @@ def regret(function: Any, method: str, steps: int, seed: int, epochs: int) -> fl
     from botorch.optim import optimize_acqf
     from botorch.utils.sampling import draw_sobol_samples
 
-    low, high = function.bounds.double()
-    unit = torch.stack([torch.zeros_like(low), torch.ones_like(low)])
+    middle, half = function.bounds.double().mean(0), (function.bounds[1] - function.bounds[0]).double() / 2
+    bounds = cube(len(half))
     torch.manual_seed(seed)
-    x = draw_sobol_samples(unit, START, 1, seed=seed)[:, 0]
-    values = function(low + x * (high - low)).double()
+    x = draw_sobol_samples(bounds, START, 1, seed=seed)[:, 0]
+    values = function(middle + x * half).double()
     for _ in range(steps):
         if method == "random":
-            new = torch.rand(1, len(low), dtype=torch.float64)
+            new = 2 * torch.rand(1, len(half), dtype=torch.float64) - 1
         else:
             y = ((values - values.mean()) / values.std())[:, None]
             acquisition = LogExpectedImprovement(surrogate(method, x, y, epochs), best_f=y.max())
-            new, _ = optimize_acqf(acquisition, unit, 1, num_restarts=4, raw_samples=128, options={"maxiter": 50})
+            new, _ = optimize_acqf(acquisition, bounds, 1, num_restarts=4, raw_samples=128, options={"maxiter": 50})
         x = torch.cat([x, new])
-        values = torch.cat([values, function(low + new * (high - low)).double()])
+        values = torch.cat([values, function(middle + new * half).double()])
     return function.optimal_value - float(values.max())
 
 

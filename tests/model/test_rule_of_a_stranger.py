@@ -144,9 +144,9 @@ def test_curvature_is_that_of_autograd(structure: str) -> None:
         expected = torch.zeros(P, P).double()
         for a, slope, places in pieces(net):
             left, right = torch.einsum("nco,ncd,ndp->op", slope, hessian, slope), a.T @ a / N
-            block = torch.kron(left, right)
+            block = torch.kron(left.contiguous(), right)  # with opt_einsum, left has the strides of its transpose
             if structure == "ekfac":
-                basis = torch.kron(torch.linalg.eigh(left)[1], torch.linalg.eigh(right)[1])
+                basis = torch.kron(*(torch.linalg.eigh(side)[1].contiguous() for side in (left, right)))
                 own = full[places.flatten()][:, places.flatten()]
                 block = basis @ (basis.T @ own @ basis).diagonal().diag() @ basis.T
             expected[places.flatten()[:, None], places.flatten()] = block
