@@ -11,7 +11,7 @@ from benchmarks.operations import PRIOR, PRIORS, SAMPLES, Operation
 from benchmarks.workloads import Task
 
 Run = Callable[[], Any]
-NARROW = 1e4  # a prior under which sampled networks keep their accuracy
+NARROW = 1e4  # a prior of the size that tuning finds, under which sampled networks keep their accuracy
 
 
 def prepare(task: Task, op: Operation) -> tuple[Run, Callable[[Any], Tensor | None]]:
@@ -25,7 +25,7 @@ def prepare(task: Task, op: Operation) -> tuple[Run, Callable[[Any], Tensor | No
         link = "jvp" if op.variant == "jvp" else "auto"
         return lambda: la.predict(task.new, link=link).probs, lambda probs: probs
     if op.action == "distilled":
-        fast = la.distill(task.batches[:1], epochs=1)
+        fast = la.replace(prior=NARROW).distill(task.batches[:1], epochs=1)
         return lambda: both(fast.predict(task.new)), lambda probs: None
     if op.action == "ensemble":
         members = la.replace(prior=NARROW).ensemble(10)
