@@ -20,7 +20,7 @@ def summary(la: Any) -> str:
     lines = [f"Laplace posterior over {la.params.size:,} weights of {type(la.module).__name__}"]
     lines += [f"  {name:<12} {value}" for name, value in facts(la).items()]
     lines.append(f"  log-likelihood at the weights  {float(la.log_likelihood):.6g}")
-    deterministic = la.tuning is not None and la.tuning.deterministic
+    deterministic = "deterministic" in la.tuned  # also after loading, when `tuning` is gone
     if not la.belief.damped and not deterministic:
         what = "log evidence" if la.temperature.is_bayes else "log evidence of the tempered likelihood"
         lines.append(f"  {what}  {_evidence_line(la)}")

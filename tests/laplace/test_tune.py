@@ -112,3 +112,17 @@ def test_a_matrix_free_posterior_asks_for_a_narrower_grid_where_solves_fail(monk
     with pytest.raises(NotConverged, match="narrower grid"):
         la.tune((x, y))
     assert la.tune((x, y), grid={"prior": (1.0, 10.0), "temperature": (1.0,), "noise": (1.0,)}).tuning.score > 0
+
+
+def test_a_choice_of_no_posterior_is_still_one_after_loading(tmp_path):
+    """Without a posterior there is no evidence to print: that of a prior of 1e12 would only alarm."""
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 3), torch.arange(60) % 2
+    model = torch.nn.Linear(3, 2)
+    la = lapwing.fit(model, (x, y), "classification", progress=False).tune((x[:10], y[:10]))
+    assert la.tuning.deterministic
+    la.save(tmp_path / "model.lapwing")
+    again = lapwing.load(tmp_path / "model.lapwing", model)
+    assert "deterministic" in again.summary()
+    assert "log evidence" not in la.summary()
+    assert "log evidence" not in again.summary()
