@@ -1,4 +1,4 @@
-"""The quick look before a prediction: it sees whatever the longer look sees, and is enough where nothing was touched."""
+"""The quick look before a prediction sees whatever the longer look sees, and is enough where nothing was touched."""
 
 from collections.abc import Callable
 from typing import Any

@@ -91,7 +91,9 @@ def _in_order(t: Tensor) -> Tensor:
 
 def _sorted_out(values: Iterable[Any]) -> tuple[Entries, list[Tensor], list]:
     """Return the collections of plain values, tensors and modules, all tensors, and whatever is not so simple."""
-    collections, tensors, others = [], {}, []
+    collections: Entries = []
+    tensors: dict[int, Tensor] = {}
+    others: list = []
     for value in values:
         many = type(value) in (*DICTS, *LISTS)
         entries = _entries(value) if many else [value]
