@@ -139,7 +139,8 @@ def test_very_wide_logits_neither_overflow_nor_underflow(deviation: float, dtype
     root = root - root.mean(1, keepdim=True)
     means[1:] = deviation * dense.randn(3, 5, seed=4) / 4
     found = expected_softmax(means.to(dtype), DenseSpread((root @ root.mT).to(dtype)), None)
-    shared = expected_softmax(means[:1].to(dtype), SharedSpread(root[0].to(dtype) + 1, torch.ones(1, 5).to(dtype)), None)
+    spread = SharedSpread(root[0].to(dtype) + 1, torch.ones(1, 5).to(dtype))
+    shared = expected_softmax(means[:1].to(dtype), spread, None)
     noise = torch.randn(200_000, 5, generator=dense.seeded(5), dtype=torch.float64)
     truth = torch.stack([(m + noise @ r.mT).softmax(-1).mean(0) for m, r in zip(means, root, strict=True)])
     assert distance(found.probs.double(), truth) < 0.015
