@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -49,10 +50,10 @@ def _deviation(values: Tensor) -> Tensor:
     return torch.where(constant, 1.0, deviation)
 
 
-def mlp(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Sequential:
+def mlp(inputs: int, outputs: int, hidden: Sequence[int] | int) -> nn.Sequential:
     """Return a multilayer perceptron in float64 with smooth activations, which suit a linearized posterior."""
     layers: list[nn.Module] = []
-    for width in hidden:
+    for width in (int(hidden),) if isinstance(hidden, Integral) else hidden:
         layers += [nn.Linear(inputs, width), nn.SiLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs)).double()
