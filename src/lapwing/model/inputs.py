@@ -123,7 +123,7 @@ def _tensor_of(value: Any) -> Tensor:
 
 def _culprits(value: Any) -> str:
     """Name the columns of a data frame that hold no numbers."""
-    kinds = getattr(value, "dtypes", None)
+    kinds: Any = getattr(value, "dtypes", None)
     if not hasattr(kinds, "items"):
         return ""
     names = [repr(name) for name, kind in kinds.items() if getattr(kind, "kind", "O") not in "biuf"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def _deviation(values: Tensor) -> Tensor:
 def mlp(inputs: int, outputs: int, hidden: Sequence[int] | int) -> nn.Sequential:
     """Return a multilayer perceptron in float64 with smooth activations, which suit a linearized posterior."""
     layers: list[nn.Module] = []
-    for width in (int(hidden),) if isinstance(hidden, Integral) else hidden:
+    for width in hidden if isinstance(hidden, Iterable) else (hidden,):
         layers += [nn.Linear(inputs, width), nn.SiLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs)).double()
