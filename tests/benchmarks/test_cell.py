@@ -70,7 +70,7 @@ def test_lapwing_bench_hands_its_options_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         bench.subprocess,
         "run",
-        lambda command, cwd: seen.append(command[3:]) or subprocess.CompletedProcess(command, 3),
+        lambda command, cwd, stdout: seen.append(command[3:]) or subprocess.CompletedProcess(command, 3),
     )
     arguments = ["bench", "--quick", "--out", str(tmp_path), "--threads", "1", "2", "--workload", "lenet"]
     assert cli.main(arguments) == 1

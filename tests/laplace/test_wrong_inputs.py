@@ -101,7 +101,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("select", 3, "select is 'all', 'last_layer', a glob, .* got int"),
     ("select", [3], r"select is .* got \[3\]"),
     ("select", b"head", "select is .* got bytes"),
-    ("select", torch.ones(3), "select is .* got Tensor"),
+    ("select", torch.ones(3), "a vector of whole numbers or a mask .* got torch.float32"),
     ("n_data", "7", "n_data must be positive and finite, got '7'"),
     ("n_data", True, "n_data must be positive and finite, got True"),
     ("n_data", [7], "n_data must be positive"),
@@ -139,7 +139,7 @@ def test_counts(posterior: lapwing.Laplace, value: Any) -> None:
     for make in (
         lapwing.MCFisher,
         lambda n: lapwing.GGN(limit=n),
-        lapwing.subnetwork,
+        *([] if value is None else [lapwing.subnetwork]),  # which may have positions instead
         lapwing.LowRank,
         lapwing.Nystrom,
         lambda n: lapwing.MatrixFree(probes=n),
@@ -147,6 +147,11 @@ def test_counts(posterior: lapwing.Laplace, value: Any) -> None:
     ):
         with pytest.raises(lapwing.BadData, match=f"whole number of at least 1, got {value!r}"):
             make(value)
+
+
+def test_a_subnetwork_needs_a_number_or_positions() -> None:
+    with pytest.raises(lapwing.BadData, match=r"subnetwork\(100\), or their positions"):
+        lapwing.subnetwork()
 
 
 @pytest.mark.parametrize("value", ["0.1", True, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from lapwing.model.inputs import as_tensors
 from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.links import ClassLaw, choose_link, entropy, inner_law, law_of
+from lapwing.predictive.moving import moved
 from lapwing.predictive.table import SHOWN, frame_of, html_of
 
 if TYPE_CHECKING:
@@ -252,11 +252,9 @@ class Prediction(ABC):
         here, there = self.function.mean.device, torch.device(device)
         if there.type == here.type and there.index in (None, here.index):
             return self
-        buffer = io.BytesIO()
-        torch.save(self, buffer)
-        buffer.seek(0)
-        moved: Prediction = torch.load(buffer, map_location=there, weights_only=False)
-        return moved
+        other: Prediction = object.__new__(type(self))
+        other.__dict__.update(moved(self.__getstate__(), there))
+        return other
 
     def to_frame(self, *, level: float = 0.95, novelty: bool = False, index: Any = None) -> pandas.DataFrame:
         """Return a pandas data frame, one row per item (per item and position for tokens and pixels).
