@@ -233,7 +233,8 @@ class Watch:
     def on(cls, module: nn.Module, inputs: Inputs | None = None, probe: Probe | None = None) -> Watch:
         """Remember a module as it is now, with its outputs for a probe: a given one, or inputs like these."""
         probe = Probe.of(module, inputs) if probe is None and inputs is not None else probe
-        return cls(checksum(module), probe, _looks(module))
+        looks = _looks(module)  # before the checksum, which then sees what another thread changes meanwhile
+        return cls(checksum(module), probe, looks)
 
     def to(self, device: torch.device | str) -> Watch:
         """Return the watch for a module that was moved to another device."""
