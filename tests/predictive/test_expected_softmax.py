@@ -129,3 +129,19 @@ def test_gradients_follow_the_same_points() -> None:
         ahead, behind = (value(mean + s * direction[0], a + s * direction[1]) for s in (step, -step))
     along = sum((g * d).sum() for g, d in zip(found, direction, strict=True))
     assert math.isclose(float(ahead - behind) / (2 * step), float(along), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("deviation", [40.0, 150.0, 3000.0])
+def test_very_wide_logits_neither_overflow_nor_underflow(deviation: float, dtype: torch.dtype) -> None:
+    """A prior that is far too wide: differences between logits are beyond the range of exp."""
+    means, root = torch.zeros(4, 5).double(), deviation * dense.randn(4, 5, 5, seed=3) / math.sqrt(5)
+    root = root - root.mean(1, keepdim=True)
+    means[1:] = deviation * dense.randn(3, 5, seed=4) / 4
+    found = expected_softmax(means.to(dtype), DenseSpread((root @ root.mT).to(dtype)), None)
+    spread = SharedSpread(root[0].to(dtype) + 1, torch.ones(1, 5).to(dtype))
+    shared = expected_softmax(means[:1].to(dtype), spread, None)
+    noise = torch.randn(200_000, 5, generator=dense.seeded(5), dtype=torch.float64)
+    truth = torch.stack([(m + noise @ r.mT).softmax(-1).mean(0) for m, r in zip(means, root, strict=True)])
+    assert distance(found.probs.double(), truth) < 0.015
+    assert distance(shared.probs.double(), truth[:1]) < 0.015

@@ -416,8 +416,9 @@ def _average(
         if not integrated:
             total = total + p.unflatten(0, part.shape[:2]).sum(1)
             continue
-        rest = (own + 1 - e).scatter(-1, first, own).clamp(min=torch.finfo(f.dtype).tiny)
-        odds = (f - rest.log() - spread.own(z)).unflatten(0, (sequences, -1, SHIFTS))
+        others = f.scatter(-1, first, -torch.inf).logsumexp(-1, keepdim=True)  # `own` underflows where logits are wide
+        rest = (own + 1 - e).clamp(min=torch.finfo(f.dtype).tiny).log().scatter(-1, first, others)
+        odds = (f - rest - spread.own(z)).unflatten(0, (sequences, -1, SHIFTS))
         total = total + _expected_sigmoid(odds, spread.conditional)
     return total / size, entropy / (sequences * size)
 
@@ -428,15 +429,12 @@ def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
     This uses the trapezoidal rule. The points of every group of `SHIFTS` have their own nodes, between those of the
     others, so that together they are as good as a finer rule.
     """
-    far = -math.log(torch.finfo(x.dtype).tiny) - 8
-    against = (-x).clamp(-far, far).exp_()
     shifts = torch.arange(SHIFTS, dtype=torch.float64)[:, None] / SHIFTS
     nodes = torch.arange(NODES, dtype=torch.float64) - NODES / 2 + shifts  # (SHIFTS, NODES)
     weights = (-nodes.square() / 2).softmax(-1).to(x)
     total, scale = x.new_zeros(x.shape[0], *variance.shape), variance.sqrt()
     for node, weight in zip(nodes.to(x).T, weights.T, strict=True):
-        away = (-node[:, None, None] * scale).exp()  # (SHIFTS, n, K)
-        each = (against * away).add_(1).reciprocal_().sum(1)
+        each = (x + node[:, None, None] * scale).sigmoid_().sum(1)
         total = total + torch.einsum("h,rhnk->rnk", weight, each)
     return total
 
