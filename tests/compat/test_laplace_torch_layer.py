@@ -437,5 +437,5 @@ def test_a_loader_without_batches_is_refused():
 
 
 def test_training_on_a_list_of_batches_is_refused():
-    with pytest.raises(lapwing.BadData, match="takes a DataLoader.*got a list"):
+    with pytest.raises(lapwing.BadData, match=r"takes a DataLoader.*got a list"):
         lt.marglik_training(network(), [(randn(4, 3), torch.arange(4) % 3)], likelihood="classification")
