@@ -434,3 +434,8 @@ def test_submodules_have_the_names_of_laplace_torch():
 def test_a_loader_without_batches_is_refused():
     with pytest.raises(lapwing.BadData, match="train_loader holds no batches"):
         lt.Laplace(network(), "classification").fit([])
+
+
+def test_training_on_a_list_of_batches_is_refused():
+    with pytest.raises(lapwing.BadData, match=r"takes a DataLoader.*got a list"):
+        lt.marglik_training(network(), [(randn(4, 3), torch.arange(4) % 3)], likelihood="classification")

@@ -1,5 +1,6 @@
 """The short path of a last layer: the same numbers as the general one, from one forward pass."""
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -270,6 +271,23 @@ def test_an_onnx_file_runs_in_onnx_runtime(task: str, structure: str, tmp_path: 
     assert [output.name for output in session.get_outputs()] == list(names)
     for name, value in zip(names, found, strict=True):
         torch.testing.assert_close(torch.as_tensor(value), getattr(p, name), rtol=1e-5, atol=1e-5)
+
+
+def test_an_onnx_file_is_written_without_the_exporters_notes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxscript")
+    la, x = fitted()
+    la.export(tmp_path / "model.onnx", x[:2])
+    assert not [note for note in caplog.records if note.levelno >= logging.WARNING]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_exporter_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted()
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(ImportError, match=r"pip install 'lapwing-torch\[onnx\]'"):
+        la.export(tmp_path / "model.onnx", x[:2])
 
 
 def test_wrong_suffixes_and_examples_are_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ FEW = 64  # classes up to which points are that cheap; of more classes fewer are
 
 REPLICATES = 4  # independent sequences of points, whose spread tells the error
 FIRST, LEVELS = 64, 9  # points of the first sequences, and how many times there are new ones, of twice as many
+LEAST = 512  # logits of a sequence: points of few classes cost little, so that there are more of them at first
 TRACED = 2048  # points per item, at most, where their number cannot depend on the item
 MOST = 2**23  # logits of an item, over all its points
 BLOCK = 2**19  # logits under way at a time: what fits a cache
@@ -250,7 +251,7 @@ class _Chunk:
     def _calm(self) -> Softmax:
         """Average over two small sequences of points; the error is infinite where the variance is too large for it."""
         mean, root = self.mean, self.spread.root()
-        points = _matched(root.shape[-1], self.seed, mean.dtype).to(mean.device)  # (2 · 2 · PAIRS, k)
+        points = _matched(root.shape[-1], self.seed, mean.dtype).to(mean.device)  # (2 · 2 · pairs, k)
         f = points @ root.mT + (mean - mean.amax(-1, keepdim=True))[:, None]  # (n, points, K)
         e = f.exp()
         total = e.sum(-1)  # (n, points)
@@ -386,7 +387,7 @@ def _levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
     if samples is not None:
         sequences = min(REPLICATES, samples)
         return [(SHIFTS * -(-samples // (sequences * SHIFTS)), sequences)]
-    sizes = [FIRST * 2**level for level in range(LEVELS)]
+    sizes = [FIRST * 2**level for level in range(LEVELS) if FIRST * 2**level * classes >= LEAST]
     return [(size, REPLICATES) for size in sizes if REPLICATES * size <= CHEAP or REPLICATES * size * classes <= MOST]
 
 
@@ -441,12 +442,14 @@ def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _matched(dim: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Return two sequences of `PAIRS` points and their mirror images, each with covariance I exactly, one after the
-    other: (4 · PAIRS, dim)."""
-    found = []
+    """Return two sequences of points and their mirror images, each with covariance I exactly, one after the other.
+
+    These are `PAIRS` points each, and more for fewer than seven classes, where they cost little: (4 · pairs, dim).
+    """
+    found, pairs = [], PAIRS * (4 if dim <= 3 else 2 if dim <= 6 else 1)
     for own in (seed, seed + 1):
-        z = base_points(PAIRS, dim, torch.empty(0, dtype=torch.float64), own)
-        z = torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / PAIRS), z.mT, upper=False).mT
+        z = base_points(pairs, dim, torch.empty(0, dtype=torch.float64), own)
+        z = torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / pairs), z.mT, upper=False).mT
         found += [z, -z]
     return torch.cat(found).to(dtype)
 
