@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import integrate, stats
@@ -183,3 +184,17 @@ def test_scores_are_differentiable(generator: torch.Generator) -> None:
     logits = torch.randn(6, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     y = torch.tensor([0, 1, 2, 0, 1, 2])
     assert torch.autograd.gradcheck(lambda f: metrics.nll(f.softmax(-1), y) + metrics.brier(f.softmax(-1), y), logits)
+
+
+def test_arrays_and_series_score_like_tensors(classes: tuple[torch.Tensor, torch.Tensor]) -> None:
+    probs, y = classes
+    series = pd.Series(y.numpy(), index=range(1000, 1200))
+    assert metrics.nll(probs.numpy(), series) == metrics.nll(probs, y)
+    assert metrics.ece(probs, y.numpy()) == metrics.ece(probs, y)
+    torch.testing.assert_close(metrics.entropy(probs.numpy()), metrics.entropy(probs))
+    lower, upper = probs[:, 0] - 0.1, probs[:, 0] + 0.1
+    inside = np.mean((lower.numpy() <= probs[:, 1].numpy()) & (probs[:, 1].numpy() <= upper.numpy()))
+    assert float(metrics.coverage(lower, upper, pd.Series(probs[:, 1].numpy()))) == pytest.approx(inside)
+    assert metrics.auroc(lower.numpy(), upper.numpy()) == metrics.auroc(lower, upper)
+    with pytest.raises(BadData, match=r"\(200, 1\) need targets of that shape"):
+        metrics.coverage(lower[:, None].numpy(), upper[:, None].numpy(), pd.Series(probs[:, 1].numpy()))

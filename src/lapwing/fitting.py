@@ -87,7 +87,12 @@ def fit(
       converted to tensors. Labels of tokens are read as by the network's own loss, if it returns one.
     - `likelihood`: what the outputs mean: "classification", "regression", "binary", "counts", "heteroscedastic",
       "preference", or an object.
-    - `structure`: the form of the curvature. `factor`: how it is computed. `select`: which weights take part.
+    - `structure`: the form of the curvature: "auto", "diag", "blockdiag", "kron", "ekfac", "full", "lowrank",
+      "nystrom", "functional", "matrixfree", or an object such as `Kron(sharing="expand")`.
+    - `factor`: how it is computed: "ggn", "mc" (Monte Carlo Fisher), "empirical", "hessian", "kfra", "auto", or an
+      object.
+    - `select`: which weights take part: "all", "last_layer", a glob such as "layer4.*", a list of names, a function
+      (name, tensor) -> bool, or `subnetwork(...)`.
     - `prior`: a precision (see `Prior`). `temperature`: a power of the likelihood.
     - `n_data`: the size of the data set, if `data` is only a part of it or repeats it.
     - `memory`: bytes that the fit and predictions may use.

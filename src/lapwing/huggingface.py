@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from lapwing.curvature import resolve_structure
@@ -98,7 +98,7 @@ class LaplaceCallback(TrainerCallback):
 
 def generate(
     la: Laplace,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, Any] | Tensor,
     *,
     samples: int = 4,
     generator: torch.Generator | None = None,
@@ -106,22 +106,24 @@ def generate(
 ) -> list[Any]:
     """Generate with each of `samples` networks whose weights are drawn from the posterior: one result per network.
 
-    `inputs` and `options` are what the model's own `generate` takes. Where the results agree, the posterior is sure of
-    the text; `la.predict(...).epistemic` tells the same per token. The networks are those of `la.ensemble(samples)`;
-    `generator` draws their weights, while `do_sample=True` draws tokens with torch's global generator.
+    `inputs` (a dict, or the token ids alone) and `options` are what the model's own `generate` takes. Where the results
+    agree, the posterior is sure of the text; `la.predict(...).epistemic` tells the same per token. The networks are
+    those of `la.ensemble(samples)`; `generator` draws their weights, while `do_sample=True` draws tokens with torch's
+    global generator.
 
         for ids in lapwing.huggingface.generate(la, tokenizer("Once", return_tensors="pt"), max_new_tokens=20):
             print(tokenizer.decode(ids[0]))
     """
     if not callable(getattr(la.module, "generate", None)):
         raise UnsupportedModel(f"{type(la.module).__name__} has no method generate(): it is no language model")
+    given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     members = la.ensemble(samples, generator)
     found = []
     with borrowed(la.module) as own, torch.no_grad():
         speaker = _Speaker(own)
         for weights in members:
             named = {f"model.{name}": value for name, value in weights.items()}
-            found.append(functional_call(speaker, named, (), {**inputs, **options}))
+            found.append(functional_call(speaker, named, (), {**given, **options}))
     return found
 
 

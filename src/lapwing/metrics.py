@@ -1,4 +1,4 @@
-"""Scores of predictions: pure functions on tensors.
+"""Scores of predictions: pure functions on tensors, NumPy arrays or pandas series.
 
 Probabilities are (*batch, K) with classes last; targets are class indices (*batch) or soft labels (*batch, K).
 Scores are averages over the batch as 0-d float64 tensors; `entropy` is per item. Nothing is clamped: a probability
@@ -94,6 +94,7 @@ def reliability(confidence: Tensor, correct: Tensor, bins: int = 15) -> Reliabil
 
     `confidence` is the probability of what was predicted and `correct` whether it came true; any shape.
     """
+    confidence, correct = _tensors(confidence, correct)
     _same(confidence, correct)
     if bins < 1:
         raise BadData(f"bins must be at least 1, got {bins}")
@@ -107,7 +108,7 @@ def reliability(confidence: Tensor, correct: Tensor, bins: int = 15) -> Reliabil
 
 def entropy(probs: Tensor) -> Tensor:
     """Return −Σ_k p_k log p_k per item, in nats: (*batch, K) to (*batch)."""
-    return torch.special.entr(probs).sum(-1)
+    return torch.special.entr(*_tensors(probs)).sum(-1)
 
 
 def rmse(mean: Tensor, targets: Tensor) -> Tensor:
@@ -131,6 +132,7 @@ def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
 
     The second term averages over pairs of different draws (divided by n(n − 1)), which makes it unbiased.
     """
+    samples, targets = _tensors(samples, targets)
     n = samples.shape[0]
     if n < 2:
         raise BadData(f"the score needs at least 2 samples, got {n}")
@@ -201,6 +203,9 @@ class Rejection:
 
         The risk on new data is about this one if they are like these, and these are many and held out.
         """
+        if not (risk >= 0 and (self.numbers or risk <= 1)):
+            allowed = "an error, at least 0" if self.numbers else "a share of wrong answers, from 0 to 1"
+            raise BadData(f"the risk is {allowed}, got {risk!r}")
         below = (self.risk <= risk).nonzero()
         if not len(below):
             raise BadData(
@@ -259,8 +264,14 @@ def rejection(prediction: Any, targets: Any, *, by: str | None = None) -> Reject
     )
 
 
+def _tensors(*values: Any) -> list[Tensor]:
+    """Return tensors as they are, and arrays, series and plain numbers as tensors."""
+    return [torch.as_tensor(as_tensors(value)) for value in values]
+
+
 def _classes(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return float64 probabilities (*b, K) and targets as soft labels of the same shape."""
+    probs, targets = _tensors(probs, targets)
     if probs.ndim < 2 or not probs.numel():
         raise BadData(f"expected probabilities of shape (*batch, classes) that are not empty, got {tuple(probs.shape)}")
     if not probs.isfinite().all():
@@ -280,7 +291,8 @@ def _classes(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _values(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return float64 tensors of one shape; a wrong broadcast, (n, 1) against (n,), is the classic silent error."""
-    predicted, targets = torch.broadcast_tensors(*(t.double() for t in tensors[:-1])), tensors[-1].double()
+    *parts, targets = (t.double() for t in _tensors(*tensors))
+    predicted = torch.broadcast_tensors(*parts)
     _same(predicted[0], targets)
     if not targets.numel():
         raise BadData("there is nothing to score: the targets are empty")
@@ -294,7 +306,7 @@ def _same(predicted: Tensor, targets: Tensor) -> None:
 
 
 def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    inside, outside = inside.double().flatten(), outside.double().flatten()
+    inside, outside = (each.double().flatten() for each in _tensors(inside, outside))
     if not len(inside) or not len(outside):
         raise BadData(f"both sides need at least one score, got {len(inside)} inside and {len(outside)} outside")
     if inside.isnan().any() or outside.isnan().any():

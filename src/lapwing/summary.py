@@ -8,7 +8,7 @@ from lapwing.extras.valla import variational_bound
 from lapwing.predictive.table import html_table
 
 BOUNDS = {  # how a structure's evidence compares with that of the full GGN
-    None: "; no bound of the full GGN's",
+    None: "; this structure's evidence is not a bound of the full GGN's",
     "exact": "",
     "lower": "; a lower bound of the full GGN's",
     "upper": "; an upper bound of the full GGN's",

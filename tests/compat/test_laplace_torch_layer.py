@@ -419,3 +419,23 @@ def test_rewards_of_single_items():
     la.prior_precision = 1.0
     assert_same(la.log_marginal_likelihood(), own.log_evidence(), 1e-10)
     assert_same(la(x, fitting=True).sum(-1), torch.ones(10, dtype=torch.float64), 1e-12)
+
+
+def test_submodules_have_the_names_of_laplace_torch():
+    utils = importlib.import_module("lapwing.compat.laplace_torch.utils")
+    curvature = importlib.import_module("lapwing.compat.laplace_torch.curvature")
+    training = importlib.import_module("lapwing.compat.laplace_torch.marglik_training")
+    assert utils.LargestMagnitudeSubnetMask is LargestMagnitudeSubnetMask
+    assert curvature.CurvlinopsGGN is CurvlinopsGGN
+    assert training.marglik_training is lt.marglik_training
+    assert callable(lt.marglik_training)
+
+
+def test_a_loader_without_batches_is_refused():
+    with pytest.raises(lapwing.BadData, match="train_loader holds no batches"):
+        lt.Laplace(network(), "classification").fit([])
+
+
+def test_training_on_a_list_of_batches_is_refused():
+    with pytest.raises(lapwing.BadData, match=r"takes a DataLoader.*got a list"):
+        lt.marglik_training(network(), [(randn(4, 3), torch.arange(4) % 3)], likelihood="classification")

@@ -48,8 +48,9 @@ def test_a_narrow_posterior_says_what_the_model_says() -> None:
     la = fitted(1e12)
     prompt = {"input_ids": IDS[:1, :3], "attention_mask": torch.ones(1, 3, dtype=torch.long)}
     own = la.module.eval().generate(**prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    for text in door.generate(la, prompt, samples=2, max_new_tokens=5, do_sample=False, pad_token_id=0):
-        assert torch.equal(text, own)
+    for given in (prompt, prompt["input_ids"]):  # ids alone will do
+        for text in door.generate(la, given, samples=2, max_new_tokens=5, do_sample=False, pad_token_id=0):
+            assert torch.equal(text, own)
 
 
 def test_a_model_that_does_not_speak() -> None:

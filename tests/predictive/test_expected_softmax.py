@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from tests import dense
@@ -129,3 +130,37 @@ def test_gradients_follow_the_same_points() -> None:
         ahead, behind = (value(mean + s * direction[0], a + s * direction[1]) for s in (step, -step))
     along = sum((g * d).sum() for g, d in zip(found, direction, strict=True))
     assert math.isclose(float(ahead - behind) / (2 * step), float(along), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("deviation", [40.0, 150.0, 3000.0])
+def test_very_wide_logits_neither_overflow_nor_underflow(deviation: float, dtype: torch.dtype) -> None:
+    """A prior that is far too wide: differences between logits are beyond the range of exp."""
+    means, root = torch.zeros(4, 5).double(), deviation * dense.randn(4, 5, 5, seed=3) / math.sqrt(5)
+    root = root - root.mean(1, keepdim=True)
+    means[1:] = deviation * dense.randn(3, 5, seed=4) / 4
+    found = expected_softmax(means.to(dtype), DenseSpread((root @ root.mT).to(dtype)), None)
+    spread = SharedSpread(root[0].to(dtype) + 1, torch.ones(1, 5).to(dtype))
+    shared = expected_softmax(means[:1].to(dtype), spread, None)
+    noise = torch.randn(200_000, 5, generator=dense.seeded(5), dtype=torch.float64)
+    truth = torch.stack([(m + noise @ r.mT).softmax(-1).mean(0) for m, r in zip(means, root, strict=True)])
+    assert distance(found.probs.double(), truth) < 0.015
+    assert distance(shared.probs.double(), truth[:1]) < 0.015
+
+
+@pytest.mark.parametrize("deviation", [0.3, 0.45, 0.55, 0.8])
+def test_the_expected_entropy_of_three_classes(deviation: float) -> None:
+    """Its error is far below the mutual information, which is a small difference of two entropies."""
+    means = 2 * dense.randn(20, 3, seed=1) * (torch.arange(20) % 2)[:, None]
+    root = deviation * dense.randn(20, 3, 3, seed=2) / math.sqrt(3)
+    root = root - root.mean(1, keepdim=True)
+    found = expected_softmax(means, DenseSpread(root @ root.mT), None)
+    nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(24))
+    grid = torch.cartesian_prod(nodes, nodes, nodes)
+    mass = torch.cartesian_prod(weights, weights, weights).prod(-1) / math.sqrt(2 * math.pi) ** 3
+    logs = (means[:, None] + grid @ root.mT).log_softmax(-1)
+    truth = -(logs.exp() * logs).sum(-1) @ mass
+    mutual = torch.special.entr(torch.einsum("ngk,g->nk", logs.exp(), mass)).sum(-1) - truth
+    error = (found.entropy - truth).abs()
+    assert float(error.max()) < 2e-3
+    assert float(error.mean()) < 0.01 * float(mutual.mean())

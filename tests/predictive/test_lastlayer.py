@@ -1,5 +1,6 @@
 """The short path of a last layer: the same numbers as the general one, from one forward pass."""
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -272,6 +273,23 @@ def test_an_onnx_file_runs_in_onnx_runtime(task: str, structure: str, tmp_path: 
         torch.testing.assert_close(torch.as_tensor(value), getattr(p, name), rtol=1e-5, atol=1e-5)
 
 
+def test_an_onnx_file_is_written_without_the_exporters_notes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxscript")
+    la, x = fitted()
+    la.export(tmp_path / "model.onnx", x[:2])
+    assert not [note for note in caplog.records if note.levelno >= logging.WARNING]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_exporter_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted()
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(ImportError, match=r"pip install 'lapwing-torch\[onnx\]'"):
+        la.export(tmp_path / "model.onnx", x[:2])
+
+
 def test_wrong_suffixes_and_examples_are_refused(tmp_path: Path) -> None:
     la, x = fitted()
     with pytest.raises(lapwing.UnsupportedOperation, match=r"\.pt2"):
@@ -296,3 +314,60 @@ def test_what_pytorch_cannot_export_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(lapwing.UnsupportedOperation, match="heteroscedastic"):
         la.export(tmp_path / "model.pt2", x[:2])
     assert not list(tmp_path.iterdir())
+
+
+class Gated(Net):
+    """Multiplies its outputs by `by` where the first pixel is large, or adds something that depends on the input."""
+
+    def __init__(self, by: float, residual: bool = False) -> None:
+        super().__init__(3)
+        self.by, self.residual = by, residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = super().forward(x)
+        if self.residual:
+            return f + x[:, 0, 0, :3]
+        return torch.where(x[:, 0, 0, :1] > 2.5, self.by * f, f)
+
+
+def test_a_predictor_refuses_inputs_that_take_another_way_to_the_outputs() -> None:
+    la, x = fitted(net=Gated(2.0))
+    x = x.clamp(max=2.0)
+    predictor = la.predictor("probs")
+    torch.testing.assert_close(predictor(x)["probs"], la.predict(x).probs)
+    x[1, 0, 0, 0] = 3.0
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"another way.*la\.predict"):
+        predictor(x)
+
+
+def test_a_predictor_takes_outputs_that_are_shifted_by_the_input() -> None:
+    la, x = fitted("labels", net=Gated(1.0, residual=True))
+    general = predict_targets(la._predictive.linearized(x).function(x), la.likelihood)
+    found = la.predictor("mean", "epistemic")(x)
+    torch.testing.assert_close(found["mean"], general.mean)
+    torch.testing.assert_close(found["epistemic"], general.epistemic, rtol=1e-4, atol=1e-6)
+
+
+class Masked(nn.Module):
+    """Logits that are limited, and a class that is masked by a very large number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.last(x).clamp(-3, 3)
+        return torch.cat([f[:, :3], torch.full_like(f[:, :1], -1e9)], -1)
+
+
+def test_a_masked_class_does_not_hide_a_limit_of_the_others() -> None:
+    torch.manual_seed(0)
+    net, x, y = Masked(), torch.randn(30, 4), torch.randint(3, (30,))
+    la = lapwing.fit(net, (x, y), "classification", structure="full", select="last_layer", progress=False)
+    far = 20 * x[:5]
+    outputs = net(far)
+    assert bool((outputs[:, :3].abs() == 3).any())
+    limited = outputs.abs() >= 3
+    variance = la.predict(far).function.variance
+    assert bool((variance[limited] == 0).all())  # ∂f/∂θ = 0 there
+    assert bool((variance[~limited] > 0).all())

@@ -256,3 +256,9 @@ def test_without_scikit_learn() -> None:
     code = "import sys; sys.modules['sklearn'] = None\nimport lapwing.sklearn"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip().endswith("lapwing.sklearn needs scikit-learn: pip install 'lapwing-torch[sklearn]'")
+
+
+def test_one_hidden_layer_may_be_a_number() -> None:
+    x = np.random.RandomState(0).randn(30, 2)
+    models = [LaplaceRegressor(hidden=hidden, epochs=3, random_state=0).fit(x, x[:, 0]) for hidden in (8, (8,))]
+    np.testing.assert_array_equal(models[0].predict(x), models[1].predict(x))

@@ -93,7 +93,10 @@ class Reader:
                 f, a = found
                 problem.network.compare(batch.inputs, f)
                 y = problem.prepare(batch, f)
-            yield Part(f, y, self.features.with_ones(a, problem.network.params.dtype), batch.weights)
+            # parts wait for each other, and a loader may fill its tensors with the next batch
+            inputs = self.features.with_ones(a, problem.network.params.dtype)
+            weights = None if batch.weights is None else batch.weights.clone()
+            yield Part(f, y.clone(), inputs if self.features.bias else inputs.clone(), weights)
 
 
 def _joined(parts: Iterator[Part], together: int) -> Iterator[Part]:

@@ -61,6 +61,9 @@ def evaluate(
         >>> print(report.table("accuracy", "nll", "ece", "auroc notMNIST"))
     """
     require_one_process("evaluate")
+    _require_names("the models", models, "{'MAP': model, 'Laplace': la}")
+    if ood is not None:
+        _require_names("ood", ood, "{'noise': inputs}")
     if not models:
         raise BadData("evaluate needs at least one model: pass {'MAP': model, 'Laplace': la}")
     shared = find_likelihood(models, likelihood)
@@ -81,6 +84,11 @@ def evaluate(
             readers[f"ood {place}"] = Reader(others, run, way, f"{name}: {place}", progress)
         results[name] = evaluate_one(run, readers, replace(wanted, about=settings_of(models[name], run.module)))
     return Report(results, bins, data_facts(data, ood or {}, results))
+
+
+def _require_names(what: str, given: Any, example: str) -> None:
+    if not isinstance(given, Mapping):
+        raise BadData(f"evaluate takes {what} by name, as in {example}, got a {type(given).__name__}")
 
 
 def run_of(model: Any, likelihood: Likelihood | None) -> Run:

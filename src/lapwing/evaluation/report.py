@@ -217,7 +217,7 @@ class Report:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError("to_frame() needs pandas: pip install pandas") from error
+            raise ImportError("to_frame() needs pandas: pip install 'lapwing-torch[pandas]'") from error
         return pandas.DataFrame(
             {name: self.row(name) for name in self.results}, index=[column.name for column in self.columns()]
         ).T

@@ -165,6 +165,11 @@ class Scored:
 def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any, targets: Any | None) -> Scored:
     """Score one batch, flat, in float64 on the CPU; items that the likelihood ignores are left out."""
     prediction = run.predict(inputs)
+    if not hasattr(prediction, "likelihood"):
+        raise BadData(
+            f"predict(x) of a model returned a {type(prediction).__name__}; expected a lapwing Prediction. Of an "
+            "estimator of lapwing.sklearn, pass .laplace_"
+        )
     y = prediction.likelihood.targets(prediction.function.mean, targets) if targets is not None else None
     mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)
     raw = {} if y is None else prediction.scores(y)

@@ -24,7 +24,7 @@ from lapwing.evidence.heldout import baselines, counted, held_near
 from lapwing.evidence.search import by_group, messages_of, rivals_of, with_limits
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.likelihoods import Likelihood
-from lapwing.model.inputs import Inputs
+from lapwing.model.inputs import Inputs, map_tensors
 from lapwing.posterior import Belief, Tempered
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 from lapwing.predictive.predictive import SAMPLED_DRAWS, Predictive
@@ -59,7 +59,8 @@ class HeldOut:
     @classmethod
     def of(cls, predictive: Predictive, groups: Groups, data: Any, link: str = "auto") -> HeldOut:
         """Read labeled data once and keep inputs, outputs and targets."""
-        parts = list(predictive.labeled(data))
+        # copies: a loader may fill its tensors with the next batch
+        parts = [(map_tensors(Tensor.clone, inputs), f, y) for inputs, f, y in predictive.labeled(data)]
         if not parts:
             raise BadData("the validation data hold no batch")
         inputs, counts = tuple(part[0] for part in parts), tuple(f[..., 0].numel() for _, f, _ in parts)

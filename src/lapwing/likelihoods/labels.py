@@ -64,6 +64,11 @@ class Categorical(Likelihood):
         return CategoricalLaw(logits=f, validate_args=False)
 
     def outputs(self, raw: Tensor) -> Tensor:
+        if raw.ndim == 1 and raw.shape[0] > 1:
+            raise BadData(
+                f"outputs of shape {tuple(raw.shape)} have no dimension for the classes; expected (items, classes). "
+                'Pass a single item as x[None], or use likelihood="binary" (Bernoulli) for one logit per item.'
+            )
         if raw.ndim < 2 or raw.shape[self._dim(raw.ndim)] == 1:
             raise BadData(
                 f"outputs of shape {tuple(raw.shape)} have a single logit, and a softmax over one class is always 1. "

@@ -399,8 +399,13 @@ def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
     known = named(Likelihood)
+    names = ", ".join(f'"{name}"' for name in known)
+    if hasattr(likelihood, "__array__") or isinstance(likelihood, (list, tuple)):
+        raise BadData(
+            f"the likelihood is a {type(likelihood).__name__}; expected one of {names}. Inputs and targets go "
+            'together, as one pair: fit(model, (x, y), "classification")'
+        )
     if not isinstance(likelihood, str) or likelihood not in known:
-        names = ", ".join(f'"{name}"' for name in known)
         raise BadData(
             f"likelihood={likelihood!r}: use one of {names}, or an object such as Gaussian(noise=0.1)"
             f"{nearest(likelihood, known) or '.'}"

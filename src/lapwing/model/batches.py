@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from lapwing.errors import BadData, NotReiterable
 from lapwing.model.convention import IGNORED, Answer, Convention, are_tokens, ask, entry_for, shift
@@ -142,9 +143,12 @@ class Batches:
         _require_equal_lengths(self.data)
         source: Iterable = _rows_of(self.data) if _looks_like_tensors(self.data) else self.data
         if isinstance(source, Tensor) or not hasattr(source, "__iter__"):
+            hint = ". Wrap it: DataLoader(data, batch_size=256)" if isinstance(source, Dataset) else ""
             raise BadData(
-                f"data is a {type(source).__name__}; expected a DataLoader, a list of batches or a pair (X, y)"
+                f"data is a {type(source).__name__}; expected a DataLoader, a list of batches or a pair (X, y){hint}"
             )
+        if isinstance(source, Mapping):
+            raise BadData(f"data is one dict with keys {sorted(map(str, source))}; a list of batches is [batch]")
         yield from source
 
     def unlabeled(self) -> Iterator[Inputs]:
@@ -184,7 +188,7 @@ class Batches:
                 inputs, targets = self._aligned(inputs, labels, targets, number)
             yield Batch(inputs, targets, _on(self.device, weights), number)
         if seen == 0:
-            raise NoSamples("the data holds no samples: a fit needs at least one batch that is not empty")
+            raise NoSamples("the data holds no samples: pass at least one batch that is not empty")
 
     def placed(self, inputs: Inputs) -> Inputs:
         """Move inputs to the device, and cast them to the network's floating dtype if it refuses theirs."""

@@ -389,7 +389,7 @@ def _is_trainer(kind: type) -> bool:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that not every module has."""
-    values = vars(module)
+    values = dict(vars(module))  # other threads may set attributes meanwhile
     return {name: values[name] for name in values.keys() - TABLES}
 
 

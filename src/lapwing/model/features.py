@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lapwing.errors import UnsupportedOperation
 from lapwing.model.copies import written_by_forward
 from lapwing.model.inputs import Inputs, batch_size, close, take, tolerance
 from lapwing.model.linearization import Outputs, pull
@@ -98,10 +99,28 @@ class Features:
             return self._checked(lambda: call(self.body, inputs))
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the same at the arguments that the network takes, without a check."""
-        with catching(Sink()) as sink:
-            f = self.outputs(output_tensor(self.body(*args, **kwargs)))
-        return f, sink.caught[0][0]
+        """Return the same at the arguments that the network takes; refuse those that take another way.
+
+        Where f ≠ M z + c, another constant (a residual connection) does no harm. A second pass with shifted z tells
+        it from another M. A compiled or exported form cannot look at numbers and checks nothing.
+        """
+        f, caught = self._run(Sink(), *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return f, caught[0][0]
+        if len(caught) == 1 and not (fine := self._follows(f, caught[0][1])):
+            shift = _shift(caught[0][1], 1.0)
+            moved, _ = self._run(Sink(lambda z: z + shift), *args, **kwargs)
+            fine = _arrives(moved, f, shift, self.tail)
+        if len(caught) != 1 or not fine:
+            raise UnsupportedOperation(
+                "these inputs take another way from the last layer to the outputs of the network than those of the fit "
+                "did, so that the covariance of the outputs is another one; la.predict(x) follows every way"
+            )
+        return f, caught[0][0]
+
+    def _run(self, sink: Sink, *args: Any, **kwargs: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        with catching(sink):
+            return self.outputs(output_tensor(self.body(*args, **kwargs))), sink.caught
 
     def _checked(self, run: Callable[[], object]) -> tuple[Tensor, Tensor] | None:
         with catching(Sink()) as sink:
@@ -119,7 +138,8 @@ class Features:
         if z.ndim != 2 or f.shape != (len(z), len(self.tail)):
             return False
         expected = z.to(self.tail) @ self.tail.mT + self.constant
-        return close(expected.to(f), f, tolerance([f.dtype, z.dtype]))
+        sizes = z.to(self.tail).abs() @ self.tail.abs().mT + self.constant.abs()
+        return _near(f, expected.to(f), sizes.to(f), tolerance([f.dtype, z.dtype]))
 
     def with_ones(self, a: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the inputs of the layer with a 1 appended where its bias has a posterior."""
@@ -237,15 +257,33 @@ def _derivative(f: Tensor, z: Tensor) -> Tensor | None:
 
 def _shifts_arrive(body: nn.Module, network: Network, few: Inputs, f: Tensor, z: Tensor, tail: Tensor | None) -> bool:
     """Whether shifts of the layer's outputs, different for each sample, come out multiplied by M."""
-    rtol = tolerance([f.dtype, z.dtype])
     for size in SIZES:
-        shift = size * torch.linspace(0.5, 1.5, z.numel()).reshape(z.shape).to(z)
+        shift = _shift(z, size)
         with torch.no_grad(), catching(Sink(lambda z: z + shift)):  # noqa: B023
             found = network.outputs(output_tensor(call(body, few)))
-        moved = shift if tail is None else shift.to(tail) @ tail.mT
-        if found.shape != f.shape or not close(found, f + moved.to(f), rtol):
+        if not _arrives(found, f, shift, tail):
             return False
     return True
+
+
+def _shift(z: Tensor, size: float) -> Tensor:
+    """Return numbers of this size, another one for each entry of z."""
+    return size * torch.linspace(0.5, 1.5, z.numel(), device=z.device).reshape(z.shape).to(z)
+
+
+def _arrives(found: Tensor, f: Tensor, shift: Tensor, tail: Tensor | None) -> bool:
+    """Whether outputs f became those that a shift of the layer's outputs, multiplied by M, makes of them."""
+    if found.shape != f.shape or (tail is None and shift.shape != f.shape):
+        return False
+    moved = shift if tail is None else shift.to(tail) @ tail.mT
+    sizes = shift.abs() if tail is None else shift.to(tail).abs() @ tail.abs().mT
+    return _near(found, f + moved.to(f), f.abs() + sizes.to(f), tolerance([f.dtype, shift.dtype]))
+
+
+def _near(found: Tensor, expected: Tensor, sizes: Tensor, rtol: float) -> bool:
+    """Whether entries are equal up to rtol of the sizes of what was summed for them, each entry for itself: one that
+    is very large, such as the −10⁹ of a class that is masked, must not hide what happens to the others."""
+    return bool(((found == expected) | ((found - expected).abs() <= rtol * sizes)).all())
 
 
 def plan_of_head(params: Params, layer: nn.Linear, bias: bool) -> Plan:

@@ -7,30 +7,26 @@ it has changed, the outputs of a few probe inputs decide whether the module stil
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import types
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel, brief
 from lapwing.model.adapters import WRAPPERS, active_adapters, adapter_containers, adapter_names, without_wrappers
-from lapwing.model.copies import ATOMIC, written_by_forward
+from lapwing.model.copies import written_by_forward
+from lapwing.model.glance import glance
 from lapwing.model.inputs import Inputs, batch_size, close, map_tensors, take, tensors_in
 from lapwing.model.module import borrowed, call, output_tensor
 from lapwing.model.params import Params
+from lapwing.model.unmoved import SPREAD, WHOLE, unmoved
 
-DEPTH = 6  # how deep a description follows objects into each other
 PROBED = 2  # samples whose outputs are kept
 STORED = 2**22  # bytes of probe inputs up to which a file holds them
-WHOLE = 2**28  # bytes of a module up to which the checksum before each prediction reads all of them
-SPREAD = 4096  # values per tensor that it reads of larger modules
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # others: 5e-2; relative to the largest output
 
 
@@ -147,81 +143,6 @@ def _spread(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)[:: tensor.numel() // SPREAD]
 
 
-class _Itself:
-    """Stands for an object of unknown kind, which equals only itself."""
-
-    __slots__ = ("value",)
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.value is other.value
-
-
-def glance(module: nn.Module) -> list:
-    """Describe everything that the forward pass may read, for comparison with an earlier description.
-
-    Values are compared where that is cheap, tensors by their address and version.
-    """
-    seen: set[int] = set()
-    look = []
-    for where, part in list(module.named_modules()):
-        skip = written_by_forward(part)
-        own = {name: value for name, value in dict(vars(part)).items() if name != "training" and name not in skip}
-        look.append((where, type(part), [(name, _describe(value, DEPTH, seen)) for name, value in own.items()]))
-    return look
-
-
-def _describe(x: Any, depth: int, seen: set[int]) -> Any:
-    kind = type(x)
-    if kind in ATOMIC:
-        return x if x == x else "nan"
-    if isinstance(x, Tensor):
-        version = None if x.is_inference() else x._version
-        place = x.data_ptr() if x.layout == torch.strided else id(x)
-        return (tuple(x.shape), x.dtype, place, version)
-    if isinstance(x, nn.Module):  # its attributes are described in their own turn, if it is registered
-        return _Itself(x)
-    if depth == 0 or id(x) in seen:
-        return kind
-    deeper = functools.partial(_describe, depth=depth - 1, seen=seen)
-    if isinstance(x, dict):
-        items = list(x.items())
-        if ATOMIC.issuperset(type(v) for item in items for v in item):  # a vocabulary, say
-            return (kind, items)
-        return (kind, [(_plain(k), deeper(v)) for k, v in items])
-    if isinstance(x, (list, tuple)):
-        values = list(x)
-        return (kind, values if ATOMIC.issuperset(map(type, values)) else [deeper(v) for v in values])
-    if isinstance(x, (set, frozenset)):
-        return (kind, len(x), {v for v in list(x) if type(v) in ATOMIC})
-    if isinstance(x, np.ndarray):
-        return (x.shape, str(x.dtype), zlib.crc32(x.tobytes()) if x.dtype != object else 0)
-    if isinstance(x, types.MethodType):
-        return (x.__func__, _Itself(x.__self__))
-    if isinstance(x, functools.partial):
-        return (deeper(x.func), deeper(x.args), deeper(x.keywords))
-    seen.add(id(x))
-    if isinstance(x, types.FunctionType):
-        return (x, [_cell(cell, deeper) for cell in x.__closure__ or ()], deeper(x.__defaults__))
-    if hasattr(x, "__dict__") and not isinstance(x, type | types.ModuleType | types.BuiltinFunctionType):
-        return (kind, [(name, deeper(value)) for name, value in dict(vars(x)).items()])
-    return _Itself(x)
-
-
-def _plain(key: Any) -> Any:
-    return key if type(key) in ATOMIC else _Itself(key)
-
-
-def _cell(cell: Any, deeper: Any) -> Any:
-    try:
-        return deeper(cell.cell_contents)
-    except ValueError:  # a cell without a value
-        return None
-
-
 @dataclass(frozen=True, eq=False)
 class Probe:
     """A few inputs and the module's outputs for them at the fit.
@@ -302,18 +223,18 @@ class Watch:
 
     sums: tuple[str, ...]
     probe: Probe | None
-    _looks: dict[str, Any] = field(default_factory=dict, repr=False)  # the last description that was found unchanged
+    _looks: dict[str, Any] = field(default_factory=dict, repr=False)  # the module as it was last found unchanged
 
     def __reduce__(self) -> tuple:
-        """Leave the last description out of copies and pickles: it holds addresses and functions of the module."""
+        """Leave the last looks out of copies and pickles: they hold addresses and functions of the module."""
         return Watch, (self.sums, self.probe)
 
     @classmethod
     def on(cls, module: nn.Module, inputs: Inputs | None = None, probe: Probe | None = None) -> Watch:
         """Remember a module as it is now, with its outputs for a probe: a given one, or inputs like these."""
         probe = Probe.of(module, inputs) if probe is None and inputs is not None else probe
-        state = tuple(_sums(_state(module)))
-        return cls(checksum(module), probe, {"look": glance(module), "state": state})
+        looks = _looks(module)  # before the checksum, which then sees what another thread changes meanwhile
+        return cls(checksum(module), probe, looks)
 
     def to(self, device: torch.device | str) -> Watch:
         """Return the watch for a module that was moved to another device."""
@@ -322,8 +243,12 @@ class Watch:
 
     def require_unchanged(self, module: nn.Module, params: Params) -> None:
         """Raise `UnsupportedModel` if the module has changed since the fit."""
-        look, state = glance(module), _sums(_state(module))
-        if look == self._looks.get("look") and state == self._looks.get("state"):
+        still = self._looks.get("unmoved")
+        if still is not None and still(module):
+            return
+        looks = _looks(module)
+        if all(looks[key] == self._looks.get(key) for key in ("look", "state")):
+            self._looks.update(looks)
             return
         live = dict(module.named_parameters())
         for name, value in zip(params.names, params.values, strict=True):
@@ -349,4 +274,13 @@ class Watch:
                 "weights are the same (a hook, another activation, a patched forward, a setting). Fit again, or "
                 "restore the module."
             )
-        self._looks.update(look=look, state=state)
+        self._looks.update(looks)
+
+
+def _looks(module: nn.Module) -> dict[str, Any]:
+    """Look at a module, quickly and at length.
+
+    The quick look is remembered first: what another thread changes meanwhile is seen by the longer one, or by the next.
+    """
+    state = _state(module)
+    return {"unmoved": unmoved(module, [t for _, t in state]), "look": glance(module), "state": _sums(_state(module))}

@@ -116,8 +116,18 @@ def _tensor_of(value: Any) -> Tensor:
         return torch.from_numpy(array if array.flags.writeable and min(array.strides, default=0) >= 0 else array.copy())
     except TypeError as error:
         raise BadData(
-            f"a {type(value).__name__} of dtype {array.dtype} holds no plain numbers: turn its entries into numbers"
+            f"a {type(value).__name__} of dtype {array.dtype} holds no plain numbers{_culprits(value)}. Turn its "
+            "entries into numbers: names of classes by np.unique(y, return_inverse=True)[1], columns by pd.get_dummies"
         ) from error
+
+
+def _culprits(value: Any) -> str:
+    """Name the columns of a data frame that hold no numbers."""
+    kinds: Any = getattr(value, "dtypes", None)
+    if not hasattr(kinds, "items"):
+        return ""
+    names = [repr(name) for name, kind in kinds.items() if getattr(kind, "kind", "O") not in "biuf"]
+    return f" (columns {', '.join(names[:5])}{' and others' if len(names) > 5 else ''})" if names else ""
 
 
 def require_dense(tensor: Tensor) -> Tensor:

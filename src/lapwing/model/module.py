@@ -232,7 +232,8 @@ def explained(inputs: Inputs) -> Iterator[None]:
         whole = any(not (t.is_floating_point() or t.is_complex()) for t in tensors_in(inputs))
         hint = " Integers stay integers: pass x.float() to a network of real numbers." if whole else ""
         raise BadData(
-            f"the network does not take inputs of shape {came} ({type(error).__name__}: {error}).{hint}"
+            f"the network does not take inputs of shape {came} ({type(error).__name__}: {error}). "
+            f"The first dimension counts the items: a single item is x[None].{hint}"
         ) from error
 
 

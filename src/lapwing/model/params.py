@@ -234,7 +234,10 @@ def select_names(module: nn.Module, selection: Selection) -> tuple[str, ...]:
     adapters = {name for name, (owner, _) in adapter_tensors(module).items() if owner in active} if active else set()
     free = {name: p for name, p in every.items() if (p.requires_grad or name in adapters) and p.numel()}
     if not free:
-        raise BadData("every parameter of the model is frozen (requires_grad=False): nothing to put a posterior on")
+        way = "name the adapter's weights, as in select='*lora*'" if adapter_tensors(module) else "unfreeze some"
+        raise BadData(
+            f"every parameter of the model is frozen (requires_grad=False): nothing to put a posterior on; {way}"
+        )
     known, patterns = _patterns(selection)
     if not known:
         raise BadData(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lapwing.errors import BadData
+from lapwing.model.inputs import as_tensors
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -48,12 +49,12 @@ STYLE = {
 
 
 def array(tensor: Any) -> NDArray:
-    return torch.as_tensor(tensor).detach().cpu().numpy()
+    return torch.as_tensor(as_tensors(tensor)).detach().cpu().numpy()
 
 
 def row(values: Any) -> Tensor:
     """Return values as one float64 row on the CPU."""
-    return torch.as_tensor(values).detach().double().cpu().flatten()
+    return torch.as_tensor(as_tensors(values)).detach().double().cpu().flatten()
 
 
 def thinned(x: Tensor, y: Tensor) -> tuple[NDArray, NDArray]:

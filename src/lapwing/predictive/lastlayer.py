@@ -150,7 +150,7 @@ class LastLayer(nn.Module):
             return found[0], self._features.with_ones(found[1], self.root.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The same at the arguments that the network takes, without a look at what it makes of them."""
+        """The same at the arguments that the network takes; those that take another way are refused."""
         f, a = self._features.run(*args, **kwargs)
         return f, self._features.with_ones(a, self.root.dtype)
 

@@ -232,7 +232,7 @@ class Predictive:
                 yield f, self.belief.likelihood.sample_target(f, generator), rows
 
     def _outputs(self, inputs: Inputs) -> Tensor:
-        short = self._short(inputs)
+        short = self._short(inputs, fresh=True)
         return self.network.forward(inputs) if short is None else short[0]
 
     def bare_inputs(self, data: Any) -> Iterator[Inputs]:
@@ -253,12 +253,16 @@ class Predictive:
         for linearization, rows in at.jacobians(inputs, directions=directions, contrast=contrast):
             yield linearization.f.detach(), rows
 
-    def _short(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-        """Outputs and inputs of the last layer, where the posterior is over one; those of the last inputs are kept."""
+    def _short(self, inputs: Inputs, fresh: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Outputs and inputs of the last layer, where the posterior is over one; those of the last inputs are kept.
+
+        `fresh`: these inputs are the next batch, also if they are the same object: a loader may fill one tensor again
+        and again.
+        """
         layer, kept = self.last_layer, self._recent.get("read")
         if layer is None:
             return None
-        if kept is None or kept[0] is not inputs:
+        if fresh or kept is None or kept[0] is not inputs:
             kept = self._recent["read"] = (inputs, layer.read(inputs))
         return kept[1]
 
@@ -266,11 +270,12 @@ class Predictive:
         """Return the prepared inputs of a batch, their outputs and canonical targets; errors name the batch."""
         try:
             inputs = self.inputs(batch.inputs)
-            short = self._short(inputs)
+            short = self._short(inputs, fresh=True)
             f = self.network.forward(inputs) if short is None else short[0]
             if not bool(f.isfinite().all()):
                 raise BadData("the outputs of the network are not finite")
-            return inputs, f, self.belief.likelihood.targets(f, batch.targets)
+            y = self.belief.likelihood.targets(f, batch.targets)
+            return inputs, f, y.clone()  # targets are kept, and a loader may fill its tensors with the next batch
         except BadData as error:
             raise BadData(f"batch {batch.number}: {error}") from error
 

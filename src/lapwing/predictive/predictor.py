@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,8 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     path = Path(os.fspath(path))
     if path.suffix not in SUFFIXES:
         raise UnsupportedOperation(f"export writes {' or '.join(SUFFIXES)}, and {path.name!r} ends in neither")
+    if path.suffix == ".onnx":
+        _require_onnx()
     args, kwargs = _arguments(example)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not tensors or any(len(t) < 2 for t in tensors if t.ndim):
@@ -124,13 +128,31 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
-def _write_onnx(program: torch.export.ExportedProgram, path: Path, names: Sequence[str]) -> None:
+def _require_onnx() -> None:
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError("ONNX files need onnx and onnxscript: pip install 'lapwing-torch[onnx]'") from error
-    written = torch.onnx.export(program, dynamo=True, verbose=False)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keep back what loggers say below an error: an exporter reports which of its own steps it skips."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _write_onnx(program: torch.export.ExportedProgram, path: Path, names: Sequence[str]) -> None:
+    with _quiet("torch.onnx", "onnxscript"):
+        written = torch.onnx.export(program, dynamo=True, verbose=False)
     assert written is not None
     graph = written.model.graph
     for value in (own for node in graph for own in node.outputs):

@@ -26,6 +26,7 @@ FEW = 64  # classes up to which points are that cheap; of more classes fewer are
 
 REPLICATES = 4  # independent sequences of points, whose spread tells the error
 FIRST, LEVELS = 64, 9  # points of the first sequences, and how many times there are new ones, of twice as many
+LEAST = 512  # logits of a sequence: points of few classes cost little, so that there are more of them at first
 TRACED = 2048  # points per item, at most, where their number cannot depend on the item
 MOST = 2**23  # logits of an item, over all its points
 BLOCK = 2**19  # logits under way at a time: what fits a cache
@@ -250,7 +251,7 @@ class _Chunk:
     def _calm(self) -> Softmax:
         """Average over two small sequences of points; the error is infinite where the variance is too large for it."""
         mean, root = self.mean, self.spread.root()
-        points = _matched(root.shape[-1], self.seed, mean.dtype).to(mean.device)  # (2 · 2 · PAIRS, k)
+        points = _matched(root.shape[-1], self.seed, mean.dtype).to(mean.device)  # (2 · 2 · pairs, k)
         f = points @ root.mT + (mean - mean.amax(-1, keepdim=True))[:, None]  # (n, points, K)
         e = f.exp()
         total = e.sum(-1)  # (n, points)
@@ -386,7 +387,7 @@ def _levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
     if samples is not None:
         sequences = min(REPLICATES, samples)
         return [(SHIFTS * -(-samples // (sequences * SHIFTS)), sequences)]
-    sizes = [FIRST * 2**level for level in range(LEVELS)]
+    sizes = [FIRST * 2**level for level in range(LEVELS) if FIRST * 2**level * classes >= LEAST]
     return [(size, REPLICATES) for size in sizes if REPLICATES * size <= CHEAP or REPLICATES * size * classes <= MOST]
 
 
@@ -416,8 +417,9 @@ def _average(
         if not integrated:
             total = total + p.unflatten(0, part.shape[:2]).sum(1)
             continue
-        rest = (own + 1 - e).scatter(-1, first, own).clamp(min=torch.finfo(f.dtype).tiny)
-        odds = (f - rest.log() - spread.own(z)).unflatten(0, (sequences, -1, SHIFTS))
+        others = f.scatter(-1, first, -torch.inf).logsumexp(-1, keepdim=True)  # `own` underflows where logits are wide
+        rest = (own + 1 - e).clamp(min=torch.finfo(f.dtype).tiny).log().scatter(-1, first, others)
+        odds = (f - rest - spread.own(z)).unflatten(0, (sequences, -1, SHIFTS))
         total = total + _expected_sigmoid(odds, spread.conditional)
     return total / size, entropy / (sequences * size)
 
@@ -428,27 +430,26 @@ def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
     This uses the trapezoidal rule. The points of every group of `SHIFTS` have their own nodes, between those of the
     others, so that together they are as good as a finer rule.
     """
-    far = -math.log(torch.finfo(x.dtype).tiny) - 8
-    against = (-x).clamp(-far, far).exp_()
     shifts = torch.arange(SHIFTS, dtype=torch.float64)[:, None] / SHIFTS
     nodes = torch.arange(NODES, dtype=torch.float64) - NODES / 2 + shifts  # (SHIFTS, NODES)
     weights = (-nodes.square() / 2).softmax(-1).to(x)
     total, scale = x.new_zeros(x.shape[0], *variance.shape), variance.sqrt()
     for node, weight in zip(nodes.to(x).T, weights.T, strict=True):
-        away = (-node[:, None, None] * scale).exp()  # (SHIFTS, n, K)
-        each = (against * away).add_(1).reciprocal_().sum(1)
+        each = (x + node[:, None, None] * scale).sigmoid_().sum(1)
         total = total + torch.einsum("h,rhnk->rnk", weight, each)
     return total
 
 
 @lru_cache(maxsize=64)
 def _matched(dim: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Return two sequences of `PAIRS` points and their mirror images, each with covariance I exactly, one after the
-    other: (4 · PAIRS, dim)."""
-    found = []
+    """Return two sequences of points and their mirror images, each with covariance I exactly, one after the other.
+
+    These are `PAIRS` points each, and more for fewer than seven classes, where they cost little: (4 · pairs, dim).
+    """
+    found, pairs = [], PAIRS * (4 if dim <= 3 else 2 if dim <= 6 else 1)
     for own in (seed, seed + 1):
-        z = base_points(PAIRS, dim, torch.empty(0, dtype=torch.float64), own)
-        z = torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / PAIRS), z.mT, upper=False).mT
+        z = base_points(pairs, dim, torch.empty(0, dtype=torch.float64), own)
+        z = torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / pairs), z.mT, upper=False).mT
         found += [z, -z]
     return torch.cat(found).to(dtype)
 

@@ -34,7 +34,7 @@ def frame_of(fields: Mapping[str, Tensor], row_dims: int, index: Any = None) -> 
     try:
         import pandas
     except ImportError as error:
-        raise ImportError("to_frame() needs pandas: pip install pandas") from error
+        raise ImportError("to_frame() needs pandas: pip install 'lapwing-torch[pandas]'") from error
     columns = {name: column.numpy() for name, column in columns_of(fields, row_dims).items()}
     shape = next(iter(fields.values())).shape[:row_dims]
     if index is None and row_dims > 1:

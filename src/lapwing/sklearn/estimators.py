@@ -33,7 +33,7 @@ class _LaplaceEstimator(BaseEstimator):
         self,
         module: Any = None,
         *,
-        hidden: tuple[int, ...] | None = None,
+        hidden: tuple[int, ...] | int | None = None,
         structure: Any = "auto",
         select: Any = "all",
         prior: Any = 1.0,
@@ -222,7 +222,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     module : None, a function, or a torch.nn.Module
         None makes an MLP with the layers `hidden`. A function (n_features, n_classes) -> Module makes a network, which
         `fit` trains. A module is taken as trained: it sees X as it is and returns logits.
-    hidden : widths of the hidden layers of the MLP; by default (50,) for classes and (50, 50) for numbers
+    hidden : widths of the hidden layers of the MLP (a number: of its only one); by default (50,) for classes and
+        (50, 50) for numbers
     structure, select, prior : those of `lapwing.fit`
     tune : "auto" tunes prior, temperatures and noise on held-out data, or by the evidence where there are none;
         "validation" and "evidence" insist; None keeps `prior`

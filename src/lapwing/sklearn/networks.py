@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,10 @@ def _deviation(values: Tensor) -> Tensor:
     return torch.where(constant, 1.0, deviation)
 
 
-def mlp(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Sequential:
+def mlp(inputs: int, outputs: int, hidden: Sequence[int] | int) -> nn.Sequential:
     """Return a multilayer perceptron in float64 with smooth activations, which suit a linearized posterior."""
     layers: list[nn.Module] = []
-    for width in hidden:
+    for width in hidden if isinstance(hidden, Iterable) else (hidden,):
         layers += [nn.Linear(inputs, width), nn.SiLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs)).double()

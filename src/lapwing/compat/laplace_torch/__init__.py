@@ -1,5 +1,8 @@
 """laplace-torch's names on this library: code written for it runs with `from lapwing.compat.laplace_torch import …`.
 
+laplace-torch's submodules are here too: `from lapwing.compat.laplace_torch.utils import LargestMagnitudeSubnetMask`,
+`from lapwing.compat.laplace_torch.curvature import CurvlinopsGGN`.
+
 `install()` puts it in as module `laplace`, so that packages which import laplace-torch use it:
 
     import lapwing.compat.laplace_torch
@@ -22,7 +25,7 @@ from lapwing.compat.laplace_torch.enums import (
 )
 from lapwing.compat.laplace_torch.front import Laplace
 from lapwing.compat.laplace_torch.functional import FunctionalLaplace, FunctionalLLLaplace
-from lapwing.compat.laplace_torch.installing import install
+from lapwing.compat.laplace_torch.installing import install, place_beside
 from lapwing.compat.laplace_torch.lastlayer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.compat.laplace_torch.settings import BaseLaplace
@@ -57,3 +60,5 @@ __all__ = [
     "install",
     "marglik_training",
 ]
+
+place_beside(__name__)

@@ -81,6 +81,17 @@ def install() -> None:
     offered = contents()
     for name in [known for known in sys.modules if known == "laplace" or known.startswith("laplace.")]:
         del sys.modules[name]
+    _place(offered)
+
+
+def place_beside(package: str) -> None:
+    """Make laplace-torch's submodules importable below `package`, as in `lapwing.compat.laplace_torch.utils`."""
+    offered = {name.replace("laplace", package, 1): names for name, names in contents().items() if name != "laplace"}
+    _place(offered)
+
+
+def _place(offered: dict[str, Names]) -> None:
+    """Make modules of these names, with these contents."""
     for name, names in offered.items():
         module = ModuleType(name, f"Lapwing in the place of laplace-torch's {name}.")
         inside = any(other.startswith(f"{name}.") for other in offered)

@@ -22,6 +22,7 @@ from lapwing.laplace import Laplace
 from lapwing.likelihoods import BradleyTerry, Categorical, Gaussian
 from lapwing.likelihoods import Likelihood as Family
 from lapwing.linalg import PSD, DenseRows
+from lapwing.model.batches import NoSamples
 from lapwing.posterior import Belief, Prior, Tempered
 
 
@@ -64,7 +65,9 @@ class ParametricLaplace(Saved):
             raise NotReiterable(
                 "train_loader can be read only once, and a fit reads its first batch twice: pass a list"
             )
-        first = next(iter(train_loader))
+        first = next(iter(train_loader), None)
+        if first is None:
+            raise NoSamples("train_loader holds no batches: pass at least one batch that is not empty")
         x, y = self._targets_of(first)
         if self._la is None or override:
             module: nn.Module = self._network

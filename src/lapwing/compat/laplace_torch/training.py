@@ -16,6 +16,7 @@ from lapwing.compat.laplace_torch.enums import HessianStructure, Likelihood, Pri
 from lapwing.compat.laplace_torch.front import Laplace
 from lapwing.compat.laplace_torch.functions import expand_prior_precision, fix_prior_prec_structure
 from lapwing.compat.laplace_torch.settings import BaseLaplace
+from lapwing.errors import BadData
 
 
 def marglik_training(
@@ -51,6 +52,9 @@ def marglik_training(
 
         la, model, margliks, losses = marglik_training(model, loader, likelihood="regression")
     """
+    if not hasattr(train_loader, "dataset"):
+        kind = type(train_loader).__name__
+        raise BadData(f"marglik_training takes a DataLoader, whose data set it counts, got a {kind}")
     regression = likelihood == Likelihood.REGRESSION
     options = {**(optimizer_kwargs or {})}
     if options.get("weight_decay"):

@@ -1,0 +1,178 @@
+"""Whether nothing in a module has moved: the quick look that comes before each prediction.
+
+Nearly always nothing has been touched since the last look, and identity tells so: the attributes of every submodule
+and the entries of its tables are the very same objects, tensors lie where they lay, and the memory of the weights
+equals a copy of it, byte by byte. Anything that has moved is left to the longer look of `fingerprint.py`, which says
+whether it matters.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, eq, is_, methodcaller
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lapwing.model.copies import ATOMIC, written_by_forward
+from lapwing.model.glance import described, own_attributes
+
+WHOLE = 2**28  # bytes of a module up to which a look before each prediction reads all of them
+SPREAD = 4096  # values per tensor that it reads of larger modules
+DICTS = (dict, OrderedDict)
+LISTS = (list, set, tuple)
+TABLES = ("_parameters", "_buffers", "_modules")
+
+Check = Callable[[], bool]
+Entries = list[tuple[Any, list]]
+"""Collections with what they held: the values of a list; keys and values, in turns, of a dict."""
+
+
+def unmoved(module: nn.Module, state: Sequence[Tensor]) -> Callable[[nn.Module], bool] | None:
+    """Remember a module and its state, and return a function that says whether everything is as it was.
+
+    True means that it is; False that something has moved, perhaps without effect. `state` are the tensors whose values
+    are compared; a write through `.data` leaves no other trace. The result is None for modules that only the longer
+    look can read: scripted ones, and state of an unusual kind or on another device than the CPU.
+
+        still = unmoved(model, [*model.parameters(), *model.buffers()])
+        still is not None and still(model)
+    """
+    parts = list(module.modules())
+    if not all(map(_has_tables, parts)) or not all(map(_is_plain, state)):
+        return None
+    writing = {id(part) for part in parts if written_by_forward(part)}
+    quiet = [(own, _entries(own)) for own in (vars(part) for part in parts if id(part) not in writing)]
+    busy = [(part, _entries(own_attributes(part))) for part in parts if id(part) in writing]
+    collections, tensors, others = _sorted_out(value for _, entries in (*quiet, *busy) for value in entries[1::2])
+    if not {id(t) for t in state} <= {id(t) for t in tensors}:  # another thread has just replaced one
+        return None
+    checks = (
+        _same_parts(parts),
+        _same_dicts([*quiet, *(pair for pair in collections if type(pair[0]) in DICTS)], busy),
+        _same_lists([pair for pair in collections if type(pair[0]) in LISTS]),
+        _same_places(tensors),
+        _same_descriptions(others),
+        _same_values(state),  # the last: tensors that have moved may have left their memory
+    )
+
+    def still(asked: nn.Module) -> bool:
+        try:
+            return asked is module and all(check() for check in checks)
+        except RuntimeError:  # another thread is adding an attribute
+            return False
+
+    return still
+
+
+def _has_tables(part: nn.Module) -> bool:
+    """Whether a submodule keeps parameters, buffers and children in ordinary tables; scripted modules do not."""
+    return all(type(vars(part).get(table)) in DICTS for table in TABLES)
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether a tensor is dense memory of the CPU with a version counter."""
+    return (
+        type(t) in (Tensor, nn.Parameter)
+        and (t.device.type, t.layout) == ("cpu", torch.strided)
+        and not (t.is_inference() or t.is_quantized or t.is_conj() or t.is_neg())
+        and _in_order(t).is_contiguous()
+    )
+
+
+def _in_order(t: Tensor) -> Tensor:
+    """Return the tensor with its dimensions in the order in which they lie in memory."""
+    return t.detach().permute(sorted(range(t.ndim), key=t.stride, reverse=True))
+
+
+def _sorted_out(values: Iterable[Any]) -> tuple[Entries, list[Tensor], list]:
+    """Return the collections of plain values, tensors and modules, all tensors, and whatever is not so simple."""
+    collections: Entries = []
+    tensors: dict[int, Tensor] = {}
+    others: list = []
+    for value in values:
+        many = type(value) in (*DICTS, *LISTS)
+        entries = _entries(value) if many else [value]
+        if not all(map(_is_fixed, entries)):
+            others.append(value)
+            continue
+        tensors.update((id(t), t) for t in entries if isinstance(t, Tensor))
+        if many and type(value) is not tuple:
+            collections.append((value, entries))
+    return collections, list(tensors.values()), others
+
+
+def _is_fixed(x: Any) -> bool:
+    """Whether a value cannot change, or is a tensor or a module, which have checks of their own."""
+    return type(x) in ATOMIC or isinstance(x, nn.Module) or (isinstance(x, Tensor) and _is_plain(x))
+
+
+def _entries(collection: Any) -> list:
+    return [x for item in list(collection.items()) for x in item] if type(collection) in DICTS else list(collection)
+
+
+def _same_parts(parts: list[nn.Module]) -> Check:
+    """Check that every submodule has its class and its dict of attributes."""
+    kinds, homes = list(map(type, parts)), list(map(vars, parts))
+    return lambda: all(map(is_, map(type, parts), kinds)) and all(map(is_, map(vars, parts), homes))
+
+
+def _same_dicts(dicts: Entries, busy: Entries) -> Check:
+    """Check the entries of dicts, and the attributes of submodules except those that their forward pass writes."""
+    empty = [d for d, entries in dicts if not entries]
+    full = [d for d, entries in dicts if entries]
+    before = [entries for _, entries in (*dicts, *busy) if entries]
+    lengths = [len(entries) // 2 for entries in before]
+    keys, values = ([x for entries in before for x in entries[k::2]] for k in (0, 1))
+    writing, values_of = [part for part, _ in busy], methodcaller("values")
+
+    def same() -> bool:
+        now = [*full, *map(own_attributes, writing)]
+        return (
+            not any(empty)
+            and list(map(len, now)) == lengths
+            and all(map(is_, chain.from_iterable(now), keys))
+            and all(map(is_, chain.from_iterable(map(values_of, now)), values))
+        )
+
+    return same
+
+
+def _same_lists(lists: Entries) -> Check:
+    """Check the values of lists and sets."""
+    now = [each for each, _ in lists]
+    lengths, values = [len(entries) for _, entries in lists], [x for _, entries in lists for x in entries]
+    return lambda: list(map(len, now)) == lengths and all(map(is_, chain.from_iterable(now), values))
+
+
+def _same_places(tensors: list[Tensor]) -> Check:
+    """Check that tensors have their memory, layout, type and version."""
+    marks = attrgetter("shape", "dtype", "_version")
+    look = lambda: [list(map(of, tensors)) for of in (Tensor.data_ptr, Tensor.stride, marks)]  # noqa: E731
+    before = look()
+    return lambda: look() == before
+
+
+def _same_descriptions(values: list) -> Check:
+    """Check whatever is not simple, such as hooks, functions and configurations, by its description."""
+    before = described(values)
+    return lambda: described(values) == before
+
+
+def _same_values(state: Iterable[Tensor]) -> Check:
+    """Check the bytes of tensors against a copy: all of them, or some of each tensor of a large module."""
+    state = [t for t in state if t.numel()]
+    whole = sum(t.nbytes for t in state) <= WHOLE
+    views = [_bytes_of(t, 1 if whole else max(1, t.numel() // SPREAD)) for t in state]
+    copies = list(map(bytearray, views))
+    return lambda: all(map(eq, copies, map(np.ascontiguousarray, views)))  # a bytearray compares by memcmp
+
+
+def _bytes_of(t: Tensor, step: int) -> np.ndarray:
+    """Return a view of the memory of every `step`-th value."""
+    flat: np.ndarray = _in_order(t).view(-1).view(torch.uint8).numpy()
+    return flat if step == 1 else flat.reshape(-1, t.element_size())[::step]
