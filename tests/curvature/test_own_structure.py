@@ -92,7 +92,7 @@ def test_it_is_found_by_name_saved_and_loaded(tmp_path: Path) -> None:
 def test_its_evidence_is_no_bound_unless_it_says_so() -> None:
     la = lapwing.fit(MODEL, DATA, "classification", structure="isotropic", progress=False)
     full = lapwing.fit(MODEL, DATA, "classification", structure="full", progress=False)
-    assert "no bound of the full GGN's" in la.summary()
+    assert "not a bound of the full GGN's" in la.summary()
     warnings = lapwing.compare({"own": la, "full": full}).warnings
     assert any(w.startswith("own: ") and "no bound" in w for w in warnings)
 
