@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from lapwing.linalg.rows import DenseRows, Jacobian, Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
 from lapwing.linalg.validity import flaw_of_values
 from lapwing.storage import move, nbytes, register, unpack
+
+if TYPE_CHECKING:
+    from lapwing.linalg.simultaneous import SimultaneousKronecker
 
 Scalar = float | Tensor
 """A number or a tensor without dimensions; gradients flow through the latter."""
@@ -75,6 +78,10 @@ class PSD(ABC):
 
     def constant(self) -> Tensor | None:
         """The c of A = c I, a float64 scalar with its graph; None for any other matrix."""
+        return None
+
+    def in_kronecker_basis(self) -> SimultaneousKronecker | None:
+        """A, diagonal in a Kronecker product of two bases, which makes it addable to others of this kind; or None."""
         return None
 
     def diagonal_blocks(self) -> tuple[PSD, ...]:
@@ -227,7 +234,7 @@ class PSD(ABC):
     def smallest_eigenvalue(self) -> Tensor:
         """The smallest eigenvalue, a float64 scalar.
 
-        A lower bound for `LowRank` and for a Kronecker product with a row-and-column prior.
+        A lower bound for `LowRank`, `SimultaneousKronecker` and a Kronecker product with a row-and-column prior.
         """
         return torch.linalg.eigvalsh(self.dense().double()).min()
 
