@@ -65,6 +65,12 @@ class SimultaneousKronecker(PSD):
     def device(self) -> torch.device:
         return self.left.device
 
+    def _in(self, dtype: torch.dtype) -> SimultaneousKronecker:
+        left, right, dual, dual_right = self.left, self.right, self.left_dual, self.right_dual
+        return SimultaneousKronecker(
+            left.to(dtype), right.to(dtype), dual.to(dtype), dual_right.to(dtype), self.values, self.neglected
+        )
+
     @property
     def factored(self) -> bool:
         return True
@@ -167,8 +173,7 @@ def add(data: PSD, prior: PSD) -> SimultaneousKronecker:
     common, of_prior, of_data = _common(first, second)
     values = of_prior + of_data
     neglected = _neglected(common, first, second, values.detach())
-    bases = (side.to(data.dtype) for side in (common.left, common.right, common.left_dual, common.right_dual))
-    return SimultaneousKronecker(*bases, values, neglected)
+    return replace(common._in(data.dtype), values=values, neglected=neglected)
 
 
 def logdet_ratio(data: PSD, prior: PSD) -> Tensor:
@@ -188,7 +193,7 @@ def _both(data: PSD, prior: PSD) -> tuple[SimultaneousKronecker, SimultaneousKro
     found, other = data.in_kronecker_basis(), prior.in_kronecker_basis()
     if found is None or other is None or found.shape != other.shape:
         raise data._refuse(prior, "a prior that is a Kronecker product, or diagonal in a Kronecker eigenbasis")
-    first, second = _wide(other), _wide(found)
+    first, second = other._in(torch.float64), found._in(torch.float64)
     if not bool((first.values > 0).all()):
         first, second = second, first
     if not bool((first.values > 0).all()):
@@ -199,14 +204,7 @@ def _both(data: PSD, prior: PSD) -> tuple[SimultaneousKronecker, SimultaneousKro
     return first, second
 
 
-def _wide(matrix: SimultaneousKronecker) -> SimultaneousKronecker:
-    bases = (side.double() for side in (matrix.left, matrix.right, matrix.left_dual, matrix.right_dual))
-    return SimultaneousKronecker(*bases, matrix.values)
-
-
-def _common(
-    prior: SimultaneousKronecker, data: SimultaneousKronecker
-) -> tuple[SimultaneousKronecker, Tensor, Tensor]:
+def _common(prior: SimultaneousKronecker, data: SimultaneousKronecker) -> tuple[SimultaneousKronecker, Tensor, Tensor]:
     """Return the best of three bases, and the diagonals of prior and data in it; bases are constants."""
     best, lowest = None, float("inf")
     for basis in (_generalized(prior, data), prior, data):
