@@ -93,7 +93,7 @@ def test_the_basis_is_the_best_of_three(name: str) -> None:
     total, dense = sums(PROJECTED, name)
     for own in (data.in_kronecker_basis(), prior.in_kronecker_basis()):
         assert own is not None
-        dual = torch.block_diag(*(torch.kron(a, b) for a, b in zip(own.left_dual, own.right_dual, strict=True)))
+        dual = torch.block_diag(*(torch.kron(a, b) for a, b in zip(own[2], own[3], strict=True)))
         kept = (dual.T @ dense @ dual).diagonal().log().sum() - 2 * torch.linalg.slogdet(dual).logabsdet
         assert float(total.logdet()) <= float(kept) + 1e-9
 

@@ -217,10 +217,10 @@ class EigenKronecker(PSD):
             )
         return constant, delta
 
-    def in_kronecker_basis(self) -> SimultaneousKronecker | None:
+    def in_kronecker_basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
         if self.tangent is not None:  # a prior with a graph for each weight has no fixed basis
             return None
-        return SimultaneousKronecker(*self._basis, *self._dual, self.values)
+        return (*self._basis, *self._dual, self.values)
 
     @property
     def factored(self) -> bool:

@@ -228,9 +228,9 @@ class Kronecker(PSD):
         tracked = any(isinstance(each, Tensor) and each.requires_grad for each in (self.factor, self.shift))
         return None if tracked else self.grid().flatten()
 
-    def in_kronecker_basis(self) -> SimultaneousKronecker:
+    def in_kronecker_basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
         bases = self.left_spectrum.vectors, self.right_spectrum.vectors
-        return SimultaneousKronecker(*bases, *bases, self.grid())
+        return (*bases, *bases, self.grid())
 
     @property
     def factored(self) -> bool:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from lapwing.linalg.rows import DenseRows, Jacobian, Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
 from lapwing.linalg.validity import flaw_of_values
 from lapwing.storage import move, nbytes, register, unpack
-
-if TYPE_CHECKING:
-    from lapwing.linalg.simultaneous import SimultaneousKronecker
 
 Scalar = float | Tensor
 """A number or a tensor without dimensions; gradients flow through the latter."""
@@ -80,8 +77,11 @@ class PSD(ABC):
         """The c of A = c I, a float64 scalar with its graph; None for any other matrix."""
         return None
 
-    def in_kronecker_basis(self) -> SimultaneousKronecker | None:
-        """A, diagonal in a Kronecker product of two bases, which makes it addable to others of this kind; or None."""
+    def in_kronecker_basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+        """B_l, B_r, their inverse transposes, and values v with A = (B_l ⊗ B_r) diag(v) (B_l ⊗ B_r)ᵀ in q groups.
+
+        Shapes are (q, o, o), (q, i, i), the same again, and (q, o, i). None where A is not of this kind.
+        """
         return None
 
     def diagonal_blocks(self) -> tuple[PSD, ...]:

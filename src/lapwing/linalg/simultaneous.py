@@ -135,8 +135,8 @@ class SimultaneousKronecker(PSD):
         self._matches(prior)
         return logdet_ratio(self, prior) if prior.factored else super().logdet_ratio(prior)
 
-    def in_kronecker_basis(self) -> SimultaneousKronecker:
-        return self
+    def in_kronecker_basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+        return self.left, self.right, self.left_dual, self.right_dual, self.values
 
     def whiten(self, rows: Rows) -> Tensor:
         return self._rotated(rows).dense() * self._positive.rsqrt().to(self.dtype).reshape(-1)
@@ -191,9 +191,9 @@ def logdet_ratio(data: PSD, prior: PSD) -> Tensor:
 def _both(data: PSD, prior: PSD) -> tuple[SimultaneousKronecker, SimultaneousKronecker]:
     """Return prior and data in their own bases, in float64; the prior is the one of them that has an inverse."""
     found, other = data.in_kronecker_basis(), prior.in_kronecker_basis()
-    if found is None or other is None or found.shape != other.shape:
+    if found is None or other is None or found[-1].shape != other[-1].shape:
         raise data._refuse(prior, "a prior that is a Kronecker product, or diagonal in a Kronecker eigenbasis")
-    first, second = other._in(torch.float64), found._in(torch.float64)
+    first, second = (SimultaneousKronecker(*each)._in(torch.float64) for each in (other, found))
     if not bool((first.values > 0).all()):
         first, second = second, first
     if not bool((first.values > 0).all()):
