@@ -6,6 +6,7 @@
 
 # %%
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import lapwing
@@ -60,8 +61,6 @@ for name, la in fits.items():
 # What three of the models say, with their 95 % intervals: the line takes what it cannot bend to for noise.
 
 # %%
-from matplotlib.figure import Figure
-
 grid = torch.linspace(-4, 4, 200, dtype=torch.float64)[:, None]
 figure = Figure(figsize=(9, 2.8), layout="constrained")
 for axes, name in zip(figure.subplots(1, 3, sharey=True), ("a line", "2 units", "16 units")):
@@ -73,12 +72,3 @@ for axes, name in zip(figure.subplots(1, 3, sharey=True), ("a line", "2 units", 
     axes.set_title(name, loc="left")
     axes.set_ylim(-3, 3)
 figure
-
-# %% [markdown]
-# ## Averaging instead of choosing
-# A mixture with the evidence as weights needs no decision.
-
-# %%
-mixture = lapwing.Mixture(list(fits.values()), weights="evidence")
-print("weights", dict(zip(fits, [round(w, 3) for w in mixture.probabilities.tolist()])))
-print(f"loss on new data {-mixture.predict(new).log_prob(truth).mean().item():.3f}")
