@@ -14,7 +14,7 @@ from lapwing.compat.laplace_torch.enums import Likelihood, LinkApprox, PredType
 from lapwing.compat.laplace_torch.tuning import Tuned
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Categorical
-from lapwing.predictive.prediction import predict_targets
+from lapwing.predictive.targets import predict_targets
 
 AT_ONCE = 1024  # outputs of all items together up to which joint draws come from their covariance
 
