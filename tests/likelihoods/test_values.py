@@ -214,19 +214,18 @@ def natural_width(rho: float, spread: float) -> float:
     [(-3.0, 0.3), (-3.0, 1.2), (-3.0, 1.99), (0.0, 1.2), (0.0, 2.0), (5.0, 2.0), (5.0, 3.0), (20.0, 2.5), (20.0, 8.0)],
 )
 def test_natural_moments_are_exact_unless_they_exceed_the_interval(rho: float, spread: float) -> None:
-    """Exact while the mean ± a standard deviation is no wider than the 95 % interval, else as wide at most."""
+    """Exact while the standard deviation is at most the width of the 95 % interval, else that width."""
     found = HeteroscedasticGaussian().marginal(natural_function(rho, spread))
     expected, width = natural_moments(rho, spread), natural_width(rho, spread)
     deviation = (found.aleatoric + found.epistemic).sqrt().item()
     interval = (found.quantile(0.975) - found.quantile(0.025)).item()
     assert interval == pytest.approx(width, rel=1e-3)
-    assert deviation <= interval / 2 * (1 + 1e-9)
-    if (expected[1] + expected[2]).sqrt() < 0.49 * width:
+    assert deviation <= interval * (1 + 1e-9)
+    if (expected[1] + expected[2]).sqrt() < width:
         for value, wanted in zip((found.mean, found.aleatoric, found.epistemic), expected, strict=True):
             assert value.item() == pytest.approx(wanted.item(), rel=1e-5)
     else:
-        assert (expected[1] + expected[2]).sqrt() > width / 2
-        assert deviation == pytest.approx(interval / 2, rel=1e-6)
+        assert deviation == pytest.approx(interval, rel=1e-6)
 
 
 def test_moments_of_many_outputs_are_limited_one_by_one() -> None:
@@ -247,9 +246,9 @@ def test_moments_of_a_wide_variance_in_mean_parameters_stay_within_the_interval(
     for spread, exact in ((1.0, True), (6.0, False)):
         covariance = torch.diag(torch.tensor([0.01, spread**2]).double())
         found = HeteroscedasticGaussian("mean").marginal(GaussianFunction(torch.zeros(1, 2).double(), covariance[None]))
-        half = (found.quantile(0.975) - found.quantile(0.025)).item() / 2
+        width = (found.quantile(0.975) - found.quantile(0.025)).item()
         total = (found.aleatoric + found.epistemic).item()
-        assert total <= half**2 * (1 + 1e-9)
+        assert total <= width**2 * (1 + 1e-9)
         assert (total == pytest.approx(math.exp(spread**2 / 2) + 0.01, rel=1e-6)) is exact
 
 
@@ -266,10 +265,10 @@ def test_natural_moments_stay_bounded_where_the_noise_is_not_known(rho: float, s
 
 def test_natural_moments_are_continuous_at_the_limit() -> None:
     likelihood = HeteroscedasticGaussian()
-    low, high = 0.5, 2.5  # of the spread of ρ at which the standard deviation reaches half the interval
+    low, high = 0.5, 2.5  # of the spread of ρ at which the standard deviation reaches the interval
     for _ in range(30):
         middle = (low + high) / 2
-        exceeds = (sum(natural_moments(-8.0, middle)[1:]) ** 0.5).item() > natural_width(-8.0, middle) / 2
+        exceeds = (sum(natural_moments(-8.0, middle)[1:]) ** 0.5).item() > natural_width(-8.0, middle)
         low, high = (low, middle) if exceeds else (middle, high)
     below, above = (likelihood.marginal(natural_function(-8.0, low + e)) for e in (-1e-2, 1e-2))
     assert 1.0 < low < 2.0

@@ -25,7 +25,7 @@ from lapwing.storage import register
 
 STEP, FINEST = 0.25, 32  # of ρ between two nodes, at most, if that takes no more than so many times the usual nodes
 TAIL = 8.0  # log of the largest ratio E[σ⁴]/σ⁴ that moments of y may come from
-LEVEL = 0.95  # of the central interval of y that is at least as wide as the mean ± a standard deviation
+LEVEL = 0.95  # of the central interval of y whose width the standard deviation of y does not exceed
 FAR = 0.5  # nats per target by which another reading of the outputs must be better to be mentioned
 READINGS = {
     "natural": ("(η₁, ρ)", 'pass lapwing.HeteroscedasticGaussian(parametrization="natural")'),
@@ -144,10 +144,10 @@ class HeteroscedasticGaussian(Likelihood):
         or 1 (mean). So y | ρ ~ N(a(m + b(ρ − ρ̄)), a²r + σ²), E[σ²] is the aleatoric part and Var μ = E[a²r] +
         Var[a(m + b(ρ − ρ̄))] the epistemic one: the whole 2 × 2 covariance counts, not Var(f₁) alone.
 
-        Densities and quantiles are those of this mixture, always. So are mean and variances while the mean ± a standard
-        deviation is no wider than the central 95 % interval of y, as for all but extreme laws (for a Gaussian it is
-        half as wide). Otherwise they would come from noise levels in the far tail of ρ that this interval does not see;
-        they are then those under a narrower spread of ρ, with which it is as wide (see `_narrowed`).
+        Densities and quantiles are those of this mixture, always. So are mean and variances while the standard
+        deviation of y is at most the width of its central 95 % interval, as for all but extreme laws (for a Gaussian it
+        is a quarter of it). Otherwise they would come from noise levels in the far tail of ρ that this interval does
+        not see; they are then those under a narrower spread of ρ, with which it is that width (see `_narrowed`).
         """
         dtype, k = promote(f.mean).dtype, f.mean.shape[-1] // 2
         covariance = f.item_covariance.double()
@@ -192,14 +192,14 @@ class HeteroscedasticGaussian(Likelihood):
         in the other ones). Moments over a wide Gaussian ρ then come from noise levels that no data have shown: at a
         standard deviation of 10 the mean of y is e⁵⁰ times its median. Two limits keep them where the law of y is:
         log E[σ⁴] is at most `TAIL` above that at the mean of ρ (natural parameters), and the standard deviation of y is
-        at most half the width of its central interval of probability `LEVEL`.
+        at most the width of its central interval of probability `LEVEL`.
         """
         with torch.no_grad():
             found = self._bounded(f, scale, x, weights)
             mean, aleatoric, epistemic = self._averaged(f, slope, rest, found * x, weights)
-            deviation, tail = (aleatoric + epistemic).sqrt(), (1 - LEVEL) / 2
-            above, below = ((weights * law.cdf(mean + side * deviation)).sum(0) for side in (1, -1))
-            heavy = (above >= 1 - tail) | (below <= tail)  # elsewhere the interval holds the mean ± a deviation
+            half, tail = (aleatoric + epistemic).sqrt() / 2, (1 - LEVEL) / 2
+            above, below = ((weights * law.cdf(mean + side * half)).sum(0) for side in (1, -1))
+            heavy = (above >= 1 - tail) | (below <= tail)  # elsewhere the interval holds the mean ± half a deviation
             if bool(heavy.any()):
                 found = found.clone()
                 found[heavy] = self._within(*self._columns(heavy, f, slope, rest, found, law), x.flatten(), weights)
@@ -229,14 +229,14 @@ class HeteroscedasticGaussian(Likelihood):
     def _within(
         self, f: Tensor, slope: Tensor, rest: Tensor, scale: Tensor, law: Normal, x: Tensor, weights: Tensor
     ) -> Tensor:
-        """Return the largest spread of ρ up to `scale`, (n,), at which y deviates by half its interval at most."""
+        """Return the largest spread of ρ up to `scale`, (n,), at which y deviates by its interval at most."""
         x, log_weights, weights = x[:, None, None], weights.flatten().log(), weights.reshape(-1, 1, 1)
         mixture = MixtureMarginal(law, log_weights, *self._averaged(f, slope, rest, scale * x, weights))
-        half = (mixture.quantile((1 + LEVEL) / 2) - mixture.quantile((1 - LEVEL) / 2)) / 2
+        width = mixture.quantile((1 + LEVEL) / 2) - mixture.quantile((1 - LEVEL) / 2)
 
         def fits(spread: Tensor) -> Tensor:
             _, aleatoric, epistemic = self._averaged(f, slope, rest, spread * x, weights)
-            return aleatoric + epistemic <= half.square()
+            return aleatoric + epistemic <= width.square()
 
         return torch.where(fits(scale), scale, _largest(fits, scale))[:, 0]
 
