@@ -171,8 +171,8 @@ class HeteroscedasticGaussian(Likelihood):
             variance = torch.where(coarse, spread, variance)
         law = Normal(center, variance.sqrt(), validate_args=False)
         narrow = self._narrowed(f.mean.double(), slope, rest, scale, x, weights, law)
-        moments = self._averaged(f.mean.double(), slope, rest, narrow * x, weights)
-        return MixtureMarginal(law, log_weights, *(moment.to(dtype) for moment in moments))
+        mean, aleatoric, epistemic = self._averaged(f.mean.double(), slope, rest, narrow * x, weights)
+        return MixtureMarginal(law, log_weights, mean.to(dtype), aleatoric.to(dtype), epistemic.to(dtype))
 
     def _finer(self, scale: Tensor) -> int:
         """Return by how much nodes must be closer than usual, where μ = η₁σ² grows like exp(−ρ) from node to node.
@@ -201,8 +201,12 @@ class HeteroscedasticGaussian(Likelihood):
             above, below = ((weights * law.cdf(mean + side * half)).sum(0) for side in (1, -1))
             heavy = (above >= 1 - tail) | (below <= tail)  # elsewhere the interval holds the mean ± half a deviation
             if bool(heavy.any()):
+                first, second = (part[heavy] for part in self.split(f))
+                slope, rest, limit = (part[heavy][:, None] for part in (slope, rest, found))  # (n, 1) each
+                center, deviation = (part[:, heavy][..., None] for part in (law.loc, law.scale))
+                law = Normal(center, deviation, validate_args=False)
                 found = found.clone()
-                found[heavy] = self._within(*self._columns(heavy, f, slope, rest, found, law), x.flatten(), weights)
+                found[heavy] = self._within(torch.stack([first, second], -1), slope, rest, limit, law, x, weights)
         return torch.where(found < scale, found, scale)
 
     def _bounded(self, f: Tensor, scale: Tensor, x: Tensor, weights: Tensor) -> Tensor:
@@ -218,19 +222,14 @@ class HeteroscedasticGaussian(Likelihood):
         fine = fits(scale)
         return scale if bool(fine.all()) else torch.where(fine, scale, _largest(fits, scale))
 
-    def _columns(self, chosen: Tensor, f: Tensor, *parts: Any) -> tuple[Any, ...]:
-        """Return f, slope, rest, spread and law of the chosen outputs alone, (n, 1) each; f is (n, 2)."""
-        *numbers, law = parts
-        first, second = self.split(f)
-        picked = [part[chosen][:, None] for part in numbers]
-        center, deviation = (part[:, chosen][..., None] for part in (law.loc, law.scale))
-        return torch.stack([first[chosen], second[chosen]], -1), *picked, Normal(center, deviation, validate_args=False)
-
     def _within(
         self, f: Tensor, slope: Tensor, rest: Tensor, scale: Tensor, law: Normal, x: Tensor, weights: Tensor
     ) -> Tensor:
-        """Return the largest spread of ρ up to `scale`, (n,), at which y deviates by its interval at most."""
-        x, log_weights, weights = x[:, None, None], weights.flatten().log(), weights.reshape(-1, 1, 1)
+        """Return the largest spread of ρ up to `scale`, (n,), at which y deviates by its interval at most.
+
+        f is (n, 2), `slope`, `rest` and `scale` are (n, 1), and the law of y is (Q, n, 1).
+        """
+        log_weights, x, weights = weights.flatten().log(), x.reshape(-1, 1, 1), weights.reshape(-1, 1, 1)
         mixture = MixtureMarginal(law, log_weights, *self._averaged(f, slope, rest, scale * x, weights))
         width = mixture.quantile((1 + LEVEL) / 2) - mixture.quantile((1 - LEVEL) / 2)
 
