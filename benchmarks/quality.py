@@ -4,7 +4,7 @@
 
 Half of the test images of a split tunes, the other half judges. laplace-torch is fitted with its defaults and tuned by
 the evidence (`optimize_prior_precision(method="marglik")`, its README's way) or on the held-out half
-(`method="gridsearch"`); Lapwing by `la.tune()` and `la.tune(val)`. Prints NLL, ECE and AUROC of the entropy against
+(`method="gridsearch"` over 21 values); Lapwing by `la.tune()` and `la.tune(val)`. Prints NLL, ECE and AUROC of the entropy against
 images from elsewhere (SVHN, KMNIST) as means over random halves with their standard deviations. Needs LAPWING_DATA;
 without laplace-torch in the environment its rows are left out.
 """
@@ -61,27 +61,38 @@ def ours(la: lapwing.Laplace) -> Predict:
     return lambda x: torch.cat([la.predict(part).probs for part in x.split(500)])
 
 
-def theirs(model: nn.Module, train: Pair, tune: Callable[[Any], None]) -> Predict:
-    """laplace-torch with its defaults (last layer, kron, probit link), tuned by `tune`."""
+def theirs(model: nn.Module, train: Pair) -> Any:
+    """laplace-torch as it is fitted by default: last layer, kron."""
     from laplace import Laplace
 
     la = Laplace(copy.deepcopy(model), "classification")
     la.fit(loader(train))
-    tune(la)
+    return la
+
+
+def called(la: Any) -> Predict:
+    """Its default prediction: the linearized network with the probit link."""
     return lambda x: torch.cat([la(part).detach() for part in x.split(500)])
 
 
-def ways(model: nn.Module, train: Pair, val: Pair, peer: bool) -> Iterator[tuple[str, Predict]]:
-    yield "the network", network(model)
+def ways(model: nn.Module, train: Pair, peer: bool) -> tuple[dict[str, Predict], dict[str, Callable[[Pair], Predict]]]:
+    """Return predictions that need no held-out data, and those that are tuned on some."""
     la = lapwing.fit(model, loader(train), "classification", select="last_layer", structure="kron", progress=False)
-    yield "Lapwing, la.tune(val)", ours(la.tune(loader(val)))
-    yield "Lapwing, la.tune()", ours(la.tune())
+    alone: dict[str, Predict] = {"the network": network(model), "Lapwing, la.tune()": ours(la.tune())}
+    tuned: dict[str, Callable[[Pair], Predict]] = {"Lapwing, la.tune(val)": lambda val: ours(la.tune(loader(val)))}
     if peer:
-        evidence = lambda la: la.optimize_prior_precision(method="marglik")  # noqa: E731
-        grid = lambda la: la.optimize_prior_precision(method="gridsearch", val_loader=loader(val))  # noqa: E731
-        yield "laplace-torch, as fitted", theirs(model, train, lambda la: None)
-        yield "laplace-torch, marglik", theirs(model, train, evidence)
-        yield "laplace-torch, gridsearch on val", theirs(model, train, grid)
+        alone["laplace-torch, as fitted"] = called(theirs(model, train))
+        other = theirs(model, train)
+        other.optimize_prior_precision(method="marglik")
+        alone["laplace-torch, marglik"] = called(other)
+
+        def grid(val: Pair) -> Predict:
+            found = theirs(model, train)
+            found.optimize_prior_precision(method="gridsearch", val_loader=loader(val), grid_size=21)
+            return called(found)
+
+        tuned["laplace-torch, gridsearch on val"] = grid
+    return alone, tuned
 
 
 def judged(probs: Tensor, targets: Tensor, elsewhere: Tensor) -> tuple[float, float, float]:
@@ -108,11 +119,16 @@ def main() -> None:
         peer = False
     print("| network | predictions by | NLL | ECE | AUROC |\n| --- | --- | --- | --- | --- |")
     for name, model, train, (x, y), outside in problems(asked.test, asked.train):
+        alone, tuned = ways(model, train, peer)
         found: dict[str, list[tuple[float, float, float]]] = {}
+        same = {way: (predict(x), predict(outside)) for way, predict in alone.items()}
         for split in range(asked.splits):
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(split))
             val, rest = order[: len(x) // 2], order[len(x) // 2 :]
-            for way, predict in ways(model, train, (x[val], y[val]), peer):
+            for way, (probs, elsewhere) in same.items():
+                found.setdefault(way, []).append(judged(probs[rest], y[rest], elsewhere))
+            for way, tune in tuned.items():
+                predict = tune((x[val], y[val]))
                 found.setdefault(way, []).append(judged(predict(x[rest]), y[rest], predict(outside)))
         for way, rows in found.items():
             mean, spread = torch.tensor(rows).mean(0), torch.tensor(rows).std(0)
