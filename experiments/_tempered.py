@@ -10,8 +10,6 @@ again what the first has computed.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import time
 import warnings
 from collections.abc import Mapping
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from experiments._cache import cached
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,34 +133,29 @@ def scaling_error(fitted: Mapping[str, Any], tau: float, T: float) -> float:
 
 def run(network: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     """All curves of one network and seed, from the cache where they are there; progress is printed."""
-    options = {name: getattr(given, name) for name in (*SIZES, "temperatures")}
-    key = hashlib.sha256(json.dumps([network, seed, options]).encode()).hexdigest()[:16]
-    path = None if given.cache is None else Path(given.cache) / f"tempered-{network}-{key}.json"
-    if path is not None and path.exists():
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+    options = {name: getattr(given, name) for name in (*SIZES, "temperatures")} | {"seed": seed}
+    return dict(cached(given.cache, f"tempered-{network}", options, lambda: _run(network, given, seed)))
+
+
+def _run(network: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     start = time.monotonic()
     found = problem(network, given, seed)
     fitted = posteriors(found)
+    priors = {"training": DECAY * found.n_data}
+    if network == "lenet":  # sampled curves of the other network cost ten times as much
+        priors["weaker"] = priors["training"] / 10
     with torch.no_grad(), warnings.catch_warnings():
         own = (found.model(found.test[0]).argmax(-1) == found.test[1]).double().mean().item()
         warnings.filterwarnings("ignore", "the sampled weights have lost")
-        priors = {"training": DECAY * found.n_data}
-        if network == "lenet":  # sampled curves of the other network cost ten times as much
-            priors["weaker"] = priors["training"] / 10
-        print(f"{network}: fitted, τ {told(priors)}, {time.monotonic() - start:.0f} s", flush=True)
         curves = {
             f"{name}, {kind}, {way}": curve(la.replace(prior=tau), found, way, given.temperatures)
             for kind, tau in priors.items()
             for name, la in fitted.items()
             for way in ("sampled", "linearized")
         }
+    print(f"{network}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
     scaling = scaling_error(fitted, priors["training"], 3.0)
-    answer = {"accuracy": own, "priors": priors, "curves": curves, "norms": norms(found), "scaling": scaling}
-    print(f"{network}: curves, {time.monotonic() - start:.0f} s", flush=True)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(answer), encoding="utf-8")
-    return answer
+    return {"accuracy": own, "priors": priors, "curves": curves, "norms": norms(found), "scaling": scaling}
 
 
 def stacked(runs: list[dict[str, Any]], way: str, kind: str = "training") -> dict[str, dict[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Do coarser curvatures give narrower bands? Diag, KFAC, EKFAC and B-Diag on a cubic with 100 points.
 
-    python -m experiments.toy_structures [--seeds 5] [--out docs/results]
+    python -m experiments.toy_structures [--seeds 3] [--cache DIR] [--out docs/results]
 
 A hundred points x ~ U(−4, 4), y ~ N(x³, 3²), a network 1-7-7-1 trained to the mode under a prior N(0, 1) of
 standardized inputs and targets. The four structures, full Laplace and HMC (Pyro's NUTS, the same prior and noise) give
@@ -14,10 +14,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import cached
 from experiments._results import Claim, Result, spread, verdict
 from experiments.toy_cubic import FAR, NOISE, PRIOR, WIDTH, Problem, trained
 from torch import Tensor
@@ -31,6 +33,7 @@ ORDER = ("KFAC", "Diag", "EKFAC", "B-Diag")
 FACTORS = {"GGN": "ggn", "empirical Fisher": "empirical"}
 WAYS = ("sampled", "linearized")
 PRIORS = tuple(10.0**k for k in range(-2, 4))
+SIZES = ("points", "samples", "warmup", "chains", "depth")
 Table = dict[str, dict[str, float]]
 
 
@@ -63,6 +66,13 @@ def curvature(la: Any) -> Tensor:
     """The curvature alone, dense: the precision without the prior."""
     dense = la.posterior.precision.dense().double()
     return dense - PRIOR * torch.eye(len(dense), dtype=torch.float64)
+
+
+def kept(seed: int, given: Any) -> tuple[Table, dict[str, Any], str]:
+    """What `run` returns, from the cache where it is there; curves as lists."""
+    options = {name: getattr(given, name) for name in (*SIZES, "steps", "draws")} | {"seed": seed}
+    table, curves, summary = cached(given.cache, "toy-structures", options, lambda: run(seed, given))
+    return table, curves, summary
 
 
 def run(seed: int, given: Any) -> tuple[Table, dict[str, Any], str]:
@@ -192,13 +202,13 @@ def figure(curves: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     canvas = Figure(figsize=(15, 6))
-    x, (px, py) = curves["x"], curves["data"]
+    x, (px, py) = torch.tensor(curves["x"]), curves["data"]
     names = (*ORDER, "Full", "HMC")
     panels = [(name, way) for way in WAYS for name in names]
     for k, (name, way) in enumerate(panels[:-1]):
         axes = canvas.add_subplot(2, len(names), k + 1)
         title = name if name == "HMC" else f"{name}, {way}"
-        mean, deviation = curves[title]
+        mean, deviation = map(torch.tensor, curves[title])
         for times in (3, 2, 1):
             axes.fill_between(x, mean - times * deviation, mean + times * deviation, color="#2b6cb0", alpha=0.2, lw=0)
         axes.plot(x, x**3, color="black", lw=1, label="x³")
@@ -224,7 +234,7 @@ def figure(curves: Mapping[str, Any]) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = [kept(seed, given) for seed in seeds]
     tables = [table for table, _, _ in runs]
     mean = {
         name: {key: sum(table[name][key] for table in tables) / len(tables) for key in row}
@@ -236,10 +246,8 @@ def main(given: Any) -> None:
         if name != "HMC"
     ]
     inside = {name: mean[f"{name}, GGN"]["inside, sampled"] for name in STRUCTURES}
-    command = (
-        f"python -m experiments.toy_structures --seeds {given.seeds} --points {given.points} --samples {given.samples} "
-        f"--warmup {given.warmup} --chains {given.chains} --depth {given.depth}"
-    )
+    sizes = " ".join(f"--{name} {getattr(given, name)}" for name in SIZES)
+    command = f"python -m experiments.toy_structures --seeds {given.seeds} {sizes}"
     result = Result("toy_structures", "A cubic, structure by structure", ABOUT["paper"], command, list(seeds))
     result = (
         result.with_rows(rows)
@@ -268,13 +276,14 @@ if __name__ == "__main__":
     parser = Experiment(
         __doc__,
         smoke={"steps": 200, "samples": 20, "warmup": 10, "chains": 1, "draws": 20, "depth": 3, "points": 30},
-        quick={"samples": 150, "warmup": 150, "chains": 2, "depth": 7},
+        quick={"samples": 100, "warmup": 150},
     )
     parser.add_argument("--points", type=int, default=100, help="training points")
     parser.add_argument("--steps", type=int, default=3000, help="of Adam")
-    parser.add_argument("--samples", type=int, default=400, help="HMC draws per chain")
-    parser.add_argument("--warmup", type=int, default=300)
+    parser.add_argument("--samples", type=int, default=200, help="HMC draws per chain")
+    parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--chains", type=int, default=2)
-    parser.add_argument("--depth", type=int, default=8, help="doublings of an HMC trajectory at most")
+    parser.add_argument("--depth", type=int, default=7, help="doublings of an HMC trajectory at most")
     parser.add_argument("--draws", type=int, default=500, help="networks behind the bands of a Laplace posterior")
+    parser.add_argument("--cache", type=Path, help="keep what each seed gives in this folder")
     main(parser.parse_args())
