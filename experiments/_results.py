@@ -124,6 +124,16 @@ class Result:
         return "\n\n".join(parts) + "\n"
 
 
+Scores = Mapping[str, Mapping[str, float]]
+"""What a run found: a number per method and score."""
+
+
+def gathered(runs: Sequence[Scores]) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Return the scores of several seeds by method and name: all of them, and their means."""
+    each = {n: {key: [run[n][key] for run in runs] for key in row} for n, row in runs[0].items()}
+    return each, {n: {key: sum(values) / len(values) for key, values in row.items()} for n, row in each.items()}
+
+
 def spread(values: Sequence[float]) -> str:
     """Return the mean over seeds, with the standard deviation where there are several."""
     found = torch.tensor(list(values), dtype=torch.float64)
