@@ -15,7 +15,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "", "minutes": None, "page": "training.md"}
+ABOUT = {"paper": "", "minutes": 7, "page": "training.md"}
 
 
 def accuracy(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
