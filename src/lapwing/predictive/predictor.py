@@ -19,6 +19,7 @@ from lapwing.model.module import warnings_here
 from lapwing.predictive.lastlayer import LastLayer
 from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.softmax import prepare
+from lapwing.predictive.writtenout import WrittenOut
 from lapwing.writing import replacing
 
 SUFFIXES = (".pt2", ".onnx")
@@ -63,12 +64,15 @@ class Predictor(nn.Module):
         """The outputs asked for, at the arguments that the network itself takes."""
         if self.training:
             raise UnsupportedOperation("a predictor has no training mode: call predictor.eval()")
-        prediction = self.prediction(*args, **kwargs)
+        return self.answer(*self.layer(*args, **kwargs))
+
+    def answer(self, f: Tensor, a: Tensor) -> dict[str, Tensor]:
+        """The outputs asked for, at outputs f of the network and inputs a of its last layer."""
+        prediction = self.prediction(f, a)
         return {name: getattr(prediction, name) for name in self._outputs}
 
-    def prediction(self, *args: Any, **kwargs: Any) -> Prediction:
+    def prediction(self, f: Tensor, a: Tensor) -> Prediction:
         """The same as a `Prediction`."""
-        f, a = self.layer(*args, **kwargs)
         function = self.layer.function(f, a, self._likelihood.shift_invariant)
         score = self.novelty
         return predict_targets(
@@ -78,6 +82,19 @@ class Predictor(nn.Module):
             novelty=None if score is None else lambda: score.information(f, a, self._likelihood),
             scalar=self._scalar,
         )
+
+
+class _ForONNX(nn.Module):
+    """A predictor whose decompositions are written out; the network's own operations stay as they are."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        super().__init__()
+        self.predictor = predictor
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        found = self.predictor.layer(*args, **kwargs)
+        with WrittenOut():
+            return self.predictor.answer(*found)
 
 
 def export(predictor: Predictor, path: str | Path, example: Any) -> None:
@@ -104,7 +121,8 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
             f = predictor.layer(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
             try:
-                program = torch.export.export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
+                module = _ForONNX(predictor).eval() if path.suffix == ".onnx" else predictor
+                program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
                 if path.suffix == ".pt2":
                     with replacing(path) as part:
                         torch.export.save(program, part)
