@@ -19,6 +19,9 @@ class Experiment(argparse.ArgumentParser):
     parser.add_argument("--size", type=int, default=1000)
     given = parser.parse_args()
 
+    A script also has a dict `ABOUT = {"paper": "001, Fig. 2", "minutes": 12}`, which `lapwing reproduce --list` and the
+    gallery of docs/results read (`About` in lapwing/cli/repository.py says what may be in it).
+
     A smoke run keeps nothing: its `--cache`, where there is one, is a folder that goes when it ends. With `quick`, an
     experiment of a paper also takes `--quick` (at most two minutes), `--seeds N` and `--out DIR`, where `_results.py`
     writes its page, figure and data.

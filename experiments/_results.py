@@ -1,8 +1,10 @@
 """What an experiment of a paper leaves: a table, a figure, its data, and a page that holds the paper to its words.
 
     result = Result("toy", "Toy regression x³", "001, Figs. 1 and 8", "python -m experiments.toy", seeds=(0,))
-    result = result.with_rows([{"method": "kron", "NLL": 2.53}]).with_claims(Claim(...))
+    result = result.with_rows([{"method": "kron", "NLL": 2.53}]).with_claims(Claim(...)).with_sentence("Kron is best.")
     result.finish(given.out, figure)      # prints the table; with a folder, writes toy.md, .json, .png and .svg
+
+A folder with a gallery (`_gallery.py`), such as docs/results, gets its line of the experiment brought up to date.
 
 A verdict is "holds", "holds in part" or "does not hold", with a reason; it follows from numbers by a rule that the
 experiment states, never by hand.
@@ -18,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from experiments._gallery import VERDICTS, refresh
 from torch import Tensor
 
 from lapwing.errors import BadData
 
-VERDICTS = ("holds", "holds in part", "does not hold")
 SHOWN = 4  # significant digits
 
 
@@ -59,6 +61,11 @@ class Result:
     claims: Sequence[Claim] = ()
     notes: Sequence[str] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+    sentence: str = ""
+
+    def with_sentence(self, sentence: str) -> Result:
+        """Return the result with one sentence that says what came out; the gallery shows it."""
+        return replace(self, sentence=sentence)
 
     def with_rows(self, rows: Sequence[Mapping[str, Any]]) -> Result:
         """Return the result with a table: one mapping from column to value per row."""
@@ -90,6 +97,7 @@ class Result:
                 figure.savefig(out / f"{self.name}.{suffix}", bbox_inches="tight")
         (out / f"{self.name}.json").write_text(json.dumps(_plain(asdict(self)), indent=1) + "\n", encoding="utf-8")
         (out / f"{self.name}.md").write_text(self.page(draw is not None), encoding="utf-8")
+        refresh(out)
         print(f"written to {out}: {self.name}.md, .json" + (", .png, .svg" if draw is not None else ""))
 
     def table(self) -> str:
@@ -102,6 +110,7 @@ class Result:
         """Return the page as Markdown: claims with verdicts, figure, table, notes, command."""
         seeds = f"seed {self.seeds[0]}" if len(self.seeds) == 1 else f"seeds {', '.join(map(str, self.seeds))}"
         parts = [f"# {self.title}", f"Paper {self.paper}. Made by `{self.command}`, {seeds}."]
+        parts += [self.sentence] if self.sentence else []
         for claim in self.claims:
             said = f"> {claim.quote}\n>\n> — {claim.where}"
             parts += [said, f"{claim.found} **{claim.verdict.capitalize()}**: {claim.reason}"]
@@ -113,6 +122,16 @@ class Result:
             parts.append("\n".join([body[0], rule, *body[1:]]))
         parts += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n\n".join(parts) + "\n"
+
+
+Scores = Mapping[str, Mapping[str, float]]
+"""What a run found: a number per method and score."""
+
+
+def gathered(runs: Sequence[Scores]) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Return the scores of several seeds by method and name: all of them, and their means."""
+    each = {n: {key: [run[n][key] for run in runs] for key in row} for n, row in runs[0].items()}
+    return each, {n: {key: sum(values) / len(values) for key, values in row.items()} for n, row in each.items()}
 
 
 def spread(values: Sequence[float]) -> str:

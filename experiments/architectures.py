@@ -21,6 +21,11 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
+ABOUT = {
+    "paper": "002, Part I: model comparison", "minutes": None,
+    "page": "training.md", "picture": "../figures/architectures.png",
+}  # fmt: skip
+
 
 def mlp(*hidden: int) -> nn.Sequential:
     return networks.mlp([196, *hidden, 10], nn.ReLU)

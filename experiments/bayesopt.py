@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 import lapwing
 
+ABOUT = {"paper": "", "minutes": None, "page": "../tutorials/bayesian_optimization.md"}
+
 NOISE, START = 0.05, 10
 METHODS = ("random", "gp", "last layer", "all weights")
 

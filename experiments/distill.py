@@ -31,6 +31,8 @@ from lapwing.predictive.distilled import perturbed
 from lapwing.predictive.energies import EnergyNetwork
 from lapwing.predictive.variancehead import fit_head, quadratic_weights
 
+ABOUT = {"paper": "001, appendix D", "minutes": None}
+
 Answers = dict[str, Tensor]
 Student = Callable[[Answers], tuple[Tensor, Tensor]]
 """From what is known of some images (outputs, energies, last features) to probabilities and expected entropies."""

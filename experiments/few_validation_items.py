@@ -33,6 +33,8 @@ from lapwing.evidence.heldout import GramSweep, Nodes, best_logit_temperature
 from lapwing.evidence.search import OPTIONAL
 from lapwing.evidence.tuning import resolve_rule
 
+ABOUT = {"paper": "", "minutes": None, "page": "tuning.md"}
+
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
 MADE_WITH = ("fashion", "fashion-short", "mnist")
 

@@ -22,6 +22,8 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
+ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md", "picture": "../figures/growth.png"}
+
 warnings.filterwarnings("ignore")
 AXES = {
     "weights": [(w, 500, 32) for w in (32, 128, 256, 512)],

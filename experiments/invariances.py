@@ -20,6 +20,8 @@ from torch.nn import functional as F
 import lapwing
 from experiments import _datasets as datasets
 
+ABOUT = {"paper": "002, Part I: invariances", "minutes": None, "page": "training.md"}
+
 
 def digits(part: str, size: int, angle: float, seed: int) -> tuple[Tensor, Tensor]:
     data = datasets.images("mnist", part).split(size, generator=torch.Generator().manual_seed(seed))[0]

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 import lapwing
 from experiments import _datasets as datasets
 
+ABOUT = {"paper": "001, appendices B, C and G", "minutes": None}
+
 FACTORS = {"KFAC": "ggn", "KFRA": "kfra"}
 
 

@@ -15,6 +15,8 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
+ABOUT = {"paper": "", "minutes": None}
+
 
 def compare(name: str, model: nn.Module, data: list, parameters: list[str]) -> None:
     for parameter in parameters:

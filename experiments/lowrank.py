@@ -18,6 +18,8 @@ from experiments import _networks as networks
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg.krylov import largest_eigenpairs, nystrom
 
+ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
+
 warnings.filterwarnings("ignore")
 
 

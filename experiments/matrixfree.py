@@ -32,6 +32,8 @@ from lapwing.linalg.krylov import Solution
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products
 
+ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
+
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from lapwing import attacks
 
+ABOUT = {"paper": "001, Figs. 3 and 4", "minutes": None}
+
 NAMES = ("deterministic", "MC dropout", "diagonal", "Kronecker")
 TARGET, ETA = 0, 0.01
 Curves = dict[str, dict[str, list[float]]]

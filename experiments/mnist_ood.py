@@ -25,6 +25,8 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 
+ABOUT = {"paper": "", "minutes": None, "page": "tuning.md"}
+
 NAMES = ("mnist", "fashion", "kmnist", "notmnist")
 TRAIN, BATCH, PRIOR = 55_000, 128, 1.0
 SCORES = ("entropy", "mutual information", "max probability", "novelty")

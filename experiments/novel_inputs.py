@@ -25,6 +25,8 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.metrics import auroc
 
+ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
+
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)
 

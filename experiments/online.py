@@ -23,6 +23,8 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
+ABOUT = {"paper": "002, Part I: evidence during training", "minutes": None, "page": "training.md"}
+
 DECAYS = (0.0, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 

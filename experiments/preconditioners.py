@@ -24,6 +24,8 @@ from lapwing.linalg import Diagonal
 from lapwing.linalg.krylov import Preconditioner, conjugate_gradients, nystrom
 from lapwing.linalg.operator import Operator
 
+ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
+
 warnings.filterwarnings("ignore")
 PRIORS = {"resnet20": 1.0, "llama": 1000.0}  # for the pretrained networks
 

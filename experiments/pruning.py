@@ -17,6 +17,8 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
+ABOUT = {"paper": "002, Part I: pruning", "minutes": None, "page": "training.md", "picture": "../figures/pruning.png"}
+
 WEIGHTS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99)
 UNITS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 

@@ -31,6 +31,8 @@ from lapwing.evidence.search import fit_logits
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.novelty import FLOOR, information_gain
 
+ABOUT = {"paper": "", "minutes": None, "page": "tuning.md"}
+
 CHUNK = 500
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
 LEARN = ("prior", "temperature", "logit_temperature")

@@ -31,6 +31,8 @@ from experiments import _datasets as datasets
 from lapwing import metrics
 from lapwing.sklearn import LaplaceClassifier, LaplaceRegressor
 
+ABOUT = {"paper": "", "minutes": None}
+
 REGRESSION = ("bostonHousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant", "protein-tertiary-structure")
 CLASSIFICATION = ("australian", "banana", "breast_cancer", "digits", "ionosphere", "vehicle")
 LARGEST = 1000  # training samples of a Gaussian process

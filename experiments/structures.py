@@ -26,6 +26,8 @@ from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Params
 from lapwing.predictive.linearized import Linearized
 
+ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md", "picture": "../figures/structures.png"}
+
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)
 NEGLIGIBLE = 1e-6

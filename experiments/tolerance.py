@@ -18,6 +18,8 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import GGN
 
+ABOUT = {"paper": "", "minutes": None}
+
 PRIOR = 1_000.0
 
 

@@ -25,6 +25,8 @@ import lapwing
 from experiments import _networks as networks
 from lapwing.baselines import HMC
 
+ABOUT = {"paper": "001, Figs. 1 and 8", "minutes": None}
+
 STRUCTURES = {"Kronecker": "kron", "diagonal": "diag", "full": "full"}
 NOISE, PRIOR = 3.0, 1.0
 WIDTH = 4.0  # standard deviation that x is divided by; that of y is the one of x³ on the training points

@@ -33,6 +33,18 @@ def formulas(text: str) -> str:
     return "".join(parts)
 
 
+def on_config(config: Any) -> Any:
+    """Add the pages that experiments have written to the navigation, below the results."""
+    results = next(part["Results"] for part in config["nav"] if isinstance(part, dict) and "Results" in part)
+    results += [page for page in written() if page not in results]
+    return config
+
+
+def written() -> list[str]:
+    """Name the pages that experiments have written: those with data beside them."""
+    return [f"results/{path.stem}.md" for path in sorted((ROOT / "docs" / "results").glob("*.json"))]
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made: the changelog, and every tutorial with its output."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")

@@ -9,6 +9,7 @@ import pytest
 
 from lapwing.cli import main as cli
 from lapwing.cli import repository
+from lapwing.errors import BadData
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +19,22 @@ def test_experiments_are_listed_with_their_question(capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
     assert all(len(line.split()) > 4 for line in lines)
+
+
+def test_the_list_says_where_an_experiment_is_from_and_how_long_it_takes(tmp_path: Path) -> None:
+    script = tmp_path / "some.py"
+    head = '"""Which is best?\n\nMore."""\n'
+    script.write_text(head + 'ABOUT = {"paper": "001, Fig. 2", "minutes": 1.5}\n', encoding="utf-8")
+    found = repository.about(script)
+    assert (found.question, found.source, found.document, found.time) == (
+        "Which is best?", "paper 001, Fig. 2", "001", "1.5 min",
+    )  # fmt: skip
+    script.write_text(head + 'ABOUT = {"paper": "", "minutes": None}\n', encoding="utf-8")
+    assert (repository.about(script).source, repository.about(script).time) == ("our own", "not timed")
+    for wrong in ("", 'ABOUT = {"paper": "001"}\n', 'ABOUT = {"paper": "001", "minutes": 1, "tim": 2}\n'):
+        script.write_text(head + wrong, encoding="utf-8")
+        with pytest.raises(BadData, match="ABOUT"):
+            repository.about(script)
 
 
 def test_an_experiment_gets_the_arguments_that_follow(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from lapwing.predictive import GaussianFunction, Prediction, predict_targets
 from lapwing.predictive.mixture import Mixture, mix
-from lapwing.predictive.prediction import ValuePrediction
+from lapwing.predictive.values import ValuePrediction
 
 WEIGHTS = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 

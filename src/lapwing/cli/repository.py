@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lapwing.cli.command import Answer, Command
@@ -32,15 +33,56 @@ def experiments() -> dict[str, Path]:
     return {path.stem: path for path in sorted((repository() / "experiments").glob("[!_]*.py"))}
 
 
-def headline(path: Path) -> str:
-    """Return the first line of a script's docstring."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return text.partition("\n")[0]
+@dataclass(frozen=True)
+class About:
+    """What an experiment says of itself: the first line of its docstring, and its dict `ABOUT`.
+
+        ABOUT = {"paper": "001, Figs. 3 and 4", "minutes": 12}
+
+    `paper` says where in which document of docs/results/index.md the experiment is from, and is empty for a question of
+    our own. `minutes` is how long the full run takes on two cores, None where nobody has timed it. `page` and
+    `picture`, relative to docs/results/, are for results that stand on a page with others; an experiment that writes a
+    page of its own needs neither.
+    """
+
+    question: str
+    paper: str
+    minutes: float | None
+    page: str = ""
+    picture: str = ""
+
+    @property
+    def time(self) -> str:
+        """How long the full run takes, as text."""
+        return "not timed" if self.minutes is None else f"{self.minutes:g} min"
+
+    @property
+    def document(self) -> str:
+        """The number of the paper alone, or nothing."""
+        return self.paper.partition(",")[0]
+
+    @property
+    def source(self) -> str:
+        """Where the experiment is from, as text."""
+        return f"paper {self.paper}" if self.paper else "our own"
+
+
+def about(path: Path) -> About:
+    """Read what a script says of itself, without running it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    question = (ast.get_docstring(tree) or "").partition("\n")[0]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ABOUT":
+            try:
+                return About(question, **ast.literal_eval(node.value))
+            except (TypeError, ValueError) as error:
+                raise BadData(f"ABOUT of {path.name} must be a dict of plain values: {error}") from error
+    raise BadData(f'{path.name} does not say what it is: add ABOUT = {{"paper": "001, Fig. 2", "minutes": 12}}')
 
 
 def _reproduce_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--list", action="store_true", help="print the name of each experiment and its question")
+    add("--list", action="store_true", help="print name, time, source and question of each experiment")
     add("name", nargs="?", metavar="NAME", help="name of an experiment, as --list prints it")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; `NAME --help` lists them")
 
@@ -48,9 +90,12 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
 def _reproduce(options: argparse.Namespace) -> Answer:
     known = experiments()
     if options.list:
-        width = max(map(len, known))
-        print("\n".join(f"{name:{width}}  {headline(path)}" for name, path in known.items()))
-        return {"experiments": {name: headline(path) for name, path in known.items()}}
+        found = {name: about(path) for name, path in known.items()}
+        columns = [[name, each.time, each.source, each.question] for name, each in found.items()]
+        widths = [max(map(len, column)) for column in zip(*columns)]
+        for row in columns:
+            print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())
+        return {"experiments": {name: asdict(each) for name, each in found.items()}}
     if options.name not in known:
         came = "no name came" if options.name is None else f"there is no experiment {options.name!r}"
         raise BadData(f"{came}; there are {', '.join(known)} (--list says more)")

@@ -56,7 +56,18 @@ class Prior:
 
     @classmethod
     def from_posterior(cls, posterior: Posterior) -> "Prior":
-        """Yesterday's posterior as today's prior: its precision and its mean."""
+        """Yesterday's posterior as today's prior: its precision and its mean.
+
+        The sum of this precision and today's curvature is exact for diag, blockdiag, full and lowrank posteriors, and
+        for any posterior under structure="full". It is exact for a Kronecker posterior with factored damping, whose
+        precision is a product L ⊗ R (`la.damping("factored")`), and for layers with one output. For the other
+        Kronecker and EKFAC posteriors the sum has no common eigenbasis: its diagonal is kept in the best of three bases
+        (`lapwing.linalg.simultaneous.add`), and the `neglected` of each block of `la.posterior.precision` says what
+        share was dropped.
+
+            prior = Prior.from_posterior(lapwing.fit(model, monday, "classification").posterior)
+            lapwing.train(model, tuesday, "classification", prior=prior, structure="kron")
+        """
         return cls(posterior.precision, posterior.mean.detach())
 
     @classmethod

@@ -3,8 +3,9 @@
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction
 from lapwing.predictive.links import ClassLaw, register_link
 from lapwing.predictive.mixture import MixtureFunction
-from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.sampled import SampledFunction
+from lapwing.predictive.targets import predict_targets
 
 __all__ = [
     "ClassLaw",

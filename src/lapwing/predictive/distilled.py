@@ -26,8 +26,9 @@ from lapwing.model.inputs import Inputs, as_tensors, map_tensors
 from lapwing.model.module import arguments, outside_inference, placed
 from lapwing.predictive.energies import EnergyNetwork
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction, fixed_generator
-from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.predictor import Predictor, export
+from lapwing.predictive.targets import predict_targets
 from lapwing.predictive.variancehead import VarianceHead, fit_head
 
 EPOCHS = 50

@@ -24,8 +24,9 @@ from lapwing.posterior import Belief
 from lapwing.predictive.lastlayer import LastLayer, last_layer_of
 from lapwing.predictive.linearized import CLOSED_FORM, Linearized
 from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
-from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.sampled import sampled_function, warn_of_collapse
+from lapwing.predictive.targets import predict_targets
 
 JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)

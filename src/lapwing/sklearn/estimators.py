@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lapwing.sklearn.networks import Pair, Schedule, Standardized, made_by, mlp
 FEWEST = 10  # held-out samples below which nothing is held out
 
 
-class _LaplaceEstimator(BaseEstimator):
+class _LaplaceEstimator(BaseEstimator, ABC):
     """What both estimators share: making, training and fitting, and the predictive distribution."""
 
     def __init__(

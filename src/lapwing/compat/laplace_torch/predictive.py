@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from lapwing.compat.laplace_torch.enums import Likelihood, LinkApprox, PredType
 from lapwing.compat.laplace_torch.tuning import Tuned
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Categorical
-from lapwing.predictive.prediction import predict_targets
+from lapwing.predictive.targets import predict_targets
 
 AT_ONCE = 1024  # outputs of all items together up to which joint draws come from their covariance
 
@@ -25,8 +26,9 @@ class Predictions(Tuned):
     _pred_types: tuple[str, ...] = ("glm", "nn")
 
     @property
+    @abstractmethod
     def _current(self) -> Laplace:
-        raise NotImplementedError
+        """The fitted posterior with the present prior, noise and temperature."""
 
     def __call__(
         self,
