@@ -24,6 +24,7 @@ from lapwing.predictive.writtenout import WrittenOut
 from lapwing.writing import replacing
 
 SUFFIXES = (".pt2", ".onnx")
+NOISY = ("torch.onnx", "onnxscript", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 CLASSES = ("probs", "label", "confidence")  # outputs that only predictions of classes and labels have
 VALUES = ("variance", "stddev")  # outputs that only predictions of numbers have
 COMMON = ("mean", "entropy", "epistemic", "aleatoric", "total", "novelty")
@@ -118,7 +119,7 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
     try:
-        with torch.no_grad(), warnings_here("ignore", Warning):  # of PyTorch about its own parts
+        with torch.no_grad(), warnings_here("ignore", Warning), _quiet(*NOISY):  # of PyTorch about its own parts
             f = predictor.layer(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
             try:
@@ -133,9 +134,9 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
                 raise
             except Exception as error:  # PyTorch raises many kinds
                 raise UnsupportedOperation(
-                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). Classifiers of "
-                    "three classes and more go to '.onnx' with structure diag, kron or ekfac; a heteroscedastic "
-                    "regression goes to no file. Otherwise the network itself is the cause: try torch.export on it."
+                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). Posteriors and "
+                    "likelihoods that can be predicted with can be written too, so an operation of the network itself "
+                    f"is the likely cause: try torch.{'onnx' if path.suffix == '.onnx' else 'export'}.export on it."
                 ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -170,8 +171,7 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 def _write_onnx(program: torch.export.ExportedProgram, path: Path, names: Sequence[str]) -> None:
-    with _quiet("torch.onnx", "onnxscript"):
-        written = torch.onnx.export(program, dynamo=True, verbose=False)
+    written = torch.onnx.export(program, dynamo=True, verbose=False)
     assert written is not None
     graph = written.model.graph
     for value in (own for node in graph for own in node.outputs):
