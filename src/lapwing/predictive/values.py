@@ -147,7 +147,7 @@ class ValuePrediction(Prediction):
         """The differential entropy: closed form for Gaussians, quadrature for one output, else from draws of y."""
         value = self._marginal.entropy()
         if value is None:
-            refuse_export("the entropy of several numbers that are not Gaussian cannot be exported, since it takes draws")
+            refuse_export("the entropy of several such numbers cannot be exported, since it takes draws")
             value = -torch.stack([self._log_prob(y) for y in self._targets[:512]]).mean(0)
         return value
 
