@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ STEPS = 30
 """Steps of Newton and Schulz: an eigenvalue of 1e-8 of the trace takes 23 to come near 1, and 5 to reach it."""
 
 _HERE = threading.local()
+
+
+class Logdet(NamedTuple):
+    """What `torch.linalg.slogdet` returns."""
+
+    sign: Tensor
+    logabsdet: Tensor
 
 
 class WrittenOut(TorchFunctionMode):
@@ -93,6 +100,6 @@ def _cholesky_ex(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return factor, (~(found > 0)).any(-1).to(torch.int32)
 
 
-def _slogdet(matrix: Tensor) -> Any:
+def _slogdet(matrix: Tensor) -> Logdet:
     found = pivots(matrix)[1]
-    return torch.return_types.linalg_slogdet((torch.ones_like(found[..., 0]), found.log().sum(-1)))
+    return Logdet(torch.ones_like(found[..., 0]), found.log().sum(-1))
