@@ -230,7 +230,7 @@ if __name__ == "__main__":
     parser.set_defaults(seeds=3)
     parser.add_argument("--size", type=int, default=2000, help="training images")
     parser.add_argument("--test", type=int, default=2000, help="test images")
-    parser.add_argument("--epochs", type=int, default=50)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--width", type=int, default=12, help="channels of the first layer")
     parser.add_argument("--every", type=int, default=4, help="epochs between two steps of the evidence")
     parser.add_argument("--burnin", type=int, default=4, help="epochs before the first")

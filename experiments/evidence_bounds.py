@@ -1,6 +1,6 @@
 """Evidence per structure as lower bounds: is a structured Hessian's evidence below that of the full one?
 
-    python -m experiments.evidence_bounds [--seeds 5] [--out docs/results]
+    python -m experiments.evidence_bounds [--seeds 3] [--out docs/results]
 
 Document 002: "Structured Hessian approximations yield lower bounds to the Laplace marglik". A block of a matrix has a
 log-determinant no smaller than its share of the whole (Fischer), and so has a diagonal (Hadamard): `blockdiag`, `diag`
@@ -168,8 +168,8 @@ if __name__ == "__main__":
         smoke={"seeds": 1, "steps": 100, "precisions": 4, "digits": 60},
         quick={"seeds": 2, "steps": 1000},
     )
-    parser.set_defaults(seeds=5)
-    parser.add_argument("--precisions", type=int, default=25, help="prior precisions on a grid from 0.01 to 10,000")
+    parser.set_defaults(seeds=3)
+    parser.add_argument("--precisions", type=int, default=13, help="prior precisions on a grid from 0.01 to 10,000")
     parser.add_argument("--digits", type=int, default=400, help="8×8 digits to train on")
     parser.add_argument("--steps", type=int, default=3000, help="of Adam, before L-BFGS")
     main(parser.parse_args())
