@@ -225,8 +225,8 @@ def claims(mean: Scores, late: Scores, largest: float) -> list[Claim]:
             harmless and all(process[name] > plain[name] + 0.01 for name in plain),
             harmless and all(kept[name] > 1.1 * lost[name] for name in kept),
         ),
-        "two parts: an AUROC higher by 0.01 on every other data set; an entropy elsewhere that is a tenth higher at the "
-        "largest T, where the isotropic posterior has concentrated. Neither counts if the test NLL is worse by 0.01.",
+        "two parts: an AUROC higher by 0.01 on every other data set; an entropy elsewhere that is a tenth higher at "
+        "the largest T, where the isotropic posterior has concentrated. Neither counts if the test NLL is worse by 0.01.",
     )  # fmt: skip
     second = Claim(
         "[…] or employing the data empirical covariance prior (Izmailov et al. [2021]) to prevent the posterior from "

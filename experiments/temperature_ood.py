@@ -170,8 +170,8 @@ def main(given: Any) -> None:
         result.with_rows(rows)
         .with_claims(*claims(runs, temperatures))
         .with_sentence(
-            f"{NETWORKS[net]}: the entropy of sampled networks {'falls' if falls else 'does not always fall'} with T on "
-            f"{SHOWN[OUTSIDE[net]]} and on test images, and tells the two apart best at T = {told(at)} "
+            f"{NETWORKS[net]}: the entropy of sampled networks {'falls' if falls else 'does not always fall'} with T "
+            f"on {SHOWN[OUTSIDE[net]]} and on test images, and tells the two apart best at T = {told(at)} "
             f"(AUROC {told(area)})."
         )
         .with_notes(
