@@ -226,7 +226,7 @@ def claims(mean: Scores, late: Scores, largest: float) -> list[Claim]:
             harmless and all(kept[name] > 1.1 * lost[name] for name in kept),
         ),
         "two parts: an AUROC higher by 0.01 on every other data set; an entropy elsewhere that is a tenth higher at "
-        "the largest T, where the isotropic posterior has concentrated. Neither counts if the test NLL is worse by 0.01.",
+        "the largest T, where the isotropic posterior has concentrated. Neither counts with a test NLL worse by 0.01.",
     )  # fmt: skip
     second = Claim(
         "[…] or employing the data empirical covariance prior (Izmailov et al. [2021]) to prevent the posterior from "
