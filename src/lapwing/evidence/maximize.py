@@ -246,8 +246,8 @@ class SpectralEvidence(Concave):
 class CovarianceEvidence(Concave):
     """F for groups that cut through eigenvectors: a dense block with several precisions inside.
 
-    Newton's matrix is exact for up to `exact` groups. For more it is replaced by the diagonal ½(m_g + τ_g q_g), an
-    upper bound that needs marginal variances only and converges linearly.
+    Newton's matrix is exact for up to `exact` groups of up to `dense` weights. Beyond, it is replaced by the diagonal
+    ½(m_g + τ_g q_g), an upper bound that needs marginal variances only and converges linearly.
     """
 
     matrix: PSD  # T·H
@@ -255,6 +255,7 @@ class CovarianceEvidence(Concave):
     squares: Tensor  # (G,)
     fit: Fit
     exact: int = 1024
+    dense: int = 8192
 
     def _scale(self, u: Tensor) -> Tensor:
         return (-self.fit.power * u).exp()
@@ -277,7 +278,7 @@ class CovarianceEvidence(Concave):
         first, second = self.fit.derivatives(u)
         k, learned = self.fit.power, len(first)
         gradient = torch.cat([0.5 * (effective - pull), first + 0.5 * k * effective.sum()[None][:learned]])
-        if self.groups.count > self.exact:
+        if self.groups.count > self.exact or self.groups.size > self.dense:
             corner = second + 0.5 * k**2 * left.sum()[None][:learned]
             return gradient, Arrow(0.5 * (left + pull), torch.zeros_like(left) if learned else first, corner)
         shared = _squared_covariance(precision, self.groups) * tau * tau[:, None]  # C

@@ -301,7 +301,10 @@ def messages_of(trials: Trials, best: int, candidates: Candidates) -> tuple[str,
             f"nothing is measurably better than the network without a posterior ({limit}): "
             f"gain {gain:.2g} ± {error:.2g}"
         )
-    messages += candidates.edges(setting)
+    # a rule may go to an edge by design (`widest` to the smallest prior), where a wider grid helps nobody
+    tried = [k for k in posteriors if k not in trials.barred]
+    best_edges = candidates.edges(settings[min(tried, key=lambda k: scores[k].item(), default=best)])
+    messages += [text for text in candidates.edges(setting) if text in best_edges]
     if scores[best] > scores[top]:
         mean, error = (value[best].item() for value in trials.excess(trials.losses[top]))
         messages.append(
