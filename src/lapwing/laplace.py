@@ -565,7 +565,7 @@ class Laplace:
     ) -> Tuning:
         bound = "excess" in self.curvature.state
         if not learn:
-            default = ("prior", "noise") if self.likelihood.learns_dispersion and not bound else ("prior",)
+            default = ("prior", "dispersion") if self.likelihood.learns_dispersion and not bound else ("prior",)
             learn = tuple(dict.fromkeys((*default, *grid)))
         if "temperature" in learn:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
@@ -626,7 +626,10 @@ class Laplace:
 
     @outside_inference
     def save(self, path: str | Path) -> None:
-        """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it."""
+        """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it.
+
+        Folders on the way to it are made if they are missing.
+        """
         self._require_unchanged()
         write(Path(path), self)
 
