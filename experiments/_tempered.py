@@ -25,6 +25,7 @@ from torch.nn import functional as F
 import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
+from lapwing.errors import BadData
 
 STRUCTURES = {"Diag": "diag", "KFAC": "kron", "EKFAC": "ekfac"}
 COLORS = {"Diag": "#2b6cb0", "KFAC": "#c05621", "EKFAC": "#2f855a"}
@@ -133,6 +134,8 @@ def scaling_error(fitted: Mapping[str, Any], tau: float, T: float) -> float:
 
 def run(network: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     """All curves of one network and seed, from the cache where they are there; progress is printed."""
+    if 1.0 not in given.temperatures or sorted(given.temperatures) != list(given.temperatures):
+        raise BadData(f"--temperatures must rise and have 1 among them, got {given.temperatures}")
     options = {name: getattr(given, name) for name in (*SIZES, "temperatures")} | {"seed": seed}
     return dict(cached(given.cache, f"tempered-{network}", options, lambda: _run(network, given, seed)))
 
@@ -211,8 +214,8 @@ def sizes_told(given: argparse.Namespace) -> str:
 
 
 SMOKE = {
-    "networks": ["lenet"], "train": 300, "epochs": 1, "curvature": 50, "test": 20,
-    "temperatures": [0.1, 1.0, 10.0],
+    "networks": ["lenet"], "train": 300, "epochs": 1, "curvature": 30, "test": 10,
+    "temperatures": [0.1, 1.0],
 }  # fmt: skip
 QUICK = {
     "networks": ["lenet"], "train": 10_000, "epochs": 4, "curvature": 500, "test": 100,
