@@ -1,10 +1,10 @@
 """What is served, beside laplace-torch: `.venv-peers/bin/python -m benchmarks.serving [--repeats 3] [lenet] [head]`.
 
-Both libraries run in one process with one thread and take turns on the same tensors; figures are medians of CPU times in
-milliseconds, and a ratio above 1 means that Lapwing is faster. `lenet` has ten classes, `head` is a last layer with
+Both libraries run in one process with one thread and take turns on the same tensors; figures are medians of CPU times
+in milliseconds, and a ratio above 1 means that Lapwing is faster. `lenet` has ten classes, `head` is a last layer with
 a thousand. Probabilities by laplace-torch come from its default link, the probit approximation; Lapwing's come from the
-integral itself, with the mutual information, under a tuned prior (a wide posterior takes longer). A prediction that would make laplace-torch write out a Jacobian of more
-than 8 GB is not run, and its size is shown instead.
+integral itself, with the mutual information, under a tuned prior (a wide posterior takes longer). A prediction that
+would make laplace-torch write out a Jacobian of more than 8 GB is not run, and its size is shown instead.
 """
 
 import argparse
@@ -23,11 +23,7 @@ from benchmarks.lastlayer import answer, cpu, forward, grid
 from benchmarks.workloads import WORKLOADS
 
 LARGEST = 8e9  # bytes of a Jacobian that is still written out
-FEATURES, CLASSES, DATA = (
-    64,
-    1000,
-    128,
-)  # of `head`: few, since the exact fit of laplace-torch takes long for many classes
+FEATURES, CLASSES, DATA = 64, 1000, 128  # of `head`: few, since an exact fit by laplace-torch takes long here
 MEMBERS = 10
 
 Work = Callable[[], object]
