@@ -89,6 +89,15 @@ class Pairs:
         error = 2 * (total.detach() - self.own.detach().topk(2).values.sum(-1, keepdim=True)).squeeze(-1)
         return self.own.scatter(1, self.pivot, 1.5 - total), self.entropy.sum(-1) - math.log(2), error
 
+    def bound(self) -> Tensor:
+        """Return another bound on the error of `alone`, (n,), which is the smaller one where variances are small.
+
+        It is Σ_{j≠k} E[s_j s_k]. Since s ≤ 1 and s ≤ exp(f − f_pivot), E[s_j s_k] ≤ b_j b_k with the smaller of 1 and
+        exp(center + apart) as b.
+        """
+        b = (self.center + self.apart).detach().clamp(max=0).exp().scatter(1, self.pivot, 0.0)
+        return b.sum(-1).square() - b.square().sum(-1)
+
     def with_points(self, root: Tensor, points: Tensor, caution: float) -> Estimate:
         """Return the estimate with what third classes take from each pair averaged over two sequences of points.
 

@@ -252,9 +252,10 @@ class _Chunk:
         if samples is not None:
             return self._by_levels(samples)
         pairs = Pairs.of(self.mean, self.spread.apart)
-        found = Softmax(*pairs.alone(), self._logs)
-        if bool((found.error <= CLOSE).all()):
-            return found
+        probs, entropy, error = pairs.alone()
+        if bool((error <= CLOSE).all()):
+            return Softmax(probs, entropy, error, self._logs)
+        found = Softmax(probs, entropy, torch.minimum(error, pairs.bound()), self._logs)
         return self._again(found, lambda rest, items: rest._by_points(pairs.take(items)))
 
     def _by_points(self, pairs: Pairs, stage: int = 0) -> Softmax:
@@ -336,7 +337,8 @@ class _Chunk:
             done += now
         pairs = Pairs.of(self.mean, self.spread.apart)
         stages = reversed(range(len(STAGES))) if self._few_do else ()
-        ways = [*(self._some_points(pairs, stage) for stage in stages), pairs.alone()]
+        alone = *pairs.alone()[:2], torch.minimum(pairs.alone()[2], pairs.bound())
+        ways = [*(self._some_points(pairs, stage) for stage in stages), alone]
         for p, h, e in ways if samples is None else ():
             near = e <= CLOSE
             probs = torch.where(near[:, None], p, probs)
