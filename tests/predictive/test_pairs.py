@@ -8,7 +8,7 @@ import torch
 from tests import dense
 from torch import Tensor
 
-from lapwing.predictive.pairs import Pairs, expected_sigmoid, matched_points
+from lapwing.predictive.pairs import Pairs, expected_entropy, expected_sigmoid, matched_points
 from lapwing.predictive.softmax import CLOSE, DenseSpread, SharedSpread, expected_softmax
 
 
@@ -22,7 +22,8 @@ def integral(mean: Tensor, variance: Tensor, function: Callable[[Tensor], Tensor
 def test_the_expected_sigmoid_and_its_entropy_are_right_at_every_width(dtype: torch.dtype) -> None:
     mean = torch.tensor([-40.0, -15.0, -5.0, -1.0, 0.0, 0.3, 3.0], dtype=torch.float64)[:, None].expand(-1, 5)
     variance = torch.tensor([0.0, 1e-3, 0.5, 4.0, 30.0], dtype=torch.float64).expand(7, -1)
-    value, entropy = (part.double() for part in expected_sigmoid(mean.to(dtype), variance.to(dtype)))
+    core, tail = (part.double() for part in expected_sigmoid(mean.to(dtype), variance.to(dtype)))
+    value, entropy = core * tail.exp(), expected_entropy(mean.to(dtype), variance.to(dtype)).double()
     torch.testing.assert_close(value, integral(mean, variance, torch.sigmoid), rtol=2e-5, atol=1e-13)
     bits = lambda x: torch.nn.functional.softplus(x) - x * x.sigmoid()  # noqa: E731
     torch.testing.assert_close(entropy, integral(mean, variance, bits), rtol=0, atol=1e-6)

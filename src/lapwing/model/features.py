@@ -44,7 +44,7 @@ class Sink:
     caught: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
-class catching:  # noqa: N801
+class catching:
     """Let the last layers that this thread runs leave their inputs and outputs in a sink."""
 
     def __init__(self, sink: Sink) -> None:

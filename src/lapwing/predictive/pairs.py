@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -25,19 +25,27 @@ WIDEST = 36.0  # variance of a difference of logits beyond which a few points sa
 
 
 def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E[sigmoid(x)] and E[entropy of sigmoid(x)] for x ~ N(mean, variance).
+    """Return E[sigmoid(x)] for x ~ N(mean, variance) as c and a, with c · exp(a) its value.
 
-    From sigmoid(x) = Σ w Φ(x/s) follow E[sigmoid(x)] = Σ w Φ(mean/u) with u² = s² + variance, and, since the entropy h
-    has the derivative −x · sigmoid′(x), h(x) = Σ w s² φ(x/s)/s. Very small expectations keep their relative accuracy
-    by E[sigmoid(x)] = exp(mean + variance/2) E[sigmoid(−x − variance)].
+    From sigmoid(x) = Σ w Φ(x/s) follows E[sigmoid(x)] = Σ w Φ(mean/u) with u² = s² + variance. Very small expectations
+    keep their relative accuracy, and their logarithms, by E[sigmoid(x)] = exp(mean + variance/2) E[sigmoid(−x −
+    variance)].
     """
-    squares, weights, heights = _mixture(mean.dtype, mean.device)
+    squares, weights, _ = _mixture(mean.dtype, mean.device)
     inverse = torch.add(squares, variance.unsqueeze(-1), alpha=2).rsqrt()
     half = torch.add(mean, variance, alpha=0.5)
     at = torch.maximum(mean, torch.sub(mean, half, alpha=2))  # −mean − variance where half < 0
-    value = ((at.unsqueeze(-1) * inverse).erf() @ weights + 0.5) * half.clamp(max=0).exp()
-    entropy = ((mean.unsqueeze(-1) * inverse).square().neg().exp() * inverse) @ heights
-    return value, entropy
+    return (at.unsqueeze(-1) * inverse).erf() @ weights + 0.5, half.clamp(max=0)
+
+
+def expected_entropy(mean: Tensor, variance: Tensor) -> Tensor:
+    """Return E[h(x)] for the entropy h(x) of a choice with probability sigmoid(x), x ~ N(mean, variance).
+
+    h has the derivative −x · sigmoid′(x), so that h(x) = Σ w s² φ(x/s)/s for the same mixture.
+    """
+    squares, _, heights = _mixture(mean.dtype, mean.device)
+    inverse = torch.add(squares, variance.unsqueeze(-1), alpha=2).rsqrt()
+    return ((mean.unsqueeze(-1) * inverse).square().neg().exp() * inverse) @ heights
 
 
 @lru_cache(maxsize=16)
@@ -58,15 +66,15 @@ Estimate = tuple[Tensor, Tensor, Tensor]
 class Pairs:
     """Logits (n, K) by their pairs with the pivot (n, 1): the sigmoid s_k of each, in expectation.
 
-    `center` and `apart` are mean and variance of f_k − f_pivot, `own` is E[s_k] and `entropy` the expected entropy of a
-    pair, each (n, K); those of the pivot itself are 0, 0, 1/2 and log 2.
+    `center` and `apart` are mean and variance of f_k − f_pivot, and E[s_k] is `core` · exp(`tail`), each (n, K); those
+    of the pivot itself are 0, 0 and 1/2.
     """
 
     pivot: Tensor
     center: Tensor
     apart: Tensor
-    own: Tensor
-    entropy: Tensor
+    core: Tensor
+    tail: Tensor
 
     @classmethod
     def of(cls, mean: Tensor, apart: Callable[[Tensor], Tensor]) -> Pairs:
@@ -75,9 +83,25 @@ class Pairs:
         center, variance = mean - highest, apart(pivot)
         return cls(pivot, center, variance, *expected_sigmoid(center, variance))
 
+    @cached_property
+    def own(self) -> Tensor:
+        """E[s_k]."""
+        return self.core * self.tail.exp()
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """The expected entropy of each pair; log 2 for the pivot."""
+        return expected_entropy(self.center, self.apart)
+
+    def log_prob(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log p of one class (n, 1) per item as if no third class mattered, and the bound on its error, (n,)."""
+        rest = self.own.sum(-1, keepdim=True) - 0.5
+        value = torch.where(y == self.pivot, (-rest).log1p(), (self.core.log() + self.tail).gather(1, y)).squeeze(-1)
+        return value, torch.minimum(self._least(rest), self.bound())
+
     def take(self, items: Tensor) -> Pairs:
         """Return the pairs of some items."""
-        return Pairs(*(each[items] for each in (self.pivot, self.center, self.apart, self.own, self.entropy)))
+        return Pairs(*(each[items] for each in (self.pivot, self.center, self.apart, self.core, self.tail)))
 
     def alone(self) -> Estimate:
         """Return the estimate as if no third class mattered.
@@ -85,9 +109,12 @@ class Pairs:
         Class k loses s_k Σ_j p_j to the others j, where p_j ≤ s_j. Summed over k, that is at most twice the sum of all
         E[s_j] but the largest: this error is a bound.
         """
-        total = self.own.sum(-1, keepdim=True)
-        error = 2 * (total.detach() - self.own.detach().topk(2).values.sum(-1, keepdim=True)).squeeze(-1)
-        return self.own.scatter(1, self.pivot, 1.5 - total), self.entropy.sum(-1) - math.log(2), error
+        rest = self.own.sum(-1, keepdim=True) - 0.5
+        return self.own.scatter(1, self.pivot, 1 - rest), self.entropy.sum(-1) - math.log(2), self._least(rest)
+
+    def _least(self, rest: Tensor) -> Tensor:
+        """Return twice the sum of all E[s_j] but the largest, (n,), from the sum of all, (n, 1)."""
+        return 2 * (rest + 0.5 - self.own.topk(2).values.sum(-1, keepdim=True)).detach().squeeze(-1)
 
     def bound(self) -> Tensor:
         """Return another bound on the error of `alone`, (n,), which is the smaller one where variances are small.

@@ -307,7 +307,7 @@ def prepared(module: nn.Module, device: torch.device, convention: Convention, x:
 
 
 def _fits(module: nn.Module, device: torch.device, x: Tensor) -> bool:
-    """Whether a tensor needs no preparation: dense, on the device, in the dtype of the weights, finite and not empty."""
+    """Whether a tensor needs no preparation: dense, on the device, in the dtype of the weights, finite, not empty."""
     first = next(module.parameters(), None)
     return (
         first is not None

@@ -265,8 +265,9 @@ class _Chunk:
         size = max(1, BLOCK // (self.mean.shape[-1] * len(self._few_points(stage))))
         every = torch.arange(len(self.mean), device=self.mean.device).split(size)
         parts = [self._take(some)._some_points(pairs if len(every) == 1 else pairs.take(some), stage) for some in every]
-        found = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-        return self._again(Softmax(*found, self._logs), lambda rest, k: rest._by_points(pairs.take(k), stage + 1))
+        probs, entropy, error = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        found = Softmax(probs, entropy, error, self._logs)
+        return self._again(found, lambda rest, k: rest._by_points(pairs.take(k), stage + 1))
 
     def _some_points(self, pairs: Pairs, stage: int) -> Estimate:
         return pairs.with_points(self.spread.root(pairs.pivot), self._few_points(stage), STAGES[stage][1])
@@ -393,7 +394,7 @@ def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     prepare_pairs(classes, [size for size, _ in STAGES] if classes < SOME else (), SEED, dtype)
     for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
         for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
-            _kept(size, classes, seed, dtype)
+            kept_points(size, classes, seed, dtype)
 
 
 def _error_of(probs: Tensor) -> Tensor:
@@ -474,10 +475,11 @@ def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _kept(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+def kept_points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Return `base_points` that are made once."""
     return base_points(n, dim, torch.empty(0, dtype=dtype), seed)
 
 
 def _points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
     small = n * dim <= 2**18 or torch.compiler.is_compiling()
-    return _kept(n, dim, seed, dtype) if small else base_points(n, dim, torch.empty(0, dtype=dtype), seed)
+    return kept_points(n, dim, seed, dtype) if small else base_points(n, dim, torch.empty(0, dtype=dtype), seed)
