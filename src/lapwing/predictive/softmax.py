@@ -102,9 +102,9 @@ class DenseSpread(Spread):
         return self._parts[2]
 
     def root(self, pivot: Tensor) -> Tensor:
-        """A Cholesky factor, cheaper than the symmetric root; the average, which C lacks, gets a variance."""
+        """A Cholesky factor, cheaper than the symmetric root; the average, which C lacks, gets a variance too."""
         wide, k = self.covariance.double(), self.covariance.shape[-1]
-        top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        top = wide.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         level = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
         ridge = k * torch.finfo(self.covariance.dtype).eps * level
         eye = torch.eye(k, dtype=wide.dtype, device=wide.device)
