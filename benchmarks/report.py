@@ -1,6 +1,7 @@
-"""Tables from measured cells: `python -m benchmarks.report bench-output/bench.json --into README.md`.
+"""Tables from measured cells: `python -m benchmarks.report bench-output/bench.json --into docs/benchmarks.md`.
 
-Between the lines `<!-- bench: short -->` (or `long`) and `<!-- end -->` of a Markdown file stands what this prints.
+Between the lines `<!-- bench: KIND -->` and `<!-- end -->` of a Markdown file stands what this prints. KIND is `peers`
+(the rows that laplace-torch has too), `short` (the rows that have a target) or `long` (everything).
 """
 
 import argparse
@@ -127,6 +128,27 @@ def phrase(m: Measurement) -> str:
     return f"{time.replace(' (', ' epochs (') if '(' in time else f'{time} epochs'}, {memory} MB" if memory else time
 
 
+def peers(outcomes: Sequence[Outcome]) -> str:
+    """The operations that laplace-torch has too: what each side needs, in gradient epochs or forward passes."""
+    rows = []
+    for outcome in outcomes:
+        for k, peer in enumerate(outcome.peers):
+            if peer.by == "laplace-torch":
+                what = [NAMES.get(outcome.cell.workload, outcome.cell.workload), outcome.cell.op.title]
+                ratios = [times(outcome.speed(k)), times(outcome.thrift(k))]
+                rows.append([*what, plainly(outcome.ours), plainly(peer), *ratios])
+    return markdown(("network", "operation", "Lapwing", "laplace-torch", "times as fast", "as small"), rows)
+
+
+def plainly(m: Measurement) -> str:
+    """One cost with its unit, and the memory above the model and the data."""
+    if m.error:
+        return "refuses the network" if "un-supported layers" in m.error else shorten(m.error)
+    forwards = operation(m.operation).of_new and m.forwards is not None
+    cost = f"{number(m.forwards)} forward passes" if forwards else f"{number(m.epochs)} gradient epochs"
+    return cost if m.peak is None else f"{cost}, {number(m.peak / 1e6)} MB"
+
+
 def growth_table(points: Sequence[tuple[str, float, Outcome]]) -> str:
     """Seconds and megabytes at each size."""
     rows = []
@@ -228,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path in options.into:
         before = path.read_text()
         text = insert(before, "short", f"\n{head}\n\n{few}\n")
+        text = insert(text, "peers", f"\n{peers(groups[min(groups)])}\n\n{head}\n")
         path.write_text(insert(text, "long", "\n" + nested(document(record))))
         drawn = options.record.with_name("growth.png")
         if "<!-- bench: long -->" in before and drawn.exists():

@@ -95,7 +95,7 @@ class Result:
             figure = draw()
             for suffix in ("png", "svg"):
                 figure.savefig(out / f"{self.name}.{suffix}", bbox_inches="tight")
-        (out / f"{self.name}.json").write_text(json.dumps(_plain(asdict(self)), indent=1) + "\n", encoding="utf-8")
+        (out / f"{self.name}.json").write_text(json.dumps(plain(asdict(self)), indent=1) + "\n", encoding="utf-8")
         (out / f"{self.name}.md").write_text(self.page(draw is not None), encoding="utf-8")
         refresh(out)
         print(f"written to {out}: {self.name}.md, .json" + (", .png, .svg" if draw is not None else ""))
@@ -124,6 +124,16 @@ class Result:
         return "\n\n".join(parts) + "\n"
 
 
+Scores = Mapping[str, Mapping[str, float]]
+"""What a run found: a number per method and score."""
+
+
+def gathered(runs: Sequence[Scores]) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Return the scores of several seeds by method and name: all of them, and their means."""
+    each = {n: {key: [run[n][key] for run in runs] for key in row} for n, row in runs[0].items()}
+    return each, {n: {key: sum(values) / len(values) for key, values in row.items()} for n, row in each.items()}
+
+
 def spread(values: Sequence[float]) -> str:
     """Return the mean over seeds, with the standard deviation where there are several."""
     found = torch.tensor(list(values), dtype=torch.float64)
@@ -144,14 +154,14 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as JSON holds it; numbers that are not finite are an error of the experiment."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise BadData(f"a result is {value}: an experiment writes finite numbers only")
     return value

@@ -24,12 +24,20 @@ INLINE = re.compile(r"(?<![\w$\\`])\$([^$\n`]+?)\$(?![\w$])")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
+def drawn(latex: str, **options: str) -> str:
+    """Convert LaTeX to MathML, and refuse commands that the converter would leave in the page as they are."""
+    written = str(convert(latex, **options))
+    if left := re.findall(r"\\[A-Za-z]+", written):
+        raise ValueError(f"the formula {latex!r} has commands that cannot be drawn: {', '.join(left)}")
+    return written
+
+
 def formulas(text: str) -> str:
     """Write the LaTeX of a page as MathML, leaving code alone."""
     parts = CODE.split(text)
     for k in range(0, len(parts), 2):
-        part = BLOCK.sub(lambda m: f'\n<div class="formula">{convert(m[1], display="block")}</div>\n', parts[k])
-        parts[k] = INLINE.sub(lambda m: f'<span class="formula">{convert(m[1])}</span>', part)
+        part = BLOCK.sub(lambda m: f'\n<div class="formula">{drawn(m[1], display="block")}</div>\n', parts[k])
+        parts[k] = INLINE.sub(lambda m: f'<span class="formula">{drawn(m[1])}</span>', part)
     return "".join(parts)
 
 

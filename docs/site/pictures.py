@@ -1,32 +1,43 @@
-"""Draw the picture of README and of the first pages: the regression of the quickstart, before and after.
+"""Draw the pictures of README and of the quickstart by running the quickstart's own code.
 
     python docs/site/pictures.py docs/figures
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def regression() -> dict[str, Any]:
-    """Run the section of the quickstart on regression, and return its names."""
+def sections() -> list[dict[str, Any]]:
+    """Run every Python block of the quickstart, in the current folder, and return the names that each leaves behind."""
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    section = text[text.index("## A regression") :]
-    names: dict[str, Any] = {"__name__": "page"}
-    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], names)
-    return names
+    found = []
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        names: dict[str, Any] = {"__name__": "page"}
+        exec(block, names)
+        found.append(names)
+    return found
 
 
 def draw(folder: Path) -> None:
-    """Write before_and_after.png: the network alone, and the network with its 95 % band."""
+    """Write the quickstart's pictures, and before_and_after.png: the network alone, and with its 95 % band."""
+    from matplotlib import use
     from matplotlib.figure import Figure
 
-    names = regression()
+    use("Agg")
+    folder = folder.resolve()
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        _, names, _ = sections()
+        for picture in Path(place).glob("*.png"):
+            shutil.copyfile(picture, folder / f"quickstart_{picture.name}")
     x, y, grid, p = (names[name] for name in ("x", "y", "grid", "p"))
     low, high = (edge[:, 0] for edge in p.interval(0.95))
     figure = Figure(figsize=(9, 3.2), layout="constrained")

@@ -50,13 +50,19 @@ def run_cell(code: str, names: dict[str, Any]) -> tuple[str, Any]:
     return out.getvalue(), value
 
 
+def described(text: str) -> str:
+    """Return the last paragraph of a text cell without its marks: it says what the next picture shows."""
+    return re.sub(r"[`*\[\]]|\(\S+\)", "", re.sub(r"\s+", " ", text.strip().split("\n\n")[-1].lstrip("# ")))
+
+
 def run(script: Path) -> tuple[str, dict[str, bytes]]:
     """Execute the cells of a tutorial in order; return its page and its pictures by file name."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    page, pictures = [], {}
+    page, pictures, said = [], {}, ""
     for kind, text in cells(script.read_text(encoding="utf-8")):
         if kind == "markdown":
             page.append(text)
+            said = described(text)
             continue
         printed, value = run_cell(text, names)
         page.append(f"```python\n{text}\n```")
@@ -64,8 +70,7 @@ def run(script: Path) -> tuple[str, dict[str, bytes]]:
             name, buffer = f"{script.stem}-{len(pictures) + 1}.png", io.BytesIO()
             value.savefig(buffer, dpi=110, bbox_inches="tight")
             pictures[name] = buffer.getvalue()
-            title = re.sub(r"\s+", " ", text.strip().splitlines()[-1])
-            page.append(f"![The figure that {title.replace('[', '(').replace(']', ')')} draws]({name})")
+            page.append(f"![{said}]({name})")
             value = None
         printed += "" if value is None else f"{value!r}\n"
         if printed.strip():

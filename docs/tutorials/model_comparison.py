@@ -6,6 +6,7 @@
 
 # %%
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import lapwing
@@ -38,7 +39,14 @@ for width in (0, 1, 2, 4, 8, 16, 32):
     losses[name] = -la.predict(new).log_prob(truth).mean().item()
 
 # %%
-print(lapwing.compare(fits).table())
+comparison = lapwing.compare(fits)
+print(comparison.table())
+
+# %% [markdown]
+# The log evidence of each model below the best one, with what its estimate may be off by.
+
+# %%
+lapwing.plots.evidence(comparison)
 
 # %% [markdown]
 # The evidence and the loss on new data agree about what is too simple. Beyond the width that suffices both change little: the extra units
@@ -48,3 +56,19 @@ print(lapwing.compare(fits).table())
 for name, la in fits.items():
     evidence = float(la.log_evidence(at="linear-mode"))
     print(f"{name:9s} log evidence {evidence:8.2f}   loss on new data {losses[name]:6.3f}   effective weights {la.effective_parameters:5.1f}")
+
+# %% [markdown]
+# What three of the models say, with their 95 % intervals: the line takes what it cannot bend to for noise.
+
+# %%
+grid = torch.linspace(-4, 4, 200, dtype=torch.float64)[:, None]
+figure = Figure(figsize=(9, 2.8), layout="constrained")
+for axes, name in zip(figure.subplots(1, 3, sharey=True), ("a line", "2 units", "16 units")):
+    p = fits[name].predict(grid)
+    low, high = p.interval(0.95)
+    axes.fill_between(grid[:, 0], low[:, 0], high[:, 0], alpha=0.25, lw=0)
+    axes.plot(grid[:, 0], p.mean[:, 0])
+    axes.plot(x[:, 0], y[:, 0], ".", color="black", ms=4)
+    axes.set_title(name, loc="left")
+    axes.set_ylim(-3, 3)
+figure

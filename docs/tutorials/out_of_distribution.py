@@ -46,6 +46,22 @@ for name, images in outside.items():
     print(f"{name:16s} {values[0]:16.3f} {values[1]:8.3f} {values[2]:10.3f} {values[3]:8.3f}")
 
 # %% [markdown]
+# The higher a curve, the more digits 8 and 9 are found at the price of the same share of false alarms.
+
+# %%
+other = la.predict(outside["digits 8 and 9"])
+scores = ("entropy", "epistemic", "novelty")
+lapwing.plots.roc(
+    {name: getattr(inside, name) for name in scores}, {name: getattr(other, name) for name in scores}, title="digits 8 and 9"
+)
+
+# %% [markdown]
+# These are the digits that `novelty` finds strangest.
+
+# %%
+lapwing.plots.uncertain_images(outside["digits 8 and 9"].reshape(-1, 8, 8), other.novelty, count=8)
+
+# %% [markdown]
 # No score is the best for every network: compare them on inputs that your own network may meet. `lapwing.evaluate(..., ood={...})` prints
 # them all, with the accuracy and the calibration beside them.
 

@@ -57,3 +57,9 @@ p = trained.laplace.predict(x[test])
 low, high = p.interval(0.9)
 inside = ((low <= y[test]) & (y[test] <= high)).float().mean()
 print(f"90 % intervals contain {inside:.0%} of the test patients; mean log-likelihood {p.log_prob(y[test]).mean().item():.3f}")
+
+# %% [markdown]
+# Each test patient's prediction with its 95 % interval, against what was measured:
+
+# %%
+lapwing.plots.parity({"trained with the evidence": p}, y[test])

@@ -92,6 +92,12 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def refuse_export(what: str) -> None:
+    """Raise while `torch.export` is tracing, for what takes decisions item by item that no file can hold."""
+    if torch.compiler.is_exporting():
+        raise UnsupportedOperation(f"{what}: la.predict(x) and la.predictor(...) compute it")
+
+
 def nearest(given: Any, known: Iterable[str]) -> str:
     """Return ". Did you mean 'kron'?" for the known name that is most like what was given, or nothing."""
     if not isinstance(given, str):

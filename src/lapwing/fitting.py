@@ -44,19 +44,10 @@ from lapwing.model import (
 )
 from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.module import outside_inference
+from lapwing.model.stored import intact, require_same_module, restore_convention, restore_probe
 from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive.predictive import Options
-from lapwing.saving import (
-    intact,
-    read,
-    require_same_module,
-    restore_convention,
-    restore_curvature,
-    restore_params,
-    restore_prior,
-    restore_probe,
-    restore_temperature,
-)
+from lapwing.saving import read, restore_curvature, restore_params, restore_prior, restore_temperature
 
 
 @outside_inference

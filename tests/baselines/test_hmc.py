@@ -49,6 +49,9 @@ def test_it_reports_convergence(fitted: tuple[HMC, torch.Tensor, torch.Tensor]) 
     assert hmc.ess.min() > 100
     assert "R-hat at most" in hmc.summary()
     assert hmc.predict(x, samples=10).function.samples.shape == (10, 15, 1)
+    few = hmc.sample(7, torch.Generator().manual_seed(0))
+    assert not torch.equal(few, hmc.sample(7))
+    assert all((hmc.weights == theta).all(1).any() for theta in few)
 
 
 def test_the_same_generator_gives_the_same_draws() -> None:

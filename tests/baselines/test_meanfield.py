@@ -59,8 +59,8 @@ def test_a_linear_model_reaches_the_optimum(make: type, draws: int, rate: float)
 
 
 def bound_of(model: nn.Module, data: tuple[Tensor, Tensor], n_data: float | None = None) -> Bound:
-    args = (lapwing.Gaussian(noise=NOISE), "MeanField", PRIOR, 60, n_data, torch.Generator().manual_seed(0), None)
-    task = Task.of(model, data, *args)
+    options = {"prior": PRIOR, "batch_size": 60, "n_data": n_data, "generator": torch.Generator().manual_seed(0)}
+    task = Task.of(model, data, lapwing.Gaussian(noise=NOISE), "MeanField", **options)
     return Bound(task, 4000, _rows(task))
 
 

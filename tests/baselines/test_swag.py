@@ -6,7 +6,7 @@ from tests import dense
 from torch import nn
 
 import lapwing
-from lapwing.baselines import SWAG
+from lapwing.baselines import HMC, SWAG, DeepEnsemble, MeanField
 from lapwing.baselines.swag import Moments
 from lapwing.errors import BadData
 
@@ -73,3 +73,11 @@ def test_later_training_of_the_module_changes_nothing() -> None:
 def test_one_iterate_is_refused() -> None:
     with pytest.raises(BadData, match="two iterates"):
         SWAG.fit(nn.Linear(2, 2), (torch.randn(4, 2), torch.arange(4) % 2), "classification", epochs=1)
+
+
+@pytest.mark.parametrize("method", [SWAG, MeanField, HMC, DeepEnsemble])
+def test_options_that_no_baseline_has_are_named(method: type) -> None:
+    data = torch.randn(4, 2), torch.arange(4) % 2
+    model = (lambda: nn.Linear(2, 2)) if method is DeepEnsemble else nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=rf"{method.__name__}.fit\(\) has no option 'batchsize'.*'batch_size'\?"):
+        method.fit(model, data, "classification", batchsize=3)

@@ -181,6 +181,16 @@ def test_rows_of_the_table():
     assert len({line.replace("\\|", "").count("|") for line in text.splitlines()}) == 1
 
 
+def test_the_table_beside_laplace_torch_has_only_its_rows():
+    peer = measured("laplace-torch", 8.0, 0.5, peak=4_000_000)
+    refused = replace(peer, error="NotImplementedError: Found parameters in un-supported layers.", seconds=None)
+    text = report.peers([outcome(peer, peak=2_000_000), outcome(refused), outcome(replace(peer, by="curvlinops"))])
+    _, _, both, alone = text.splitlines()
+    sides = "4 gradient epochs, 2 MB | 16 gradient epochs, 4 MB"
+    assert both == f"| LeNet-5 | fit, kron | {sides} | 4 × | 2 × |"
+    assert "| refuses the network |" in alone
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(None, ""), (0.01234, "0.0123"), (1.234, "1.23"), (99.96, "100"), (1234.5, "1,234")]
 )

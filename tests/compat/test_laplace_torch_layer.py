@@ -307,6 +307,31 @@ def test_masks_give_the_last_layer():
     assert set(largest.indices.tolist()) == set(flat(module).abs().topk(4).indices.tolist())
 
 
+def test_classes_are_the_kinds_that_they_are_in_laplace_torch():
+    """Packages ask `isinstance(la, KronLaplace)` of a posterior over the last layer or a subnetwork too."""
+    kinds = {"full": lt.FullLaplace, "kron": lt.KronLaplace, "diag": lt.DiagLaplace}
+    every = (*kinds.values(), lt.LLLaplace, lt.SubnetLaplace, lt.FunctionalLaplace)
+    chosen = {"subnetwork_indices": torch.arange(4)}
+    cases = [("last_layer", name, {kind, lt.LLLaplace}, {}) for name, kind in kinds.items()]
+    cases += [("subnetwork", name, {kinds[name], lt.SubnetLaplace}, chosen) for name in ("full", "diag")]
+    cases += [("last_layer", "gp", {lt.LLLaplace, lt.FunctionalLaplace}, {"n_subset": 5})]
+    cases += [("all", name, {kind}, {}) for name, kind in kinds.items()]
+    for subset, name, expected, options in cases:
+        la = lt.Laplace(network(), "classification", subset, name, **options)
+        assert isinstance(la, lt.ParametricLaplace)
+        assert {kind for kind in every if isinstance(la, kind)} == expected, (subset, name)
+    for interface in (lt.ParametricLaplace, lt.LLLaplace):
+        with pytest.raises(TypeError, match="abstract"):
+            interface(network(), "classification")
+
+
+def test_what_a_kind_of_posterior_needs_is_named():
+    with pytest.raises(ValueError, match=r"needs subnetwork_indices.*LargestMagnitudeSubnetMask"):
+        lt.Laplace(network(), "classification", "subnetwork", "full")
+    with pytest.raises(ValueError, match="needs n_subset"):
+        lt.Laplace(network(), "classification", "all", "gp")
+
+
 def test_layers_without_kronecker_products():
     """A norm and grouped convolutions: dense blocks in H, and the same predictions and evidence as Lapwing's own."""
     module = build(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments._arguments import Experiment
-from experiments._results import Claim, Result, spread, verdict
+from experiments._results import Claim, Result, gathered, spread, verdict
 
 from lapwing.errors import BadData
 
@@ -53,6 +53,12 @@ def test_verdicts_spreads_and_bad_numbers(tmp_path: Path) -> None:
         Claim("a", "b", "c", "maybe", "d")
     with pytest.raises(BadData, match="finite"):
         result().with_data(y=float("nan")).finish(tmp_path)
+
+
+def test_scores_of_several_seeds() -> None:
+    each, mean = gathered([{"kron": {"NLL": 1.0}}, {"kron": {"NLL": 2.0}}])
+    assert each == {"kron": {"NLL": [1.0, 2.0]}}
+    assert mean == {"kron": {"NLL": 1.5}}
 
 
 def test_options_of_the_experiments_of_papers() -> None:

@@ -306,10 +306,7 @@ def mix_some(h: Tensor) -> Tensor:
 
 REFUSED = {
     "tied": (lambda m, x: m.c(m.b(m.b(m.a(x)).tanh()).tanh()), "b.bias is used 2 times"),
-    "residual": (lambda m, x: m.c((h := m.a(x).tanh()) + m.b(h).tanh()), "comes after a.bias, a.weight and b.bias"),
-    "from far": (lambda m, x: m.c(m.b((h := m.a(x)).tanh()) * h), "comes after a.bias, a.weight and b.bias"),
     "to the outputs": (lambda m, x: m.c(m.b(h := m.a(x)).tanh()) + h[:, :3], "outputs come from a.bias"),
-    "side by side": (lambda m, x: m.c(m.a(x).tanh() + m.b(x).tanh()), "comes after"),
     "softmax": (
         lambda m, x: m.c(m.b(m.a(x).softmax(-1)).tanh()),
         "between a.weight, a.bias and b.weight, b.bias mixes",
@@ -346,14 +343,36 @@ def test_mixing_is_noticed_in_whichever_batch() -> None:
 
 
 MODULES = {
-    "convolution": (
-        (nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 3)),
+    "grouped convolution": (
+        (nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 2, groups=2), nn.Flatten(), nn.Linear(2, 3)),
         "parameter of conv1d",
+    ),
+    "transposed convolution": (
+        (nn.Unflatten(1, (1, 4)), nn.ConvTranspose1d(1, 2, 2), nn.Flatten(), nn.Linear(10, 3)),
+        "parameter of conv_transpose1d",
+    ),
+    "overlapping pool": (
+        (nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 1), nn.AvgPool1d(2, 1), nn.Conv1d(3, 3, 3), nn.Flatten()),
+        "mixes units",
+    ),
+    "circular padding": (
+        (
+            nn.Unflatten(1, (1, 4)),
+            nn.Conv1d(1, 3, 1),
+            nn.Conv1d(3, 2, 3, padding=1, padding_mode="circular"),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        ),
+        "mixes units",
     ),
     "layer norm": ((nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)), "parameter of layer_norm"),
     "batch norm": ((nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), "parameter of batch_norm"),
     "prelu": ((nn.Linear(4, 5), nn.PReLU(), nn.Linear(5, 3)), "parameter of prelu"),
     "tokens": ((nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)), "positions"),
+    "flattened after a pool": (
+        (nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(4, 3)),
+        "mixes units",
+    ),
     "pooled": (
         (nn.Linear(4, 6), nn.Unflatten(1, (1, 6)), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(3, 3)),
         "mixes units",

@@ -160,7 +160,7 @@ def test_a_fixed_prior_stays_and_weight_decay_is_refused() -> None:
         lapwing.train(model, data, "classification", epochs=0)
 
 
-@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron", "ekfac"])
 def test_a_chain_of_posteriors_is_the_posterior_of_all_data(structure: str) -> None:
     torch.manual_seed(0)
     x = torch.linalg.qr(torch.randn(40, 3).double())[0] if structure == "diag" else torch.randn(40, 3).double()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from lapwing.linalg import (
     LowRank,
     MatrixRows,
     Rows,
+    SimultaneousKronecker,
     Term,
 )
 from lapwing.storage import named
@@ -78,7 +79,7 @@ class Kind:
     """A kind of prior: how many numbers θ it has, and what matrix they make."""
 
     parameters: Callable[[PSD], int]
-    prior: Callable[[Any, Tensor], Diagonal]
+    prior: Callable[[Any, Tensor], PSD]
     first: Callable[[Tensor], Tensor] = lambda theta: theta
 
 
@@ -89,6 +90,19 @@ PRODUCT = Kind(
     lambda _: Q * (O + I),
     lambda _, theta: Diagonal((theta[: Q * O].reshape(Q, O, 1) * theta[Q * O :].reshape(Q, 1, I)).reshape(P)),
 )
+
+
+def another_product(matrix: PSD, theta: Tensor) -> PSD:
+    draw = Draw(torch.Generator().manual_seed(9), matrix.dtype)
+    return Kronecker(draw.psd(Q, size=O), draw.psd(Q, size=I)).scale(theta[0])
+
+
+def in_the_same_basis(matrix: SimultaneousKronecker, theta: Tensor) -> PSD:
+    draw = Draw(torch.Generator().manual_seed(9), torch.float64)
+    return replace(matrix, values=0.2 + draw(Q, O, I).square()).scale(theta[0])
+
+
+FACTORED, SAME_BASIS = Kind(lambda _: 1, another_product), Kind(lambda _: 1, in_the_same_basis)
 
 
 def by_layer(matrix: BlockDiagonal, theta: Tensor) -> Diagonal:
@@ -134,10 +148,12 @@ EXAMPLES: dict[str, Example] = {
         able=EXACT | SINGULAR,
     ),
     "kronecker": Example(
-        kronecker, {"constant": CONSTANT, "product": PRODUCT, "equal": EQUAL}, of_weight, EXACT, WHITENED
+        kronecker, {"constant": CONSTANT, "product": PRODUCT, "equal": EQUAL, "factored": FACTORED}, of_weight, EXACT,
+        WHITENED | {"factored": BOUND},
     ),
     "kronecker of low rank": Example(
-        low_kronecker, {"constant": CONSTANT, "product": PRODUCT}, of_weight, EXACT | SINGULAR, WHITENED
+        low_kronecker, {"constant": CONSTANT, "product": PRODUCT, "factored": FACTORED}, of_weight, EXACT | SINGULAR,
+        WHITENED | {"factored": BOUND},
     ),
     "kronecker zero": Example(
         lambda draw: Kronecker(0 * draw(Q, O, O), 0 * draw(Q, I, I)), {"constant": CONSTANT, "product": PRODUCT},
@@ -151,6 +167,9 @@ EXAMPLES: dict[str, Example] = {
         of_weight, EXACT, WHITENED,
     ),
     "eigenkronecker": Example(eigen_kronecker, {"constant": CONSTANT, "equal": EQUAL}, able=EXACT, less=WHITENED),
+    "simultaneous": Example(
+        lambda draw: kronecker(draw) + kronecker(draw), {"same basis": SAME_BASIS}, of_weight, EXACT | BOUND
+    ),
     "lowrank": Example(low_rank, {"constant": CONSTANT, "general": GENERAL}, able=SINGULAR | BOUND),
     "blocks": Example(
         blocks, {"layerwise": LAYERWISE, "equal": EQUAL}, block_rows, SINGULAR | BOUND, {"equal": ONCE}

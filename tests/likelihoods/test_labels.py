@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from lapwing.errors import BadData
-from lapwing.likelihoods import BradleyTerry, Categorical
+from lapwing.likelihoods import Categorical
 
 
 def information(f):
@@ -145,23 +145,6 @@ def test_class_dim_must_exist():
         Categorical(class_dim=3).outputs(torch.zeros(5, 4))
     with pytest.raises(BadData, match="class_dim=0"):
         Categorical(class_dim=0).outputs(torch.zeros(5, 4))
-
-
-def test_preference_is_the_sigmoid_of_the_difference():
-    likelihood = BradleyTerry()
-    f = torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    y = torch.tensor([0, 1, 1, 0, 1, 0])
-    margin = torch.where(y == 0, f[:, 0] - f[:, 1], f[:, 1] - f[:, 0])
-    torch.testing.assert_close(likelihood.log_prob(f, likelihood.targets(f, y)), margin.sigmoid().log())
-    assert likelihood.factor(f).shape == (6, 2, 1)
-    S = likelihood.factor(torch.tensor([[60.0, -60.0]]))
-    torch.testing.assert_close(S[0, 0, 0], torch.tensor(-60.0).exp(), rtol=1e-4, atol=0)
-    with pytest.raises(BadData, match="target 2 at index"):
-        likelihood.targets(f, y + 1)
-    with pytest.raises(BadData, match="two candidates"):
-        likelihood.outputs(torch.zeros(5, 3))
-    soft = torch.tensor([[0.25, 0.75]] * 6, dtype=torch.float64)
-    torch.testing.assert_close(likelihood.log_prob(f, likelihood.targets(f, soft)), (soft * f.log_softmax(-1)).sum(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -192,12 +192,65 @@ def natural_function(rho: float, spread: float) -> GaussianFunction:
     return GaussianFunction(torch.tensor([[1.0, rho]]).double(), covariance[None])
 
 
-@pytest.mark.parametrize(("rho", "spread"), [(-3.0, 0.3), (-3.0, 1.99), (0.0, 2.0), (5.0, 2.0), (20.0, 2.5)])
-def test_natural_moments_are_exact_where_the_noise_is_known(rho: float, spread: float) -> None:
+def natural_width(rho: float, spread: float) -> float:
+    """Width of the central 95 % interval of y, from a fine quadrature over ρ and bisection in y."""
+    x = torch.linspace(-14, 14, 20_001).double()
+    weights = torch.distributions.Normal(0.0, 1.0).log_prob(x).exp() * (28 / 20_000)
+    noise = 1 / softplus(rho + spread * x)
+    law = torch.distributions.Normal(noise * (1.0 + 0.3 * spread * x), (noise.square() * 0.04 + noise).sqrt())
+    ends = []
+    for level in (0.025, 0.975):
+        low, high = -50.0, 50.0  # y = sinh t
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = (weights * law.cdf(torch.tensor(math.sinh(middle)).double())).sum() < level
+            low, high = (middle, high) if below else (low, middle)
+        ends.append(math.sinh(low))
+    return ends[1] - ends[0]
+
+
+@pytest.mark.parametrize(
+    ("rho", "spread"),
+    [(-3.0, 0.3), (-3.0, 1.2), (-3.0, 1.99), (0.0, 1.2), (0.0, 2.0), (5.0, 2.0), (5.0, 3.0), (20.0, 2.5), (20.0, 8.0)],
+)
+def test_natural_moments_are_exact_unless_they_exceed_the_interval(rho: float, spread: float) -> None:
+    """Exact while the standard deviation is at most the width of the 95 % interval, else that width."""
     found = HeteroscedasticGaussian().marginal(natural_function(rho, spread))
-    expected = natural_moments(rho, spread)
-    for value, wanted in zip((found.mean, found.aleatoric, found.epistemic), expected, strict=True):
-        assert value.item() == pytest.approx(wanted.item(), rel=1e-5)
+    expected, width = natural_moments(rho, spread), natural_width(rho, spread)
+    deviation = (found.aleatoric + found.epistemic).sqrt().item()
+    interval = (found.quantile(0.975) - found.quantile(0.025)).item()
+    assert interval == pytest.approx(width, rel=1e-3)
+    assert deviation <= interval * (1 + 1e-9)
+    if (expected[1] + expected[2]).sqrt() < width:
+        for value, wanted in zip((found.mean, found.aleatoric, found.epistemic), expected, strict=True):
+            assert value.item() == pytest.approx(wanted.item(), rel=1e-5)
+    else:
+        assert deviation == pytest.approx(interval, rel=1e-6)
+
+
+def test_moments_of_many_outputs_are_limited_one_by_one() -> None:
+    """A wide output in a batch changes nothing for the others, in single and double precision."""
+    cases = [(-3.0, 0.3), (20.0, 8.0), (5.0, 3.0), (5.0, 2.0)]
+    each = [natural_function(*case) for case in cases]
+    alone = [HeteroscedasticGaussian().marginal(function) for function in each]
+    for dtype, tolerance in ((torch.float64, 1e-5), (torch.float32, 1e-4)):
+        mean, covariance = (torch.cat(part).to(dtype) for part in zip(*((f.mean, f.covariance) for f in each)))
+        together = HeteroscedasticGaussian().marginal(GaussianFunction(mean, covariance))
+        for name in ("mean", "aleatoric", "epistemic"):
+            wanted = torch.cat([getattr(one, name) for one in alone]).to(dtype)
+            torch.testing.assert_close(getattr(together, name), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_moments_of_a_wide_variance_in_mean_parameters_stay_within_the_interval() -> None:
+    """E[exp(log σ²)] over N(0, s²) is e^(s²/2): the law of y is a scale mixture whose interval grows like e^s."""
+    for spread, exact in ((1.0, True), (6.0, False), (60.0, False)):  # at 60, E[σ²] is no float64
+        covariance = torch.diag(torch.tensor([0.01, spread**2]).double())
+        found = HeteroscedasticGaussian("mean").marginal(GaussianFunction(torch.zeros(1, 2).double(), covariance[None]))
+        width = (found.quantile(0.975) - found.quantile(0.025)).item()
+        total = (found.aleatoric + found.epistemic).item()
+        assert total <= width**2 * (1 + 1e-9)
+        assert math.isfinite(total)
+        assert not exact or total == pytest.approx(math.exp(spread**2 / 2) + 0.01, rel=1e-6)
 
 
 @pytest.mark.parametrize("rho", [-10.0, -3.0, 0.0, 5.0, 20.0])
@@ -213,7 +266,13 @@ def test_natural_moments_stay_bounded_where_the_noise_is_not_known(rho: float, s
 
 def test_natural_moments_are_continuous_at_the_limit() -> None:
     likelihood = HeteroscedasticGaussian()
-    below, above = (likelihood.marginal(natural_function(-8.0, 2.0 + e)) for e in (-1e-2, 1e-2))
+    low, high = 0.5, 2.5  # of the spread of ρ at which the standard deviation reaches the interval
+    for _ in range(30):
+        middle = (low + high) / 2
+        exceeds = (sum(natural_moments(-8.0, middle)[1:]) ** 0.5).item() > natural_width(-8.0, middle)
+        low, high = (low, middle) if exceeds else (middle, high)
+    below, above = (likelihood.marginal(natural_function(-8.0, low + e)) for e in (-1e-2, 1e-2))
+    assert 1.0 < low < 2.0
     assert above.aleatoric.item() == pytest.approx(below.aleatoric.item(), rel=0.05)
     assert above.epistemic.item() == pytest.approx(below.epistemic.item(), rel=0.2)
 

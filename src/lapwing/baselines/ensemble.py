@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.baselines.mixing import known_likelihood, mixed
-from lapwing.baselines.training import Task
+from lapwing.baselines.training import Task, TaskOptions
 from lapwing.errors import BadData, require_whole
 from lapwing.likelihoods import Likelihood
 from lapwing.model.inputs import Inputs
@@ -49,22 +49,20 @@ class DeepEnsemble:
         likelihood: str | Likelihood,
         *,
         members: int = 5,
-        prior: Any = 1.0,
         epochs: int = 20,
         rate: float = 1e-3,
-        batch_size: int = 128,
-        n_data: float | None = None,
-        generator: torch.Generator | None = None,
-        split: Callable[[Any], tuple] | None = None,
+        **options: Unpack[TaskOptions],
     ) -> DeepEnsemble:
         """Train `members` networks that `make()` returns, by Adam on the log joint with a cosine schedule.
+
+        The other options (prior, batch_size, n_data, generator, split) are those of `TaskOptions`.
 
         Example:
             >>> DeepEnsemble.fit(lambda: Net(), (X, y), "classification", members=5, epochs=20)
         """
         require_whole("the number of members", members)
-        options = (likelihood, "DeepEnsemble", prior, batch_size, n_data, generator, split)
-        return cls([_trained(Task.of(make(), data, *options), epochs, rate) for _ in range(members)], likelihood)
+        tasks = (Task.of(make(), data, likelihood, "DeepEnsemble", **options) for _ in range(members))
+        return cls([_trained(task, epochs, rate) for task in tasks], likelihood)
 
     @property
     def module(self) -> nn.Module:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.baselines.mixing import Weighted
-from lapwing.baselines.training import Task
-from lapwing.errors import BadData, TooLarge, require_whole, warn
+from lapwing.baselines.mixing import WeightDistribution, Weighted
+from lapwing.baselines.training import Task, TaskOptions
+from lapwing.errors import BadData, TooLarge, require_generator, require_whole, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.model.inputs import Inputs
-from lapwing.model.module import call, in_use, output_tensor, outside_inference, warnings_here
-from lapwing.predictive import Prediction
+from lapwing.model.module import call, in_use, output_tensor, warnings_here
 
 LARGEST = 5000  # weights; more need days
 CONVERGED = 1.05  # R-hat of the outputs above which the chains have not mixed
@@ -24,7 +22,7 @@ JITTER = 0.1  # standard deviation of the starting points around the weights of 
 
 
 @dataclass(frozen=True, eq=False)
-class HMC:
+class HMC(WeightDistribution):
     """Weights (S, P) drawn from the posterior itself by NUTS (Hoffman and Gelman 2014), from Pyro (extra `baselines`).
 
     `r_hat` and `ess` (P,) are the split R-hat and the effective sample size of every weight. Weights that can trade
@@ -36,7 +34,6 @@ class HMC:
         >>> hmc.predict(x).stddev, hmc.output_r_hat.max()
     """
 
-    network: Weighted
     weights: Tensor
     r_hat: Tensor
     ess: Tensor
@@ -51,22 +48,20 @@ class HMC:
         data: Any,
         likelihood: str | Likelihood,
         *,
-        prior: Any = 1.0,
         samples: int = 500,
         warmup: int = 500,
         chains: int = 2,
         depth: int = 10,
-        n_data: float | None = None,
-        generator: torch.Generator | None = None,
-        split: Callable[[Any], tuple] | None = None,
         progress: bool | None = None,
+        **options: Unpack[TaskOptions],
     ) -> HMC:
         """Draw `samples` weights per chain after `warmup` steps of adaptation, over all data at once.
 
         Chains start near the weights of the model and run one after the other. `depth` limits the doublings of a
-        trajectory. Networks in float64 are safer: rounding in float32 costs acceptance. `n_data` rescales the
-        log-likelihood as in `lapwing.fit`. The module is not written to. Pyro draws from PyTorch's global random
-        numbers: they are as before afterwards, but other threads should not use them meanwhile.
+        trajectory. Networks in float64 are safer: rounding in float32 costs acceptance. The other options (prior,
+        n_data, generator, split) are those of `TaskOptions`; `n_data` rescales the log-likelihood as in `lapwing.fit`.
+        The module is not written to. Pyro draws from PyTorch's global random numbers: they are as before afterwards,
+        but other threads should not use them meanwhile.
         """
         try:
             from pyro.infer import MCMC, NUTS
@@ -77,7 +72,8 @@ class HMC:
             require_whole(name, value)
         if samples < 4:
             raise BadData(f"R-hat needs at least 4 samples per chain, got {samples}")
-        task = Task.of(model, data, likelihood, "HMC", prior, 2**20, n_data, generator, split)
+        options.setdefault("batch_size", 2**20)
+        task = Task.of(model, data, likelihood, "HMC", **options)
         if task.params.size > LARGEST:
             raise TooLarge(
                 f"HMC is for networks of hundreds of weights, at most {LARGEST}; this one has {task.params.size}. Use "
@@ -132,16 +128,6 @@ class HMC:
                 "more samples and warmup."
             )
 
-    @property
-    def module(self) -> nn.Module:
-        """The network whose weights are drawn."""
-        return self.network.module
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """What the outputs of the network mean."""
-        return self.network.likelihood
-
     def summary(self) -> str:
         """Return one line: how many draws, R-hat and effective sample size of outputs and weights, divergences."""
         parts = [f"{len(self.weights)} draws"]
@@ -152,15 +138,19 @@ class HMC:
             parts.append(f"{name}: R-hat at most {r_hat.max():.3f}, effective sample size at least {ess.min():.0f}")
         return "; ".join([*parts, f"{self.divergences} divergences"])
 
-    @outside_inference
-    def predict(self, x: Inputs, *, samples: int | None = None, differentiable: bool = False) -> Prediction:
-        """Return the mixture of the networks at the drawn weights: all, or `samples` of them evenly spread."""
-        weights = self.weights
-        if samples is not None:
-            require_whole("samples", samples)
-            rows = torch.linspace(0, len(weights) - 1, min(samples, len(weights)), device=weights.device)
-            weights = weights[rows.round().long()]
-        return self.network.predict(weights, x, differentiable=differentiable)
+    @property
+    def samples(self) -> int:
+        """How many networks predict: all draws, unless `predict` is told."""
+        return len(self.weights)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n of the drawn weights, at most all of them: evenly spread, or at random with a generator."""
+        require_generator(generator, self.weights.device)
+        n = min(n, self.samples)
+        if generator is not None:
+            return self.weights[torch.randperm(self.samples, generator=generator, device=generator.device)[:n]]
+        rows = torch.linspace(0, self.samples - 1, n, device=self.weights.device)
+        return self.weights[rows.round().long()]
 
 
 def task_count(batch: Any) -> float:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lapwing.baselines.mixing import Weighted
-from lapwing.baselines.training import Task
-from lapwing.errors import BadData, positive, require_generator, require_whole
+from lapwing.baselines.mixing import WeightDistribution, Weighted
+from lapwing.baselines.training import Task, TaskOptions
+from lapwing.errors import BadData, positive, require_whole
 from lapwing.likelihoods import Likelihood
 from lapwing.model.batches import Batch
-from lapwing.model.inputs import Inputs, tensors_in
-from lapwing.model.module import outside_inference
-from lapwing.predictive import Prediction
+from lapwing.model.inputs import tensors_in
 
 
 @dataclass(frozen=True, eq=False)
-class MeanField:
+class MeanField(WeightDistribution):
     """q(θ) = N(μ, diag(σ²)), trained on the variational bound Σ E_q[log p(y|θ)] − KL(q ‖ prior).
 
     The bound is estimated by reparametrization (Kingma and Welling 2014; Blundell et al. 2015). A linear layer whose
@@ -37,7 +35,6 @@ class MeanField:
         >>> field.predict(x).entropy
     """
 
-    network: Weighted
     mean: Tensor
     deviation: Tensor
     samples: int = 100
@@ -50,24 +47,20 @@ class MeanField:
         data: Any,
         likelihood: str | Likelihood,
         *,
-        prior: Any = 1.0,
         epochs: int = 50,
         rate: float = 1e-3,
         start: float = 1e-2,
         draws: int = 1,
         samples: int = 100,
-        batch_size: int = 128,
-        n_data: float | None = None,
-        generator: torch.Generator | None = None,
-        split: Callable[[Any], tuple] | None = None,
+        **options: Unpack[TaskOptions],
     ) -> MeanField:
         """Maximize the bound by Adam with a cosine schedule, from the weights of the model and σ = `start`.
 
-        `data` and `split` are as in `lapwing.fit`; a pair (X, y) is shuffled in batches of `batch_size`. `prior` is a
-        precision; `draws` are weight draws per step, `samples` the number of networks that predict.
+        `data` are as in `lapwing.fit`, `draws` are weight draws per step, `samples` is the number of networks that
+        predict, and the other options (prior, batch_size, n_data, generator, split) are those of `TaskOptions`.
         """
         require_whole("draws", draws)
-        task = Task.of(model, data, likelihood, "MeanField", prior, batch_size, n_data, generator, split)
+        task = Task.of(model, data, likelihood, "MeanField", **options)
         mean = task.params.flat.clone().requires_grad_()
         log_deviation = torch.full_like(mean, math.log(positive("start", start))).requires_grad_()
         bound = Bound(task, draws, _rows(task))
@@ -76,37 +69,9 @@ class MeanField:
         network = Weighted.of(task.module, task.params, task.likelihood, task.convention)
         return cls(network, mean.detach(), log_deviation.detach().exp(), samples, history)
 
-    @property
-    def module(self) -> nn.Module:
-        """The network whose weights have this distribution."""
-        return self.network.module
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """What the outputs of the network mean."""
-        return self.network.likelihood
-
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n weight vectors, (n, P); the same at every call without a generator."""
-        require_generator(generator, self.mean.device)
-        generator = torch.Generator(self.mean.device).manual_seed(0) if generator is None else generator
-        mean = self.mean
-        noise = torch.randn(n, len(mean), generator=generator, dtype=mean.dtype, device=mean.device)
-        return mean + self.deviation * noise
-
-    @outside_inference
-    def predict(
-        self,
-        x: Inputs,
-        *,
-        samples: int | None = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        """Return the mixture of networks at drawn weights."""
-        count = self.samples if samples is None else samples
-        require_whole("samples", count)
-        return self.network.predict(self.sample(count, generator), x, differentiable=differentiable)
+        return self.mean + self.deviation * self._noise(n, self.mean, generator)(len(self.mean))
 
 
 @dataclass(frozen=True, eq=False)

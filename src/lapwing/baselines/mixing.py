@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData
+from lapwing.errors import BadData, require_generator, require_whole
 from lapwing.evaluation.temperature import device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Params
 from lapwing.model.convention import Convention
 from lapwing.model.inputs import Inputs
-from lapwing.model.module import borrowed, call, explained, output_tensor
+from lapwing.model.module import borrowed, call, explained, output_tensor, outside_inference
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 from lapwing.predictive.predictive import prepared
 
@@ -83,3 +84,49 @@ class Weighted:
                     yield output_tensor(call(own, inputs, values))
 
         return mixed(self.module, self.likelihood, x, run, differentiable=differentiable, convention=self.convention)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightDistribution(ABC):
+    """A distribution over the weights of a network. It predicts as a mixture of networks with drawn weights."""
+
+    network: Weighted
+
+    @abstractmethod
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n weight vectors, (n, P); the same at every call without a generator."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """How many networks predict, unless `predict` is told."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The network whose weights have this distribution."""
+        return self.network.module
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the outputs of the network mean."""
+        return self.network.likelihood
+
+    def _noise(self, n: int, like: Tensor, generator: torch.Generator | None) -> Callable[[int], Tensor]:
+        """Return a function that draws standard normal numbers (n, size), from a fixed seed without a generator."""
+        require_generator(generator, like.device)
+        own = torch.Generator(like.device).manual_seed(0) if generator is None else generator
+        return lambda size: torch.randn(n, size, generator=own, dtype=like.dtype, device=like.device)
+
+    @outside_inference
+    def predict(
+        self,
+        x: Inputs,
+        *,
+        samples: int | None = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Return the mixture of networks at drawn weights."""
+        count = self.samples if samples is None else samples
+        require_whole("samples", count)
+        return self.network.predict(self.sample(count, generator), x, differentiable=differentiable)

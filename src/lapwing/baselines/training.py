@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.baselines.mixing import known_likelihood
 from lapwing.curvature.shards import require_one_process
-from lapwing.errors import BadData, IncompatiblePrior, NotConverged, positive, require_generator, require_whole
+from lapwing.errors import BadData, IncompatiblePrior, NotConverged, nearest, positive, require_generator, require_whole
 from lapwing.evaluation.temperature import device_of
 from lapwing.evidence.loop import Shuffled, count_data
 from lapwing.likelihoods import Likelihood
@@ -22,6 +22,23 @@ from lapwing.model.convention import Convention
 from lapwing.model.inputs import as_tensors
 from lapwing.model.module import borrowed, call, in_use, output_tensor
 from lapwing.posterior import resolve_prior
+
+
+class TaskOptions(TypedDict, total=False):
+    """What the `fit` of every baseline that trains takes, besides its own options.
+
+    - `prior`: a precision, or anything else that `lapwing.fit` takes as a prior with one precision per weight; 1.0
+    - `batch_size`: of a pair (X, y), which is shuffled; 128
+    - `n_data`: the size of the data set, if `data` is only a part of it or repeats it
+    - `generator`: of all random numbers; a fixed seed by default
+    - `split`: a function batch -> (inputs, targets[, weights]), as in `lapwing.fit`
+    """
+
+    prior: Any
+    batch_size: int
+    n_data: float | None
+    generator: torch.Generator | None
+    split: Callable[[Any], tuple] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +65,16 @@ class Task:
         data: Any,
         likelihood: str | Likelihood,
         method: str,
-        prior: Any,
-        batch_size: int,
-        n_data: float | None,
-        generator: torch.Generator | None,
-        split: Callable[[Any], tuple] | None,
+        **options: Unpack[TaskOptions],
     ) -> Task:
         """Read what users pass to `fit`; `method` is for messages."""
         require_one_process(method)
+        unknown = options.keys() - TaskOptions.__annotations__.keys()
+        if unknown:
+            name, known = min(unknown), sorted(TaskOptions.__annotations__)
+            raise TypeError(f"{method}.fit() has no option {name!r}; all baselines have {known}{nearest(name, known)}")
+        batch_size, n_data = options.get("batch_size", 128), options.get("n_data")
+        generator, split = options.get("generator"), options.get("split")
         require_whole("batch_size", batch_size)
         module = unwrap(model)
         family = known_likelihood(likelihood, method)
@@ -72,7 +91,9 @@ class Task:
         size = count_data(source, module, split) if n_data is None else positive("n_data", n_data)
         if not size > 0:
             raise BadData("the data hold no samples")
-        center, matrix = resolve_prior(prior).resolve(params.names, params.sizes, params.dtype, device)
+        center, matrix = resolve_prior(options.get("prior", 1.0)).resolve(
+            params.names, params.sizes, params.dtype, device
+        )
         if not matrix.is_diagonal:
             raise IncompatiblePrior(f"{method} needs a prior with one precision per weight, not a matrix")
         precision = matrix.diagonal().to(params.dtype)

@@ -509,7 +509,7 @@ def require_logits(likelihood: Likelihood) -> None:
         )
 
 
-def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> dict[str, Tensor]:
+def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, dispersion: bool) -> dict[str, Tensor]:
     """Return −log p of each item for the network without a posterior, and after its usual remedy on the same data.
 
     The remedy for logits is temperature scaling; for a dispersion that may change, the value that fits the residuals.
@@ -517,7 +517,7 @@ def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, noise: bool) -> d
     rivals = {"MAP": (f, likelihood)}
     if likelihood.has_logits:
         rivals[SCALING] = (f / best_logit_temperature(f, y, likelihood), likelihood)
-    elif likelihood.dispersion_name and noise:
+    elif likelihood.dispersion_name and dispersion:
         best = likelihood.with_dispersion(likelihood.best_dispersion(f, y))
         rivals[f"MAP, {likelihood.dispersion_name} fitted"] = (f, best)
     return {name: counted(f, y, law, -law.log_prob(g, y).double().reshape(-1)) for name, (g, law) in rivals.items()}

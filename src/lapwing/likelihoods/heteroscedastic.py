@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
-from lapwing.errors import BadData
+from lapwing.errors import BadData, refuse_export
 from lapwing.likelihoods.likelihood import (
     Likelihood,
     as_target,
@@ -24,6 +25,7 @@ from lapwing.storage import register
 
 STEP, FINEST = 0.25, 32  # of ρ between two nodes, at most, if that takes no more than so many times the usual nodes
 TAIL = 8.0  # log of the largest ratio E[σ⁴]/σ⁴ that moments of y may come from
+LEVEL = 0.95  # of the central interval of y whose width the standard deviation of y does not exceed
 FAR = 0.5  # nats per target by which another reading of the outputs must be better to be mentioned
 READINGS = {
     "natural": ("(η₁, ρ)", 'pass lapwing.HeteroscedasticGaussian(parametrization="natural")'),
@@ -142,9 +144,12 @@ class HeteroscedasticGaussian(Likelihood):
         or 1 (mean). So y | ρ ~ N(a(m + b(ρ − ρ̄)), a²r + σ²), E[σ²] is the aleatoric part and Var μ = E[a²r] +
         Var[a(m + b(ρ − ρ̄))] the epistemic one: the whole 2 × 2 covariance counts, not Var(f₁) alone.
 
-        Densities and quantiles are those of this mixture. So are mean and variances, unless the spread of ρ is so wide
-        that they would come from noise levels far out in its tail (see `_narrowed`).
+        Densities and quantiles are those of this mixture, always. So are mean and variances while the standard
+        deviation of y is at most the width of its central 95 % interval, as for all but extreme laws (for a Gaussian it
+        is a quarter of it). Otherwise they would come from noise levels in the far tail of ρ that this interval does
+        not see; they are then those under a narrower spread of ρ, with which it is that width (see `_narrowed`).
         """
+        refuse_export("a heteroscedastic regression cannot be exported, since its moments take a search per item")
         dtype, k = promote(f.mean).dtype, f.mean.shape[-1] // 2
         covariance = f.item_covariance.double()
         diagonal = covariance.diagonal(dim1=-2, dim2=-1)
@@ -157,13 +162,6 @@ class HeteroscedasticGaussian(Likelihood):
         x, log_weights = normal_nodes(covariance, finer)
         x, weights = (part.reshape(-1, *(1,) * slope.ndim) for part in (x, log_weights.exp()))
         center, noise, known, drift = self._given(f.mean.double(), slope, rest, scale * x)
-        narrow = self._narrowed(f.mean.double(), scale, x, log_weights)
-        limited = center, noise, known, drift
-        if narrow is not scale:
-            limited = self._given(f.mean.double(), slope, rest, narrow * x)
-        mean = (weights * limited[0]).sum(0)
-        epistemic = (weights * (limited[2] + (limited[0] - mean).square())).sum(0)
-        aleatoric = (weights * limited[1]).sum(0)
         variance = known + noise
         coarse = drift.abs() * scale * spacing > variance.sqrt()
         if bool(coarse.any()):
@@ -173,6 +171,8 @@ class HeteroscedasticGaussian(Likelihood):
             spread = shrunk[1] + shrunk[2] + (shrunk[3] * scale * spacing).square()
             variance = torch.where(coarse, spread, variance)
         law = Normal(center, variance.sqrt(), validate_args=False)
+        narrow = self._narrowed(f.mean.double(), slope, rest, scale, x, weights, law)
+        mean, aleatoric, epistemic = self._averaged(f.mean.double(), slope, rest, narrow * x, weights)
         return MixtureMarginal(law, log_weights, mean.to(dtype), aleatoric.to(dtype), epistemic.to(dtype))
 
     def _finer(self, scale: Tensor) -> int:
@@ -184,40 +184,88 @@ class HeteroscedasticGaussian(Likelihood):
         widest = float(scale.detach().max()) if self.parametrization == "natural" and scale.numel() else 0.0
         return min(FINEST, max(1, math.ceil(widest * SPACING / STEP)))
 
-    def _narrowed(self, f: Tensor, scale: Tensor, x: Tensor, log_weights: Tensor) -> Tensor:
-        """Limit the standard deviation of ρ for moments: log E[σ⁴] is at most `TAIL` above that at the mean of ρ.
+    def _narrowed(
+        self, f: Tensor, slope: Tensor, rest: Tensor, scale: Tensor, x: Tensor, weights: Tensor, law: Normal
+    ) -> Tensor:
+        """Return the standard deviation of ρ that moments are taken with: `scale`, or less where its tail is too heavy.
 
-        In natural parameters μ = η₁σ² and σ² = 1/softplus(ρ), which grows like exp(−ρ) below zero. Moments over a wide
-        Gaussian ρ then come from noise levels that no data have shown: at a standard deviation of 10 the mean of y is
-        e⁵⁰ times its median. Up to the limit (a standard deviation of 2 where ρ is negative, more where it is large)
-        the moments are exact; beyond, they are those at the limit. `scale` itself is returned where nothing changes.
+        In natural parameters μ = η₁σ² and σ² = 1/softplus(ρ), which grows like exp(−ρ) below zero (σ² = exp(ρ) above it
+        in the other ones). Moments over a wide Gaussian ρ then come from noise levels that no data have shown: at a
+        standard deviation of 10 the mean of y is e⁵⁰ times its median. Two limits keep them where the law of y is:
+        log E[σ⁴] is at most `TAIL` above that at the mean of ρ (natural parameters), and the standard deviation of y is
+        at most the width of its central interval of probability `LEVEL`.
         """
+        with torch.no_grad():
+            found = self._bounded(f, scale, x, weights)
+            mean, aleatoric, epistemic = self._averaged(f, slope, rest, found * x, weights)
+            half, tail = (aleatoric + epistemic).sqrt() / 2, (1 - LEVEL) / 2
+            above, below = ((weights * law.cdf(mean + side * half)).sum(0) for side in (1, -1))
+            heavy = (above >= 1 - tail) | (below <= tail)  # elsewhere the interval holds the mean ± half a deviation
+            if bool(heavy.any()):
+                first, second = (part[heavy] for part in self.split(f))
+                slope, rest, limit = (part[heavy][:, None] for part in (slope, rest, found))  # (n, 1) each
+                center, deviation = (part[:, heavy][..., None] for part in (law.loc, law.scale))
+                law = Normal(center, deviation, validate_args=False)
+                found = found.clone()
+                found[heavy] = self._within(torch.stack([first, second], -1), slope, rest, limit, law, x, weights)
+        return torch.where(found < scale, found, scale)
+
+    def _bounded(self, f: Tensor, scale: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+        """Return the largest spread of ρ up to `scale` with log E[σ⁴] at most `TAIL` above that at the mean of ρ."""
         if self.parametrization == "mean":
             return scale
-        log_weights = log_weights.reshape(-1, *(1,) * scale.ndim)
-        rho = self.split(f)[1]
+        rho, log_weights = self.split(f)[1], weights.log()
 
-        def excess(spread: Tensor) -> Tensor:
-            return (log_weights - 2 * precision(rho + spread * x).log()).logsumexp(0) + 2 * precision(rho).log()
+        def fits(spread: Tensor) -> Tensor:
+            excess = (log_weights - 2 * precision(rho + spread * x).log()).logsumexp(0) + 2 * precision(rho).log()
+            return excess <= TAIL  # the excess grows with the spread, since σ⁴ is convex in ρ
 
-        wide = excess(scale) > TAIL
-        if not bool(wide.any()):
-            return scale
-        with torch.no_grad():
-            low, high = torch.zeros_like(scale), scale
-            for _ in range(50):  # the excess grows with the spread, since σ⁴ is convex in ρ
-                middle = (low + high) / 2
-                inside = excess(middle) <= TAIL
-                low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
-        return torch.where(wide, low, scale)
+        fine = fits(scale)
+        return scale if bool(fine.all()) else torch.where(fine, scale, _largest(fits, scale))
+
+    def _within(
+        self, f: Tensor, slope: Tensor, rest: Tensor, scale: Tensor, law: Normal, x: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Return the largest spread of ρ up to `scale`, (n,), at which y deviates by its interval at most.
+
+        f is (n, 2), `slope`, `rest` and `scale` are (n, 1), and the law of y is (Q, n, 1).
+        """
+        log_weights, x, weights = weights.flatten().log(), x.reshape(-1, 1, 1), weights.reshape(-1, 1, 1)
+        mixture = MixtureMarginal(law, log_weights, *self._averaged(f, slope, rest, scale * x, weights))
+        width = mixture.quantile((1 + LEVEL) / 2) - mixture.quantile((1 - LEVEL) / 2)
+
+        def fits(spread: Tensor) -> Tensor:
+            _, aleatoric, epistemic = self._averaged(f, slope, rest, spread * x, weights)
+            return aleatoric + epistemic <= width.square()
+
+        return torch.where(fits(scale), scale, _largest(fits, scale))[:, 0]
+
+    def _averaged(
+        self, f: Tensor, slope: Tensor, rest: Tensor, step: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean, aleatoric and epistemic variance of y over nodes ρ̄ + step with their weights."""
+        center, noise, known, _ = self._given(f, slope, rest, step)
+        mean = (weights * center).sum(0)
+        return mean, (weights * noise).sum(0), (weights * (known + (center - mean).square())).sum(0)
 
     def _given(self, f: Tensor, slope: Tensor, rest: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return E[μ|ρ], σ², Var(μ|ρ) and the derivative of E[μ|ρ] in ρ at ρ = ρ̄ + step, each (Q, B, *event, K)."""
         first, second = self.split(f)
         center, noise = self.moments(torch.cat([first + slope * step, second + step], -1))
         if self.parametrization == "mean":
+            noise = noise.clamp(max=torch.finfo(noise.dtype).tiny ** -0.4)  # as far as `precision` goes
             return center, noise, rest.expand(noise.shape), slope.expand(noise.shape)
         return center, noise, noise.square() * rest, noise * (slope - center * (second + step).sigmoid())
+
+
+def _largest(fits: Callable[[Tensor], Tensor], limit: Tensor) -> Tensor:
+    """Return the largest number between 0 and `limit` that fits, by bisection, element by element."""
+    low, high = torch.zeros_like(limit), limit
+    for _ in range(50):
+        middle = (low + high) / 2
+        inside = fits(middle)
+        low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
+    return low
 
 
 def precision(rho: Tensor) -> Tensor:

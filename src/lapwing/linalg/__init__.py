@@ -9,6 +9,7 @@ from lapwing.linalg.lowrank import LowRank
 from lapwing.linalg.matrixrows import DeferredRows, Extent, FactoredRows, MatrixRows, Term
 from lapwing.linalg.psd import PSD, Diagonal, unpack_sound
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows
+from lapwing.linalg.simultaneous import SimultaneousKronecker
 from lapwing.storage import move, once, pack, unpack
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MatrixRows",
     "Places",
     "Rows",
+    "SimultaneousKronecker",
     "Term",
     "move",
     "once",

@@ -10,6 +10,7 @@ from torch import Tensor
 from lapwing.errors import IncompatiblePrior, brief
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive, require_shifts
 from lapwing.linalg.rows import DenseRows, Rows, chunks
+from lapwing.linalg.simultaneous import SimultaneousKronecker, add, logdet_ratio
 from lapwing.linalg.spectrum import sum_log1p
 from lapwing.linalg.tangent import tangent
 from lapwing.linalg.validity import first_flaw, flaw_of_basis, flaw_of_values
@@ -186,10 +187,12 @@ class EigenKronecker(PSD):
         delta = None if self.tangent is None else self.tangent * c
         return replace(self, values=self.values * nonnegative(c), tangent=delta)
 
-    def __add__(self, other: PSD) -> EigenKronecker:
+    def __add__(self, other: PSD) -> EigenKronecker | SimultaneousKronecker:
         self._matches(other)
         if isinstance(other, EigenKronecker) and self._shares_basis(other):
             return replace(self, values=self.values + other.values)
+        if other.factored:
+            return add(self, other)
         if not isinstance(other, Diagonal):
             raise self._refuse(other, "a prior that is constant over the block, or a matrix in the very same basis")
         constant, delta = self._constant(other)
@@ -214,6 +217,11 @@ class EigenKronecker(PSD):
             )
         return constant, delta
 
+    def in_kronecker_basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+        if self.tangent is not None:  # a prior with a graph for each weight has no fixed basis
+            return None
+        return (*self._basis, *self._dual, self.values)
+
     @property
     def factored(self) -> bool:
         return True
@@ -232,7 +240,8 @@ class EigenKronecker(PSD):
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
         if not isinstance(prior, Diagonal):
-            return super().logdet_ratio(prior)
+            known = prior.factored and self.tangent is None
+            return logdet_ratio(self, prior) if known else super().logdet_ratio(prior)
         require_positive(prior.values)
         if self.tangent is not None:
             return super().logdet_ratio(prior)

@@ -14,6 +14,7 @@ from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOp
 from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
+from lapwing.linalg.simultaneous import SimultaneousKronecker, add, logdet_ratio
 from lapwing.linalg.spectrum import PIECE, Spectrum, sum_log1p
 from lapwing.linalg.tangent import tangent
 from lapwing.linalg.validity import first_flaw, flaw_of_ranks, flaw_of_scalar, flaw_of_symmetric
@@ -190,11 +191,13 @@ class Kronecker(PSD):
             return whole
         return whole + self.shift.to(self.dtype) * torch.eye(self.size, dtype=self.dtype, device=self.device)
 
-    def __add__(self, other: PSD) -> Kronecker | EigenKronecker:
+    def __add__(self, other: PSD) -> Kronecker | EigenKronecker | SimultaneousKronecker:
         self._matches(other)
         if isinstance(other, Kronecker) and self.left is other.left and self.right is other.right:
             shifts = [each.shift for each in (self, other) if each.shift is not None]
             return replace(self, factor=self._factor + other._factor, shift=added(shifts) if shifts else None)
+        if other.factored:
+            return add(self, other)
         if not isinstance(other, Diagonal):
             raise self._refuse(other, "a prior that is constant over the block or a product over its rows and columns")
         constant = other.constant()
@@ -212,7 +215,7 @@ class Kronecker(PSD):
     def logdet_ratio(self, prior: PSD) -> Tensor:
         self._matches(prior)
         if not isinstance(prior, Diagonal):
-            return super().logdet_ratio(prior)
+            return logdet_ratio(self, prior) if prior.factored else super().logdet_ratio(prior)
         require_positive(prior.values)
         constant = prior.constant()
         if constant is not None:
@@ -224,6 +227,10 @@ class Kronecker(PSD):
     def known_eigenvalues(self) -> Tensor | None:
         tracked = any(isinstance(each, Tensor) and each.requires_grad for each in (self.factor, self.shift))
         return None if tracked else self.grid().flatten()
+
+    def in_kronecker_basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+        bases = self.left_spectrum.vectors, self.right_spectrum.vectors
+        return (*bases, *bases, self.grid())
 
     @property
     def factored(self) -> bool:

@@ -77,6 +77,13 @@ class PSD(ABC):
         """The c of A = c I, a float64 scalar with its graph; None for any other matrix."""
         return None
 
+    def in_kronecker_basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+        """B_l, B_r, their inverse transposes, and values v with A = (B_l ⊗ B_r) diag(v) (B_l ⊗ B_r)ᵀ in q groups.
+
+        Shapes are (q, o, o), (q, i, i), the same again, and (q, o, i). None where A is not of this kind.
+        """
+        return None
+
     def diagonal_blocks(self) -> tuple[PSD, ...]:
         """The blocks that A consists of; A itself where it has none."""
         return (self,)
@@ -227,7 +234,7 @@ class PSD(ABC):
     def smallest_eigenvalue(self) -> Tensor:
         """The smallest eigenvalue, a float64 scalar.
 
-        A lower bound for `LowRank` and for a Kronecker product with a row-and-column prior.
+        A lower bound for `LowRank`, `SimultaneousKronecker` and a Kronecker product with a row-and-column prior.
         """
         return torch.linalg.eigvalsh(self.dense().double()).min()
 

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from lapwing.errors import UnsupportedModel, brief
 from lapwing.model.adapters import WRAPPERS, active_adapters, adapter_containers, adapter_names, without_wrappers
 from lapwing.model.copies import written_by_forward
-from lapwing.model.glance import glance
 from lapwing.model.inputs import Inputs, batch_size, close, map_tensors, take, tensors_in
 from lapwing.model.module import borrowed, call, output_tensor
 from lapwing.model.params import Params
-from lapwing.model.unmoved import SPREAD, WHOLE, unmoved
+from lapwing.model.unmoved import SPREAD, WHOLE, glance, unmoved
 
 PROBED = 2  # samples whose outputs are kept
 STORED = 2**22  # bytes of probe inputs up to which a file holds them

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,6 @@ from lapwing.model.inputs import as_tensors
 from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.links import ClassLaw
-from lapwing.predictive.moving import moved
 from lapwing.predictive.table import SHOWN, frame_of, html_of
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class Prediction(ABC):
         if there.type == here.type and there.index in (None, here.index):
             return self
         other: Prediction = object.__new__(type(self))
-        other.__dict__.update(moved(self.__getstate__(), there))
+        other.__dict__.update(_moved(self.__getstate__(), there))
         return other
 
     def to_frame(self, *, level: float = 0.95, novelty: bool = False, index: Any = None) -> pandas.DataFrame:
@@ -338,3 +338,31 @@ def _items(index: Any, count: int, device: torch.device) -> Tensor:
 def _is_elsewhere(kind: type, name: str) -> bool:
     """Whether a field is one that only predictions of another kind have."""
     return isinstance(getattr(kind, name, None), _Elsewhere)
+
+
+def _moved(value: Any, device: torch.device, seen: dict[int, Any] | None = None) -> Any:
+    """Return `value` with all tensors inside it on `device`: in lists, dicts, and objects of this library or its users.
+
+    An object that is met twice is copied once.
+    """
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return seen[id(value)]
+    if isinstance(value, Tensor):
+        found: Any = value.to(device)
+    elif isinstance(value, list | tuple):
+        found = type(value)(_moved(each, device, seen) for each in value)
+    elif isinstance(value, dict):
+        found = {key: _moved(each, device, seen) for key, each in value.items()}
+    elif _holds_tensors(value):
+        found = seen[id(value)] = copy.copy(value)
+        found.__dict__.update({name: _moved(each, device, seen) for name, each in vars(value).items()})
+    else:
+        found = value
+    seen[id(value)] = found
+    return found
+
+
+def _holds_tensors(value: Any) -> bool:
+    ours = type(value).__module__.startswith(("lapwing.", "torch.distributions")) or isinstance(value, Likelihood)
+    return hasattr(value, "__dict__") and not isinstance(value, type) and (ours or is_dataclass(value))

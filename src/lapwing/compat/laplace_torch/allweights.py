@@ -19,10 +19,8 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.laplace import Laplace
 
 
-class FullLaplace(ParametricLaplace):
-    """A dense curvature: la = FullLaplace(model, "regression"); la.fit(loader)."""
-
-    _key: Any = ("all", "full")
+class DenseCurvature(ParametricLaplace):
+    """What posteriors with a dense curvature share, whichever weights they are over."""
 
     def _structure(self) -> Structure:
         return Full()
@@ -60,10 +58,14 @@ class FullLaplace(ParametricLaplace):
         return self._current.posterior.covariance().to(self._dtype)
 
 
-class DiagLaplace(ParametricLaplace):
-    """A diagonal curvature: la = DiagLaplace(model, "regression"); la.fit(loader)."""
+class FullLaplace(DenseCurvature):
+    """A dense curvature of all weights: la = FullLaplace(model, "regression"); la.fit(loader)."""
 
-    _key: Any = ("all", "diag")
+    _key = ("all", "full")
+
+
+class DiagonalCurvature(ParametricLaplace):
+    """What posteriors with a diagonal curvature share, whichever weights they are over."""
 
     def _structure(self) -> Structure:
         return Diag()
@@ -101,14 +103,18 @@ class DiagLaplace(ParametricLaplace):
         return 1 / self.posterior_precision
 
 
-class KronLaplace(ParametricLaplace):
-    """Kronecker factors G ⊗ A per weight and G per bias: la = KronLaplace(model, "classification"); la.fit(loader).
+class DiagLaplace(DiagonalCurvature):
+    """A diagonal curvature of all weights: la = DiagLaplace(model, "regression"); la.fit(loader)."""
+
+    _key = ("all", "diag")
+
+
+class KroneckerCurvature(ParametricLaplace):
+    """What posteriors with Kronecker factors share, whichever weights they are over: G ⊗ A per weight, G per bias.
 
     `damping=True` damps each factor (Ritter et al. 2018, Eq. 9) in predictions and samples; in laplace-torch it has no
     effect.
     """
-
-    _key: Any = ("all", "kron")
 
     _factors: Kron | None = None
     _undamped: KronDecomposed | None = None
@@ -212,10 +218,16 @@ class KronLaplace(ParametricLaplace):
         return {1, self.n_layers or 1}
 
 
+class KronLaplace(KroneckerCurvature):
+    """Kronecker factors of all weights: la = KronLaplace(model, "classification"); la.fit(loader)."""
+
+    _key = ("all", "kron")
+
+
 class LowRankLaplace(ParametricLaplace):
     """The `rank` largest eigenvalues of the GGN over all weights, and the prior elsewhere."""
 
-    _key: Any = ("all", "lowrank")
+    _key = ("all", "lowrank")
     rank = 100
 
     def _structure(self) -> Structure:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.func import functional_call, jacrev, vmap
 from lapwing.curvature import GGN, EmpiricalFisher, Factor, Hessian, MCFisher
 
 
-class CurvatureInterface:
+class CurvatureInterface(ABC):
     """What a backend is made of: a model, and Jacobians of its outputs.
 
     CurvlinopsGGN(model, "classification").jacobians(x)
@@ -36,10 +37,15 @@ class CurvatureInterface:
         self.subnetwork_indices = subnetwork_indices
         self.dict_key_x, self.dict_key_y, self.options = dict_key_x, dict_key_y, options
 
+    @property
+    @abstractmethod
+    def library(self) -> str:
+        """The library that laplace-torch computes with: a plain class attribute."""
+
     @classmethod
+    @abstractmethod
     def factor(cls, options: MutableMapping[str, Any]) -> Factor:
         """Return the factor that the backend stands for, given its `backend_kwargs`."""
-        return GGN()
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return ∂f/∂θ (batch, outputs, weights) of the trainable weights, and f (batch, outputs)."""
@@ -97,7 +103,9 @@ class HessianInterface(CurvatureInterface):
 
 
 class CurvlinopsInterface(CurvatureInterface):
-    """A backend of that name."""
+    """What laplace-torch computes with curvlinops."""
+
+    library = "curvlinops"
 
 
 class CurvlinopsGGN(CurvlinopsInterface, GGNInterface):
@@ -113,7 +121,9 @@ class CurvlinopsHessian(CurvlinopsInterface, HessianInterface):
 
 
 class AsdlInterface(CurvatureInterface):
-    """A backend of that name."""
+    """What laplace-torch computes with asdl."""
+
+    library = "asdl"
 
 
 class AsdlGGN(AsdlInterface, GGNInterface):
@@ -129,7 +139,9 @@ class AsdlHessian(AsdlInterface, HessianInterface):
 
 
 class BackPackInterface(CurvatureInterface):
-    """A backend of that name."""
+    """What laplace-torch computes with backpack."""
+
+    library = "backpack"
 
 
 class BackPackGGN(BackPackInterface, GGNInterface):
@@ -141,7 +153,9 @@ class BackPackEF(BackPackInterface, EFInterface):
 
 
 class AsdfghjklInterface(CurvatureInterface):
-    """A backend of that name."""
+    """What laplace-torch computes with asdfghjkl."""
+
+    library = "asdfghjkl"
 
 
 class AsdfghjklGGN(AsdfghjklInterface, GGNInterface):

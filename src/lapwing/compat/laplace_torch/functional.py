@@ -16,7 +16,7 @@ from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.curvature import Functional, Structure
 
 
-class FunctionalLaplace(ParametricLaplace):
+class FunctionSpace(ParametricLaplace):
     """The Gaussian process of the linearized network on `n_subset` data at random (`seed`).
 
     The prior precision is divided by n_subset / n, as in laplace-torch. (`lapwing.Functional(points)` multiplies the
@@ -25,14 +25,13 @@ class FunctionalLaplace(ParametricLaplace):
     independent.
     """
 
-    _key: Any = ("all", "gp")
     _pred_types = ("gp", "glm")
 
     def __init__(
         self,
         model: nn.Module,
         likelihood: Likelihood | str,
-        n_subset: int,
+        n_subset: int | None = None,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
@@ -46,6 +45,8 @@ class FunctionalLaplace(ParametricLaplace):
         seed: int = 0,
         **last_layer: Any,
     ) -> None:
+        if n_subset is None:
+            raise ValueError("hessian_structure='gp' needs n_subset, the number of data that it is fitted on")
         self.n_subset, self.independent_outputs, self.seed = n_subset, independent_outputs, seed
         self._prior_factor_sod = 1.0
         super().__init__(
@@ -105,7 +106,14 @@ class FunctionalLaplace(ParametricLaplace):
         self._changed()
 
 
-class FunctionalLLLaplace(FunctionalLaplace, LLLaplace):
-    """The same for the weights of the last layer."""
+class FunctionalLaplace(FunctionSpace):
+    """The Gaussian process of the network that is linearized in all weights."""
+
+    _key = ("all", "gp")
+
+
+@FunctionalLaplace.register
+class FunctionalLLLaplace(FunctionSpace, LLLaplace):
+    """The Gaussian process of the network that is linearized in the weights of its last layer."""
 
     _key = ("last_layer", "gp")

@@ -1,4 +1,8 @@
-"""Posteriors over the last layer: `FullLLLaplace`, `KronLLLaplace`, `DiagLLLaplace`."""
+"""Posteriors over the last layer: `FullLLLaplace`, `KronLLLaplace`, `DiagLLLaplace`.
+
+They register themselves as kinds of `FullLaplace`, `KronLaplace` and `DiagLaplace`, which they are in laplace-torch:
+`isinstance(la, KronLaplace)` holds for the last layer too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace, KronLaplace
+from lapwing.compat.laplace_torch.allweights import (
+    DenseCurvature,
+    DiagLaplace,
+    DiagonalCurvature,
+    FullLaplace,
+    KroneckerCurvature,
+    KronLaplace,
+)
 from lapwing.compat.laplace_torch.backends import CurvatureInterface
 from lapwing.compat.laplace_torch.enums import Likelihood
 from lapwing.compat.laplace_torch.features import FeatureExtractor, FeatureReduction
@@ -102,19 +113,22 @@ class LLLaplace(ParametricLaplace):
         super().load_state_dict(state_dict)
 
 
-class FullLLLaplace(LLLaplace, FullLaplace):
+@FullLaplace.register
+class FullLLLaplace(LLLaplace, DenseCurvature):
     """A dense curvature of the last layer."""
 
     _key = ("last_layer", "full")
 
 
-class KronLLLaplace(LLLaplace, KronLaplace):
+@KronLaplace.register
+class KronLLLaplace(LLLaplace, KroneckerCurvature):
     """Kronecker factors of the last layer."""
 
     _key = ("last_layer", "kron")
 
 
-class DiagLLLaplace(LLLaplace, DiagLaplace):
+@DiagLaplace.register
+class DiagLLLaplace(LLLaplace, DiagonalCurvature):
     """A diagonal curvature of the last layer."""
 
     _key = ("last_layer", "diag")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +14,7 @@ from lapwing.compat.laplace_torch.enums import Likelihood
 from lapwing.compat.laplace_torch.features import FeatureExtractor, last_layer_of
 
 
-class SubnetMask:
+class SubnetMask(ABC):
     """A choice of weights; a subclass returns a mask over all weights from `get_subnet_mask`.
 
     mask = LargestMagnitudeSubnetMask(model, n_params_subnet=100)
@@ -55,9 +56,9 @@ class SubnetMask:
             raise ValueError(f"a mask has {self._n_params} entries, each 0 or 1")
         return subnet_mask.nonzero().flatten()
 
+    @abstractmethod
     def get_subnet_mask(self, train_loader: Any) -> Tensor:
         """Return a mask over all weights."""
-        raise NotImplementedError
 
 
 class ScoreBasedSubnetMask(SubnetMask):
@@ -69,9 +70,9 @@ class ScoreBasedSubnetMask(SubnetMask):
             raise ValueError(f"n_params_subnet is a number of weights up to {self._n_params}, got {n_params_subnet}")
         self._n_params_subnet = n_params_subnet
 
+    @abstractmethod
     def compute_param_scores(self, train_loader: Any) -> Tensor:
         """Return one score per weight."""
-        raise NotImplementedError
 
     def get_subnet_mask(self, train_loader: Any) -> Tensor:
         scores = self.compute_param_scores(train_loader)

@@ -6,6 +6,7 @@ It holds one frozen `lapwing.Laplace`, and replaces it whenever a setting change
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -37,9 +38,14 @@ class ParametricLaplace(Saved):
 
     # --- what subclasses choose --------------------------------------------------------------------------------------
 
+    @property
+    @abstractmethod
+    def _key(self) -> Any:
+        """The subset of weights and the structure that `Laplace(...)` finds the class by: a plain class attribute."""
+
+    @abstractmethod
     def _structure(self) -> Structure:
         """Return the structure of the curvature."""
-        raise NotImplementedError
 
     def _selection(self, prefix: str) -> Any:
         """Return what `lapwing.fit(select=...)` takes; names of parameters have this prefix."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +26,9 @@ class Predictions(Tuned):
     _pred_types: tuple[str, ...] = ("glm", "nn")
 
     @property
+    @abstractmethod
     def _current(self) -> Laplace:
-        raise NotImplementedError
+        """The fitted posterior with the present prior, noise and temperature."""
 
     def __call__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,19 +25,22 @@ class Saved(Predictions):
     mean: Tensor | None
 
     @property
+    @abstractmethod
     def H(self) -> Any:
         """The curvature as a tensor or a `Kron`."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _network(self) -> nn.Module:
-        raise NotImplementedError
+        """The network that is fitted."""
 
+    @abstractmethod
     def _check_H_init(self) -> None:
-        raise NotImplementedError
+        """Raise if the posterior is not fitted yet."""
 
+    @abstractmethod
     def _fitted(self, found: Laplace, outputs: int) -> None:
-        raise NotImplementedError
+        """Take over a new posterior."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the posterior and its settings as tensors and plain values, for `torch.save`."""

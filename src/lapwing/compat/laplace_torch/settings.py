@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -21,7 +22,7 @@ class MissingKey(BadData, KeyError):
     __str__ = Exception.__str__
 
 
-class BaseLaplace:
+class BaseLaplace(ABC):
     """A model, a likelihood and the settings of its posterior, before or after a fit.
 
     `prior_precision` may be one number, one per parameter tensor or one per weight. `temperature` divides the
@@ -69,9 +70,11 @@ class BaseLaplace:
         self.n_data = 0
         self._begin()
 
+    @abstractmethod
     def _begin(self) -> None:
         """Take the state of an object that is not fitted."""
 
+    @abstractmethod
     def _changed(self) -> None:
         """Forget what depends on the settings."""
 
@@ -196,9 +199,9 @@ class BaseLaplace:
     # --- the likelihood of the training data -------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def loss(self) -> Tensor | float:
         """−Σ log p of the training data, for regression ½ Σ (y − f)²; 0 before a fit."""
-        return 0.0
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -208,11 +211,12 @@ class BaseLaplace:
         """
         return self._log_likelihood().to(self._dtype)
 
+    @abstractmethod
     def _loss(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64)
+        """Return the loss in float64."""
 
     def _log_likelihood(self) -> Tensor:
-        """The same in float64."""
+        """Return the tempered log-likelihood in float64."""
         sigma = self.sigma_noise.double()
         found = -self._loss() / sigma.square() / self.temperature
         if self.likelihood != Likelihood.REGRESSION:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace
+from lapwing.compat.laplace_torch.allweights import DenseCurvature, DiagLaplace, DiagonalCurvature, FullLaplace
 from lapwing.compat.laplace_torch.backends import CurvatureInterface, EFInterface, GGNInterface
 from lapwing.compat.laplace_torch.enums import Likelihood
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
@@ -26,7 +26,7 @@ class SubnetLaplace(ParametricLaplace):
         self,
         model: nn.Module,
         likelihood: Likelihood | str,
-        subnetwork_indices: Tensor,
+        subnetwork_indices: Tensor | None = None,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
@@ -110,13 +110,15 @@ class SubnetLaplace(ParametricLaplace):
         return whole
 
 
-class FullSubnetLaplace(SubnetLaplace, FullLaplace):
+@FullLaplace.register
+class FullSubnetLaplace(SubnetLaplace, DenseCurvature):
     """A dense curvature of a subnetwork."""
 
     _key = ("subnetwork", "full")
 
 
-class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
+@DiagLaplace.register
+class DiagSubnetLaplace(SubnetLaplace, DiagonalCurvature):
     """A diagonal curvature of a subnetwork."""
 
     _key = ("subnetwork", "diag")
@@ -124,6 +126,12 @@ class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
 
 def _checked(indices: Any, total: int) -> Tensor:
     """Refuse what is no vector of distinct positions (int64) among so many weights."""
+    if indices is None:
+        raise ValueError(
+            "subset_of_weights='subnetwork' needs subnetwork_indices, the positions of its weights in "
+            "parameters_to_vector(model.parameters()); a mask chooses them, for example "
+            "LargestMagnitudeSubnetMask(model, n_params_subnet=100).select()"
+        )
     if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.ndim != 1 or not len(indices):
         raise ValueError(f"subnetwork_indices is a vector of positions (torch.int64), not empty, got {indices!r}")
     if bool((indices < 0).any() | (indices >= total).any()) or len(indices.unique()) < len(indices):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ class Tuned(BaseLaplace):
 
     _pred_types: tuple[str, ...]
 
+    @abstractmethod
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
         """Return the log evidence under the given settings, or the present ones."""
-        raise NotImplementedError
 
     def optimize_prior_precision(
         self,

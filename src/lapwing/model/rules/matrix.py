@@ -236,6 +236,14 @@ class Convolution(PatchRule):
     def positions(self, call: Call, n: int) -> int:
         return call.data.shape[0] // n * prod(axis.places for axis in self._axes(call))
 
+    def kernel_shares(self, call: Call) -> Tensor | None:
+        if call.options["groups"] != 1:
+            return None
+        shares = torch.ones(1)
+        for axis in self._axes(call):
+            shares = (shares[:, None] * axis.shares()).flatten()
+        return shares
+
     def _without_patches(self, call: Call, dtype: torch.dtype) -> Tensor | None:
         """Return Σ a aᵀ from products of the image, or of its rows, where those are cheaper than patches."""
         options = call.options
@@ -328,6 +336,11 @@ class Axis:
     @property
     def places(self) -> int:
         return (self.size + self.before + self.after - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+
+    def shares(self) -> Tensor:
+        """Return the share of positions at which each place of the kernel lies on data and not on padding."""
+        at = torch.arange(self.places) * self.stride - self.before + torch.arange(self.kernel)[:, None] * self.dilation
+        return ((at >= 0) & (at < self.size)).double().mean(1)
 
     def parts(self) -> list[slice]:
         """Return the entries that each place in the kernel meets."""

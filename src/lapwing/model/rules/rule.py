@@ -149,6 +149,14 @@ class MatrixRule(Rule):
         """Return t, the number of positions per sample."""
         return call.data.shape[:-1].numel() // n
 
+    def kernel_shares(self, call: Call) -> Tensor | None:
+        """Return, for each of K places of a kernel, at which share of positions it lies on data and not on padding.
+
+        The weight (1, out, in) is then (out, channels, K): a sum over places of maps of channels. None for any other
+        operation, and for several groups.
+        """
+        return torch.ones(1) if self.plain else None
+
     def bias_rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         assert call.bias is not None
         summed = self.left_sum(call, g, samples, n)
