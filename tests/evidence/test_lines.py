@@ -1,12 +1,12 @@
 """Settings that differ in a common factor of their precisions: interpolated losses against those that are computed."""
 
 import torch
-from tests import dense
 from torch import nn
 
 import lapwing
 from lapwing.evidence.lines import chebyshev, enough, lines_of
 from lapwing.evidence.tuning import Setting
+from tests import dense
 
 
 def test_an_interpolation_meets_a_smooth_function() -> None:
