@@ -230,7 +230,7 @@ def _both(p: Tensor) -> Tensor:
 
 def _warn_if_coarse(error: Tensor | None) -> None:
     """Warn where probabilities have an estimated error above `COARSE`."""
-    if error is None or not bool((error > COARSE).any()):
+    if error is None or not error.numel() or not bool(error.max() > COARSE):
         return
     many = f"{int((error > COARSE).sum())} of {error.numel()} items"
     warn(
