@@ -77,6 +77,17 @@ def uci_classification(name: str) -> Dataset:
     return Dataset(torch.from_numpy(table["X"]), torch.from_numpy(table["y"]).long())
 
 
+def crispr(name: str) -> Dataset:
+    """CRISPR-Cas13 knockdown (Wessels et al. 2020; Stirn et al. 2023): "flow-cytometry" or "survival-screen".
+
+    Inputs are one-hot, (N, 4, 38): a guide of 23 nucleotides and its surroundings, zero where a nucleotide is missing.
+    Targets (N, 1) are mean log fold changes over the replicates.
+    """
+    table = read_table(folder() / "crispr-cas13" / f"{name}-HEK293.npz")
+    hot = torch.from_numpy(table["x"]).long()[:, None] == torch.arange(4)[None, :, None]
+    return Dataset(hot.float(), torch.from_numpy(table["y_mean"]))
+
+
 def tinystories() -> Path:
     """The folder of the 260k-parameter Llama, for `transformers.AutoModelForCausalLM.from_pretrained`."""
     return existing(folder() / "tinystories-260k")
@@ -103,6 +114,7 @@ def read_table(path: Path) -> dict[str, NDArray]:
 __all__ = [
     "Dataset",
     "Folds",
+    "crispr",
     "digits",
     "folder",
     "images",

@@ -103,15 +103,7 @@ def methods(given: argparse.Namespace, seed: int, names: tuple[str, ...] = NAMES
         if name not in names:
             continue
         start = time.monotonic()
-        la = lapwing.fit(
-            model, part, "classification", structure=structure, prior=PRIOR, n_data=len(train), progress=False
-        )
-        la = la.damping("factored") if structure == "kron" else la
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "sampled weights have lost")
-            la = la.tune(
-                held, predictive="sampled", grid=GRID, learn=("prior", "temperature"), rule="lowest", progress=False
-            )
+        la = tuned(model, part, held, structure, len(train))
         assert la.tuning is not None
         chosen[name] = str(la.tuning.setting)
         found[name] = la.ensemble(given.samples)
@@ -126,6 +118,24 @@ def methods(given: argparse.Namespace, seed: int, names: tuple[str, ...] = NAMES
         )  # fmt: skip
         _tell("mean field", start)
     return Methods({name: found[name] for name in names}, test, chosen)
+
+
+def tuned(
+    model: nn.Module, data: Any, held: tuple[Tensor, Tensor], structure: str, n_data: int, factor: Any = "ggn"
+) -> lapwing.Laplace:
+    """Fit a posterior, with factored damping if Kronecker, and choose prior and pseudo-observations on held-out images.
+
+    The curvature of all passes over the data is rescaled to `n_data`.
+    """
+    la = lapwing.fit(
+        model, data, "classification", structure=structure, factor=factor, prior=PRIOR, n_data=n_data, progress=False
+    )
+    la = la.damping("factored") if structure == "kron" else la
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sampled weights have lost")
+        return la.tune(
+            held, predictive="sampled", grid=GRID, learn=("prior", "temperature"), rule="lowest", progress=False
+        )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -95,7 +95,7 @@ class Result:
             figure = draw()
             for suffix in ("png", "svg"):
                 figure.savefig(out / f"{self.name}.{suffix}", bbox_inches="tight")
-        (out / f"{self.name}.json").write_text(json.dumps(_plain(asdict(self)), indent=1) + "\n", encoding="utf-8")
+        (out / f"{self.name}.json").write_text(json.dumps(plain(asdict(self)), indent=1) + "\n", encoding="utf-8")
         (out / f"{self.name}.md").write_text(self.page(draw is not None), encoding="utf-8")
         refresh(out)
         print(f"written to {out}: {self.name}.md, .json" + (", .png, .svg" if draw is not None else ""))
@@ -154,14 +154,14 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as JSON holds it; numbers that are not finite are an error of the experiment."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise BadData(f"a result is {value}: an experiment writes finite numbers only")
     return value

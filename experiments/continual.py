@@ -1,6 +1,6 @@
 """Continual learning on permuted MNIST: yesterday's posterior is today's prior, beside plain fine-tuning.
 
-    python -m experiments.continual [--tasks 5] [--size 5000] [--epochs 10] [--seeds 3]
+    python -m experiments.continual [--tasks 5] [--size 2000] [--epochs 6] [--seeds 3]
 
 Each task is MNIST with its own fixed permutation of the pixels. One MLP 784-100-10 learns them in turn: by
 `lapwing.train` with `Prior.from_posterior` of the task before (diagonal, Kronecker and EKFAC posteriors), and by
@@ -53,11 +53,11 @@ def run(tasks: int, size: int, epochs: int, structure: str | None, seed: int) ->
 
 
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke={"tasks": 3, "size": 200, "epochs": 1})
+    parser = Experiment(__doc__, smoke={"tasks": 3, "size": 200, "epochs": 1, "seeds": 1})
     parser.add_argument("--tasks", type=int, default=5)
-    parser.add_argument("--size", type=int, default=5000)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--size", type=int, default=2000)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     table = {}
     for structure in (None, "diag", "kron", "ekfac"):

@@ -145,7 +145,7 @@ def figure(curves: Mapping[str, Any], given: Any) -> Any:
     """The common band; and, beside it, bands of the approximations."""
     from matplotlib.figure import Figure
 
-    canvas = Figure(figsize=(11, 4.2))
+    canvas = Figure(figsize=(13, 4.2))
     x, mean, (px, py), bands = (curves[key] for key in ("x", "mean", "data", "bands"))
     left, right = canvas.subplots(1, 2)
     width = bands[EXACT[0]]
@@ -167,7 +167,7 @@ def figure(curves: Mapping[str, Any], given: Any) -> Any:
     right.set_yscale("log")
     right.set_xlabel("x")
     right.set_title("standard deviation of f by approximation", loc="left", fontsize=9)
-    right.legend(frameon=False, fontsize=7)
+    right.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     canvas.tight_layout()
     return canvas
 
@@ -197,7 +197,7 @@ def main(given: Any) -> None:
             "written out in the script: the worst of 201 inputs between −5 and 5, and the mean over those at the data. "
             "± is the standard deviation over seeds, each with its own data and network.",
             "ELLA sets the variance outside its directions to zero; this library keeps the prior's there, so that its "
-            "Nyström band is never below the exact one.",
+            "Nyström band is never below ELLA's.",
         )
     )
     curves = runs[0][1]
@@ -214,5 +214,5 @@ if __name__ == "__main__":
     parser.add_argument("--points", type=int, default=60)
     parser.add_argument("--width", type=int, default=50, help="of the two hidden layers")
     parser.add_argument("--steps", type=int, default=3000, help="of Adam, before L-BFGS")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64], help="directions of the Nyström form")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 12, 16], help="directions of the Nyström form")
     main(parser.parse_args())

@@ -1,9 +1,9 @@
 """Heteroscedastic regression: mean and variance against natural parameters, with and without Laplace, on a toy.
 
-    python -m experiments.heteroscedastic_toy [--seeds 5] [--out docs/results]
+    python -m experiments.heteroscedastic_toy [--seeds 3] [--out docs/results]
 
 y = x sin x + 0.3 (1 + x) ε / 2 for x in [0, 10] (Detlefsen et al. 2019), 200 points, none in [4.5, 6]: the noise grows
-with x. A network 1-50-50-2 of tanh units emits (μ, log σ²) or natural parameters (η₁, ρ) (document 002, "Revisiting the
+with x. A network 1-30-30-2 of tanh units emits (μ, log σ²) or natural parameters (η₁, ρ) (document 002, "Revisiting the
 Natural Parameterization"). "MAP" is trained with one small prior precision; "evidence" by `lapwing.train`, which learns
 a prior per layer. Each predicts by the network alone and by the linearized posterior (full GGN). Test points are 1,000
 new ones at the data, and 500 in the gap and beyond 10. Whether the log-likelihood is concave is read off the Hessian of
@@ -26,7 +26,7 @@ import lapwing
 from experiments import _networks as networks
 from lapwing.baselines import DeepEnsemble
 
-ABOUT = {"paper": "002, Heteroscedastic Regression Illustration", "minutes": 6}
+ABOUT = {"paper": "002, Heteroscedastic Regression Illustration", "minutes": 4}
 
 KINDS = {"mean": "mean–variance", "natural": "natural"}
 GAP, END = (4.5, 6.0), 10.0
@@ -239,13 +239,13 @@ if __name__ == "__main__":
     parser = Experiment(
         __doc__,
         smoke={"seeds": 1, "steps": 90, "epochs": 3, "points": 40, "test": 40, "width": 6},
-        quick={"seeds": 1, "steps": 1500, "epochs": 16, "width": 30},
+        quick={"seeds": 1, "steps": 1500, "epochs": 12},
     )
-    parser.set_defaults(seeds=5)
+    parser.set_defaults(seeds=3)
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--test", type=int, default=1000)
-    parser.add_argument("--width", type=int, default=50, help="of the two hidden layers")
+    parser.add_argument("--width", type=int, default=30, help="of the two hidden layers")
     parser.add_argument("--steps", type=int, default=3000, help="of Adam")
-    parser.add_argument("--epochs", type=int, default=40, help="of 20 iterations of L-BFGS each, with the evidence")
+    parser.add_argument("--epochs", type=int, default=24, help="of 20 iterations of L-BFGS each, with the evidence")
     parser.add_argument("--precision", type=float, default=0.01, help="of the prior of MAP")
     main(parser.parse_args())

@@ -48,7 +48,7 @@ def draw(problem: str, n: int, generator: torch.Generator) -> tuple[Tensor, Tens
 def predictions(la: lapwing.Laplace, x: Tensor, draws: int) -> dict[str, Any]:
     """The three predictions at x; the network is the posterior's own with nothing uncertain."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the sampled predictive")  # has collapsed: that is the experiment
+        warnings.filterwarnings("ignore", "the sampled weights have lost")  # that is the experiment
         sampled = la.predict(x, method="sampled", samples=draws)
     return {
         "network": lapwing.baselines.DeepEnsemble([la.module], la.likelihood).predict(x),

@@ -153,6 +153,16 @@ def test_crps_of_a_point_is_the_absolute_error() -> None:
     assert result.item() == pytest.approx(2.0)
 
 
+def test_one_output_may_be_a_column() -> None:
+    """Predictions (n, 1) and targets (n,) are compared item by item, not each with each."""
+    mean, y = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.0, 1.0, 4.0])
+    for predicted, target in ((mean[:, None], y), (mean, y[:, None])):
+        assert metrics.rmse(predicted, target).item() == pytest.approx((4 / 3) ** 0.5)
+        assert metrics.coverage(predicted - 1, predicted + 1, target).item() == pytest.approx(2 / 3)
+    spread = torch.ones(3, 1)
+    assert metrics.crps(mean[:, None], spread, y) == metrics.crps(mean, spread[:, 0], y)
+
+
 def test_coverage_counts_the_edges() -> None:
     lower, upper = torch.zeros(4), torch.ones(4)
     assert metrics.coverage(lower, upper, torch.tensor([0.0, 1.0, 1.5, 0.5])).item() == 0.75
@@ -161,8 +171,8 @@ def test_coverage_counts_the_edges() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: metrics.rmse(torch.zeros(5, 1), torch.zeros(5)), r"\(5, 1\) need targets of that shape, got \(5,\)"),
-        (lambda: metrics.crps(torch.zeros(5, 1), torch.ones(5, 1), torch.zeros(5)), "need targets of that shape"),
+        (lambda: metrics.rmse(torch.zeros(5, 2), torch.zeros(5)), r"\(5, 2\) need targets of that shape, got \(5,\)"),
+        (lambda: metrics.crps(torch.zeros(5, 1), torch.ones(5, 1), torch.zeros(1, 5)), "need targets of that shape"),
         (lambda: metrics.nll(torch.ones(2, 3) / 3, torch.tensor([0, 3])), r"target 3 is outside 0\.\.2"),
         (lambda: metrics.nll(torch.ones(2, 3) / 3, torch.tensor([0, -100])), "target -100"),
         (lambda: metrics.nll(torch.ones(2, 3) / 3, torch.tensor([0.0, 1.0])), "must be integers"),
@@ -196,5 +206,11 @@ def test_arrays_and_series_score_like_tensors(classes: tuple[torch.Tensor, torch
     inside = np.mean((lower.numpy() <= probs[:, 1].numpy()) & (probs[:, 1].numpy() <= upper.numpy()))
     assert float(metrics.coverage(lower, upper, pd.Series(probs[:, 1].numpy()))) == pytest.approx(inside)
     assert metrics.auroc(lower.numpy(), upper.numpy()) == metrics.auroc(lower, upper)
-    with pytest.raises(BadData, match=r"\(200, 1\) need targets of that shape"):
-        metrics.coverage(lower[:, None].numpy(), upper[:, None].numpy(), pd.Series(probs[:, 1].numpy()))
+    column = pd.Series(probs[:, 1].numpy())
+    assert float(metrics.coverage(lower[:, None].numpy(), upper[:, None].numpy(), column)) == pytest.approx(inside)
+    assert float(metrics.coverage(lower, upper, probs[:, 1:2])) == pytest.approx(inside)
+    for wrong in (lower[:, None].expand(-1, 2), lower[:100, None], lower[None, :]):
+        with pytest.raises(BadData, match="need targets of that shape"):
+            metrics.coverage(wrong, wrong, column)
+    with pytest.raises(BadData, match="need targets of that shape"):
+        metrics.rmse(lower[:, None], probs[None, :, 1])

@@ -290,9 +290,17 @@ def _classes(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return float64 tensors of one shape; a wrong broadcast, (n, 1) against (n,), is the classic silent error."""
+    """Return float64 tensors of one shape; a wrong broadcast, (n, 1) against (n,), is the classic silent error.
+
+    Predictions (n, 1) and targets (n,), or the other way round, are one output, and are laid side by side.
+    """
     *parts, targets = (t.double() for t in _tensors(*tensors))
     predicted = torch.broadcast_tensors(*parts)
+    shape = predicted[0].shape
+    if shape == (*targets.shape, 1):
+        predicted = tuple(part[..., 0] for part in predicted)
+    elif targets.shape == (*shape, 1):
+        targets = targets[..., 0]
     _same(predicted[0], targets)
     if not targets.numel():
         raise BadData("there is nothing to score: the targets are empty")

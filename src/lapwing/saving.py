@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from lapwing.curvature import Curvature, Factor, Problem, Structure
 from lapwing.curvature.matrixfree import require_same_data
-from lapwing.errors import CorruptFile, LapwingError, UnsupportedModel
+from lapwing.errors import BadData, CorruptFile
 from lapwing.linalg import Layout, unpack_sound
 from lapwing.linalg.validity import flaw_of_values
 from lapwing.model import Params
-from lapwing.model.convention import Convention
-from lapwing.model.fingerprint import Probe, fingerprint, written
+from lapwing.model.stored import describe_module, intact
 from lapwing.posterior import Prior, Tempered
-from lapwing.storage import full, lean, pack, prefixed, read_file, under, unpack, write_file
+from lapwing.storage import pack, prefixed, read_file, under, unpack, write_file
 
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("structure", "factor", "matrix", "prior", "likelihood", "parameters"), dict),
@@ -68,19 +66,18 @@ def write(path: Path, la: Any) -> None:
         "damped": la.belief.damped,
         "repair": la.belief.repair,
         "tuned": la.tuned,
-        "written": written(la.module),
-        "fingerprint": fingerprint(la.module, written(la.module)),
     }
-    if la.watch is not None and la.watch.probe is not None and la.watch.probe.storable:
-        found: dict[str, Tensor] = {}
-        header["probe"] = lean([la.watch.probe.inputs, la.watch.probe.outputs], found)
-        tensors |= prefixed("probe.", found)
-    write_file(path, tensors, header)
+    probe = None if la.watch is None else la.watch.probe
+    write_file(path, *describe_module(la.module, probe, tensors, header))
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read tensors and header of the file of a posterior, or raise a clear error."""
     tensors, header = read_file(path)
+    if "distilled" in header:
+        raise BadData(
+            f"{path.name!r} holds a distilled predictor: lapwing.Distilled.load({str(path)!r}, model) reads it"
+        )
     with intact(path):
         _require_header(header)
     return tensors, header
@@ -97,55 +94,6 @@ def _require_header(header: Mapping[str, Any]) -> None:
     names = [name for block in header["blocks"] for name in block]
     if not set(names) <= set(header["parameters"]):
         raise CorruptFile("its blocks name weights that are none of its parameters")
-
-
-@contextmanager
-def intact(path: Path) -> Iterator[None]:
-    """Raise `CorruptFile` in place of errors that come from impossible entries of a file."""
-    try:
-        yield
-    except CorruptFile:
-        raise
-    except (LapwingError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        if isinstance(error, UnsupportedModel):
-            raise
-        raise CorruptFile(f"{path.name!r} does not fit together ({error}); fit again, or restore a copy") from error
-
-
-def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
-    """Refuse a module with other parameters, shapes or weights than the file was made with."""
-    live = dict(module.named_parameters())
-    for name, shape in header["parameters"].items():
-        if name not in live:
-            raise UnsupportedModel(f"{path.name!r} belongs to a model with a parameter {name!r}, which this one lacks")
-        if list(live[name].shape) != shape:
-            raise UnsupportedModel(
-                f"{path.name!r} belongs to a model whose {name!r} has shape {tuple(shape)}; here it is "
-                f"{tuple(live[name].shape)}"
-            )
-    if fingerprint(module, header["written"]) != header["fingerprint"]:
-        raise UnsupportedModel(
-            f"{path.name!r} was made with other weights or buffers than this model has now. Load the weights it was "
-            "fitted on first."
-        )
-
-
-def restore_probe(
-    tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module, path: Path
-) -> Probe | None:
-    """Return the probe of the fit; refuse a module that gives other outputs for its inputs."""
-    if "probe" not in header:
-        return None
-    device = next(module.parameters()).device
-    inputs, outputs = full(header["probe"], under("probe.", tensors, device))
-    probe = Probe(inputs, outputs, made_up=True)
-    if not probe.agrees(module):
-        raise UnsupportedModel(
-            f"{path.name!r} was made with a model that gives other outputs for the same inputs, although its weights "
-            "are the same (a hook, another activation, a setting such as an adapter's scaling). Load it for the model "
-            "it was fitted on."
-        )
-    return probe
 
 
 def restore_curvature(
@@ -216,13 +164,6 @@ def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], para
     prior = Prior.from_spec(under("prior.", tensors, params.device), header["prior"], params.size)
     prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
     return prior
-
-
-def restore_convention(header: Mapping[str, Any]) -> Convention:
-    """Say how the batches of the fit were read; a file of an earlier version does not tell."""
-    stored = header.get("convention", {})
-    known = {field.name: stored[field.name] for field in fields(Convention) if field.name in stored}
-    return Convention(**known | ({"names": tuple(known["names"])} if "names" in known else {}))
 
 
 def restore_temperature(header: Mapping[str, Any]) -> Tempered:

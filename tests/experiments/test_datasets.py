@@ -56,6 +56,16 @@ def test_uci_folds_are_disjoint_and_complete(data_dir: Path) -> None:
     assert torch.equal(test.targets, data.targets[data.test[3]])
 
 
+@pytest.mark.parametrize(("name", "size"), [("flow-cytometry", 5635), ("survival-screen", 9985)])
+def test_crispr_guides_are_one_hot(data_dir: Path, name: str, size: int) -> None:
+    data = datasets.crispr(name)
+    assert tuple(data.inputs.shape) == (size, 4, 38)
+    assert tuple(data.targets.shape) == (size, 1)
+    assert data.inputs.sum(1).unique().tolist() in ([1.0], [0.0, 1.0])
+    assert data.inputs.sum() / data.inputs[:, 0].numel() > 0.999
+    assert bool(data.targets.isfinite().all())
+
+
 def test_tinystories_is_a_hugging_face_folder(data_dir: Path) -> None:
     assert (datasets.tinystories() / "config.json").exists()
 

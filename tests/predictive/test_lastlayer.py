@@ -7,6 +7,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ TASKS = {
     "labels": (3, lambda n, k: torch.randint(2, (n, k)).float()),
     "counts": (1, lambda n, k: torch.poisson(torch.ones(n, k))),
 }
+OTHER_TASKS = {"heteroscedastic": (2, lambda n, k: torch.randn(n, 1))}
 LIKELIHOODS = {"two classes": "classification", "labels": "binary"}
 
 
@@ -44,7 +46,7 @@ def fitted(
     task: str = "classification", structure: str = "kron", net: nn.Module | None = None, **options: object
 ) -> tuple[lapwing.Laplace, Tensor]:
     torch.manual_seed(0)
-    outputs, targets = TASKS[task]
+    outputs, targets = (TASKS | OTHER_TASKS)[task]
     net = Net(outputs) if net is None else net
     x = torch.randn(40, 1, 6, 6)
     data = (x, targets(40, outputs))
@@ -254,23 +256,55 @@ def test_an_exported_file_runs_where_nothing_of_ours_is(task: str, structure: st
     assert done.stdout.strip() == "equal", done.stderr
 
 
+STRANGER_ONNX = """
+import sys
+import numpy
+import onnxruntime
+program, saved, names = sys.argv[1:]
+sys.modules["lapwing"] = sys.modules["torch"] = None  # an import would fail
+stored = numpy.load(saved)
+session = onnxruntime.InferenceSession(program)
+assert [output.name for output in session.get_outputs()] == names.split(",")
+for rows in (slice(None), slice(0, 1)):
+    found = session.run(None, {session.get_inputs()[0].name: stored["x"][rows]})
+    for name, value in zip(names.split(","), found, strict=True):
+        numpy.testing.assert_allclose(value, stored[name][rows], rtol=1e-5, atol=1e-5, err_msg=name)
+print("equal")
+"""
+
+EVERY_STRUCTURE = tuple((task, structure) for task in ("classification", "regression") for structure in STRUCTURES)
+
+
 @pytest.mark.parametrize(
     ("task", "structure"),
-    slow(("classification", "kron"), ("classification", "diag"), ("regression", "full"), ("binary", "kron")),
+    slow(("classification", "full"), *EVERY_STRUCTURE, ("two classes", "full"), ("labels", "kron"), ("counts", "full")),
 )
 def test_an_onnx_file_runs_in_onnx_runtime(task: str, structure: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime")
     la, _ = fitted(task, structure, prior=2.0)
-    names = ("mean", "epistemic")
+    names = ("mean", "epistemic", "novelty")
     la.export(tmp_path / "model.onnx", torch.randn(2, 1, 6, 6), outputs=names)
     x = torch.randn(9, 1, 6, 6)
     p = la.predict(x)
-    session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    assert [output.name for output in session.get_outputs()] == list(names)
-    for name, value in zip(names, found, strict=True):
-        torch.testing.assert_close(torch.as_tensor(value), getattr(p, name), rtol=1e-5, atol=1e-5)
+    arrays = {"x": x.numpy()} | {name: getattr(p, name).numpy() for name in names}
+    numpy.savez(tmp_path / "expected.npz", **arrays)
+    command = [sys.executable, "-c", STRANGER_ONNX]
+    arguments = [tmp_path / "model.onnx", tmp_path / "expected.npz", ",".join(names)]
+    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+def test_what_no_file_can_hold_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for task, words in (("counts", "entropy of counts"), ("heteroscedastic", "heteroscedastic regression")):
+        la, x = fitted(task)
+        with pytest.raises(lapwing.UnsupportedOperation, match=f"{words} cannot be exported"):
+            la.export(tmp_path / "model.pt2", x[:2], outputs=("mean", "entropy"))
+    assert not list(tmp_path.iterdir())
+    assert not [note for note in caplog.records if note.levelno >= logging.WARNING]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_onnx_file_is_written_without_the_exporters_notes(
@@ -306,12 +340,16 @@ def test_unknown_outputs_are_refused() -> None:
         fitted()[0].predictor("variance")
 
 
+class Branching(Net):
+    """Decides by numbers what to do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if float(x.sum()) > -1e9 else -x)
+
+
 def test_what_pytorch_cannot_export_is_one_error(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
-    x, y = torch.randn(30, 5), torch.randn(30, 1)
-    la = lapwing.fit(net, (x, y), "heteroscedastic", structure="kron", select="last_layer", progress=False)
-    with pytest.raises(lapwing.UnsupportedOperation, match="heteroscedastic"):
+    la, x = fitted(net=Branching(3))
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"operation of the network.*torch\.export"):
         la.export(tmp_path / "model.pt2", x[:2])
     assert not list(tmp_path.iterdir())
 

@@ -52,7 +52,7 @@ class KFRA(KroneckerFactor):
     `batch=m` runs the recursion for every m data and adds up the results, as the paper does with m = 100. With m = 1
     that is the exact E[B] (appendix C), which `factor="ggn"` computes much faster. Groups do not reach over the batches
     of the loader, nor over the parts of a batch that fit into memory. By default means are over all data, so that
-    results do not depend on batches (decision 23).
+    results do not depend on batches (decisions 23 and 36).
 
     The recursion runs over the selected layers; everything after the last of them is part of J. Tied weights, grouped
     convolutions, selected norms, outputs with positions and operations that mix channels or let a value act at several

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
-from lapwing.errors import BadData
+from lapwing.errors import BadData, refuse_export
 from lapwing.likelihoods.likelihood import (
     Likelihood,
     as_target,
@@ -149,6 +149,7 @@ class HeteroscedasticGaussian(Likelihood):
         is a quarter of it). Otherwise they would come from noise levels in the far tail of ρ that this interval does
         not see; they are then those under a narrower spread of ρ, with which it is that width (see `_narrowed`).
         """
+        refuse_export("a heteroscedastic regression cannot be exported, since its moments take a search per item")
         dtype, k = promote(f.mean).dtype, f.mean.shape[-1] // 2
         covariance = f.item_covariance.double()
         diagonal = covariance.diagonal(dim1=-2, dim2=-1)
@@ -252,6 +253,7 @@ class HeteroscedasticGaussian(Likelihood):
         first, second = self.split(f)
         center, noise = self.moments(torch.cat([first + slope * step, second + step], -1))
         if self.parametrization == "mean":
+            noise = noise.clamp(max=torch.finfo(noise.dtype).tiny ** -0.4)  # as far as `precision` goes
             return center, noise, rest.expand(noise.shape), slope.expand(noise.shape)
         return center, noise, noise.square() * rest, noise * (slope - center * (second + step).sigmoid())
 

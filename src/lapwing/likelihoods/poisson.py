@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Independent
 from torch.distributions import Poisson as PoissonLaw
 
+from lapwing.errors import refuse_export
 from lapwing.likelihoods.likelihood import (
     Likelihood,
     as_target,
@@ -143,6 +144,7 @@ class LognormalPoisson(Marginal):
         """Return the entropy of one output: a sum over counts below 64, and an integral beyond, where p is smooth."""
         if self.center.shape[-1] > 1:
             return None
+        refuse_export("the entropy of counts cannot be exported, since its range is searched for")
         shape = (-1,) + (1,) * self.center.ndim
         small = torch.arange(64, dtype=torch.float64, device=self.center.device)
         x, weights = (torch.from_numpy(part).to(small) for part in leggauss(96))

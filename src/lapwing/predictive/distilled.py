@@ -9,7 +9,7 @@ of passes is its covariance J Σ Jᵀ. A head that reads the same forward pass i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData, UnsupportedOperation, require_whole
-from lapwing.likelihoods import Likelihood
+from lapwing.errors import BadData, UnsupportedOperation, positive, require_whole
+from lapwing.likelihoods import Likelihood, likelihood_from_spec
 from lapwing.metrics import auroc
 from lapwing.model import Network, batch_size, take, tensors_in
 from lapwing.model.convention import Convention
+from lapwing.model.fingerprint import Probe
 from lapwing.model.inputs import Inputs, as_tensors, map_tensors
-from lapwing.model.module import arguments, outside_inference, placed
+from lapwing.model.module import arguments, outside_inference, placed, unwrap
+from lapwing.model.stored import describe_module, intact, require_same_module, restore_convention, restore_probe
 from lapwing.predictive.energies import EnergyNetwork
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction, fixed_generator
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.targets import predict_targets
-from lapwing.predictive.variancehead import VarianceHead, fit_head
+from lapwing.predictive.variancehead import VarianceHead, fit_head, restored_head
+from lapwing.storage import prefixed, read_file, under, write_file
 
 EPOCHS = 50
 MOST = 2000  # inputs of the data that the teacher is asked for
@@ -53,8 +56,11 @@ class DistilledLayer(nn.Module):
         f, z = self.network(*args, **kwargs)
         return f, self.head(f, z)
 
-    def function(self, f: Tensor, spread: Tensor, shift_invariant: bool = False) -> GaussianFunction:
-        """The Gaussian over the outputs."""
+    def function(
+        self, f: Tensor, spread: Tensor, shift_invariant: bool = False, scale: float = 1.0
+    ) -> GaussianFunction:
+        """The Gaussian over the outputs, multiplied by `scale`."""
+        f, spread = (f, spread) if scale == 1.0 else (scale * f, scale * spread)
         basis = self.head.basis.to(f)
         seen = basis - basis.mean(0)
         gram = lambda root: (root * spread[..., None, :].square()) @ root.mT  # noqa: E731
@@ -85,6 +91,11 @@ class Distance:
     epistemic: float
     auroc: tuple[float, float] | None = None
 
+    @classmethod
+    def restore(cls, stored: Mapping[str, Any]) -> Distance:
+        """Return the distance that a file describes."""
+        return cls(**{**stored, "auroc": None if stored["auroc"] is None else tuple(stored["auroc"])})
+
     def __str__(self) -> str:
         text = (
             f"{self.items} inputs, KL {self.divergence:.2g} nats, standard deviations off by a factor of "
@@ -108,6 +119,7 @@ class Distilled:
     scalar: bool
     convention: Convention
     distances: Mapping[str, Distance]
+    probe: Probe | None = None
 
     @outside_inference
     def predict(
@@ -117,10 +129,9 @@ class Distilled:
         args, kwargs = arguments(self._inputs(x))
         with torch.no_grad():
             f, spread = self.layer(*args, **kwargs)
-        function = self.layer.function(f, spread, self.likelihood.shift_invariant)
         scale = 1 / self.logit_temperature
         return predict_targets(
-            function if scale == 1.0 else function.scaled(scale),
+            self.layer.function(f, spread, self.likelihood.shift_invariant, scale),
             self.likelihood,
             link=link,
             samples=samples,
@@ -156,6 +167,54 @@ class Distilled:
             fast.export("model.onnx", x[:2])
         """
         export(self.predictor(*outputs, samples=samples), path, example)
+
+    def save(self, path: str | Path) -> None:
+        """Write one file (safetensors), atomically; `Distilled.load(path, model)` reads it for the same network.
+
+        fast.save("fast.lapwing")
+        """
+        network, head = self.layer.network, self.layer.head
+        header = {
+            "distilled": {"wanted": list(network.wanted), "widths": list(network.widths)},
+            "likelihood": self.likelihood.spec(),
+            "logit_temperature": self.logit_temperature,
+            "scalar": self.scalar,
+            "convention": asdict(self.convention),
+            "distances": {name: asdict(distance) for name, distance in self.distances.items()},
+            "parameters": {name: list(value.shape) for name, value in network.body.named_parameters()},
+        }
+        tensors = prefixed("head.", head.state_dict())
+        write_file(Path(path), *describe_module(network.body, self.probe, tensors, header))
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = None) -> Distilled:
+        """Read a predictor that `save` wrote, for the same network with the same weights; neither is in the file.
+
+        `likelihood` is needed for a likelihood of your own that is not registered.
+
+            fast = lapwing.Distilled.load("fast.lapwing", model)
+        """
+        path, module = Path(path), unwrap(model)
+        tensors, header = read_file(path)
+        if "distilled" not in header:
+            raise BadData(f"{path.name!r} holds no distilled predictor: lapwing.load({str(path)!r}, model) reads it")
+        with intact(path):
+            require_same_module(header, module, path)
+            probe = restore_probe(tensors, header, module, path)
+        family = likelihood_from_spec(header["likelihood"], likelihood)
+        with intact(path):
+            wanted, widths = (tuple(map(int, header["distilled"][name])) for name in ("wanted", "widths"))
+            body = EnergyNetwork(module, family.outputs, wanted=wanted, widths=widths)
+            head = restored_head(under("head.", tensors, next(module.parameters()).device), widths)
+            return cls(
+                DistilledLayer(body, head).eval(),
+                family,
+                positive("the logit temperature", header["logit_temperature"]),
+                bool(header["scalar"]),
+                restore_convention(header),
+                {name: Distance.restore(each) for name, each in header["distances"].items()},
+                probe,
+            )
 
     def summary(self) -> str:
         """Return a text: how far this predictor is from its teacher, one line per set of inputs."""
@@ -212,7 +271,8 @@ def distill(
         epochs=epochs,
         generator=generator,
     )
-    found = Distilled(DistilledLayer(body, head).eval(), likelihood, logit_temperature, scalar, convention, {})
+    layer, probe = DistilledLayer(body, head).eval(), Probe.of(network.module, own[0])
+    found = Distilled(layer, likelihood, logit_temperature, scalar, convention, {}, probe)
     return _measured(found, teacher, held, {name: list(chain(*_parts(each, most))) for name, each in ood.items()})
 
 

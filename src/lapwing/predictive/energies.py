@@ -65,7 +65,16 @@ class EnergyNetwork(nn.Module):
     Example: `f, energies = EnergyNetwork(module, outputs, x)(x)`.
     """
 
-    def __init__(self, module: nn.Module, outputs: Outputs, example: Inputs) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        outputs: Outputs,
+        example: Inputs | None = None,
+        *,
+        wanted: tuple[int, ...] = (),
+        widths: tuple[int, ...] = (),
+    ) -> None:
+        """`example` shows which calls of layers to look at; without it, `wanted` and their `widths` say so."""
         super().__init__()
         if any(written_by_forward(each) for each in module.modules()):
             raise UnsupportedModel(
@@ -84,7 +93,13 @@ class EnergyNetwork(nn.Module):
             if isinstance(part, (nn.Linear, *CONVOLUTIONS)):
                 part.register_forward_pre_hook(_record)
         self._wanted: tuple[int, ...] | None = None
-        self._wanted, self.widths = self._look(example)
+        self._wanted, self.widths = (wanted, widths) if example is None else self._look(example)
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The calls of layers whose energies are read, in the order of the calls."""
+        assert self._wanted is not None
+        return self._wanted
 
     def _look(self, example: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Choose the calls whose energies belong to samples: alone and in a batch they must be the same."""

@@ -20,9 +20,11 @@ from lapwing.predictive.lastlayer import LastLayer
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.softmax import prepare
 from lapwing.predictive.targets import predict_targets
+from lapwing.predictive.writtenout import WrittenOut
 from lapwing.writing import replacing
 
 SUFFIXES = (".pt2", ".onnx")
+NOISY = ("torch.onnx", "onnxscript", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 CLASSES = ("probs", "label", "confidence")  # outputs that only predictions of classes and labels have
 VALUES = ("variance", "stddev")  # outputs that only predictions of numbers have
 COMMON = ("mean", "entropy", "epistemic", "aleatoric", "total", "novelty")
@@ -64,21 +66,36 @@ class Predictor(nn.Module):
         """The outputs asked for, at the arguments that the network itself takes."""
         if self.training:
             raise UnsupportedOperation("a predictor has no training mode: call predictor.eval()")
-        prediction = self.prediction(*args, **kwargs)
+        return self.answer(*self.layer(*args, **kwargs))
+
+    def answer(self, f: Tensor, a: Tensor) -> dict[str, Tensor]:
+        """The outputs asked for, at outputs f of the network and inputs a of its last layer."""
+        prediction = self.prediction(f, a)
         return {name: getattr(prediction, name) for name in self._outputs}
 
-    def prediction(self, *args: Any, **kwargs: Any) -> Prediction:
+    def prediction(self, f: Tensor, a: Tensor) -> Prediction:
         """The same as a `Prediction`."""
-        f, a = self.layer(*args, **kwargs)
-        function = self.layer.function(f, a, self._likelihood.shift_invariant)
         score = self.novelty
         return predict_targets(
-            function if self._scale == 1.0 else function.scaled(self._scale),
+            self.layer.function(f, a, self._likelihood.shift_invariant, self._scale),
             self._likelihood,
             samples=self._samples,
             novelty=None if score is None else lambda: score.information(f, a, self._likelihood),
             scalar=self._scalar,
         )
+
+
+class _ForONNX(nn.Module):
+    """A predictor whose decompositions are written out; the network's own operations stay as they are."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        super().__init__()
+        self.predictor = predictor
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        found = self.predictor.layer(*args, **kwargs)
+        with WrittenOut():
+            return self.predictor.answer(*found)
 
 
 def export(predictor: Predictor, path: str | Path, example: Any) -> None:
@@ -101,11 +118,12 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
     try:
-        with torch.no_grad(), warnings_here("ignore", Warning):  # of PyTorch about its own parts
+        with torch.no_grad(), warnings_here("ignore", Warning), _quiet(*NOISY):  # of PyTorch about its own parts
             f = predictor.layer(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
             try:
-                program = torch.export.export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
+                module = _ForONNX(predictor).eval() if path.suffix == ".onnx" else predictor
+                program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
                 if path.suffix == ".pt2":
                     with replacing(path) as part:
                         torch.export.save(program, part)
@@ -115,9 +133,9 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
                 raise
             except Exception as error:  # PyTorch raises many kinds
                 raise UnsupportedOperation(
-                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). Classifiers of "
-                    "three classes and more go to '.onnx' with structure diag, kron or ekfac; a heteroscedastic "
-                    "regression goes to no file. Otherwise the network itself is the cause: try torch.export on it."
+                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). Posteriors and "
+                    "likelihoods that can be predicted with can be written too, so an operation of the network itself "
+                    f"is the likely cause: try torch.{'onnx' if path.suffix == '.onnx' else 'export'}.export on it."
                 ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -152,8 +170,7 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 def _write_onnx(program: torch.export.ExportedProgram, path: Path, names: Sequence[str]) -> None:
-    with _quiet("torch.onnx", "onnxscript"):
-        written = torch.onnx.export(program, dynamo=True, verbose=False)
+    written = torch.onnx.export(program, dynamo=True, verbose=False)
     assert written is not None
     graph = written.model.graph
     for value in (own for node in graph for own in node.outputs):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData, UnsupportedOperation, refuse_export
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import BlendedMarginal, Marginal, MixtureMarginal, sample_crps
 from lapwing.model.inputs import as_tensors
@@ -147,6 +147,7 @@ class ValuePrediction(Prediction):
         """The differential entropy: closed form for Gaussians, quadrature for one output, else from draws of y."""
         value = self._marginal.entropy()
         if value is None:
+            refuse_export("the entropy of several such numbers cannot be exported, since it takes draws")
             value = -torch.stack([self._log_prob(y) for y in self._targets[:512]]).mean(0)
         return value
 

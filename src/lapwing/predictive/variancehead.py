@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from lapwing.errors import CorruptFile
 from lapwing.predictive.linearized import contrasts
 
 WIDTH = 64  # of the network that corrects the quadratic form
@@ -104,6 +105,18 @@ def fit_head(
     head = VarianceHead(basis.to(f), weights.to(f), widths)
     if epochs:
         _fit_correction(head, f, z, target.to(f), epochs, generator)
+    return head.requires_grad_(False).eval()
+
+
+def restored_head(tensors: Mapping[str, Tensor], widths: Sequence[int]) -> VarianceHead:
+    """Return the head that these tensors are the state of; refuse what no fit can have made."""
+    if any(not bool(value.isfinite().all()) for value in tensors.values()):
+        raise CorruptFile("the head of the stored predictor is not finite")
+    basis, weights = tensors["basis"], tensors["weights"]
+    if weights.shape != (len(basis), sum(widths) + 1) or bool((weights < 0).any()):
+        raise CorruptFile("the weights of the stored predictor fit no head")
+    head = VarianceHead(basis, weights, widths)
+    head.load_state_dict(dict(tensors))
     return head.requires_grad_(False).eval()
 
 
