@@ -18,6 +18,7 @@ import torch
 from experiments._arguments import Experiment
 from experiments._dropout_network import (
     BATCH,
+    WIDE,
     Binarized,
     add_options,
     binarized,
@@ -57,7 +58,7 @@ def run(seed: int, given: Any) -> tuple[Curves, Curves, dict[str, dict[str, floa
     sizes = torch.linspace(0, 0.5, given.sizes).tolist()
     untargeted, targeted, chosen = {}, {}, {}
     for name, (data, factor) in ways.items():
-        la = tuned(model, data, held, "kron", len(train), factor)
+        la = tuned(model, data, held, "kron", len(train), factor, WIDE)
         predictor = la.ensemble(given.samples)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the sampled weights have lost")
@@ -135,7 +136,9 @@ def main(given: Any) -> None:
         row[f"accuracy η={sizes[-1]:.1f}"] = spread([each[0][name]["accuracy"][-1] for each in runs])
         row["steps until half fooled"] = spread([float(reached(each[1][name]["target"], 0.5)) for each in runs])
         rows.append(row)
-    command = f"python -m experiments.mnist_ablation {options_told(given)} --attacked {given.attacked}"
+    command = (
+        f"python -m experiments.mnist_ablation {options_told(given)} --attacked {given.attacked} --steps {given.steps}"
+    )
     result = Result(
         "mnist_ablation", "Curvature with and without augmentation", "001, Figs. 6 and 7", command, list(seeds)
     )
@@ -147,6 +150,8 @@ def main(given: Any) -> None:
             f"Augmented: {given.passes} binarized draws of each of {given.curvature} images (the paper takes 1,000 of "
             "each training image); the others: the same images once, in gray. The scale of the curvature is that of "
             f"{given.train} images in all cases.",
+            f"Prior precisions from {WIDE['prior'][0]:g} to {WIDE['prior'][-1]:g} and T from {WIDE['temperature'][0]:g} "
+            f"to {WIDE['temperature'][-1]:g} were tried; a choice at their ends means a nearly fixed network.",
             "The exact pre-activation Hessian is that of KFRA with minibatches of one, computed by back-propagation "
             "(`factor='ggn'`), as a test shows. ± is the standard deviation over seeds; curves are means.",
         )
