@@ -25,6 +25,7 @@ from torch.nn import functional as F
 import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
+from lapwing.errors import BadData
 
 STRUCTURES = {"Diag": "diag", "KFAC": "kron", "EKFAC": "ekfac"}
 COLORS = {"Diag": "#2b6cb0", "KFAC": "#c05621", "EKFAC": "#2f855a"}
@@ -133,6 +134,8 @@ def scaling_error(fitted: Mapping[str, Any], tau: float, T: float) -> float:
 
 def run(network: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     """All curves of one network and seed, from the cache where they are there; progress is printed."""
+    if 1.0 not in given.temperatures or sorted(given.temperatures) != list(given.temperatures):
+        raise BadData(f"--temperatures must rise and have 1 among them, got {given.temperatures}")
     options = {name: getattr(given, name) for name in (*SIZES, "temperatures")} | {"seed": seed}
     return dict(cached(given.cache, f"tempered-{network}", options, lambda: _run(network, given, seed)))
 
@@ -199,9 +202,20 @@ def options_told(given: argparse.Namespace) -> str:
     return f"--seeds {given.seeds} --networks {' '.join(given.networks)} {sizes}"
 
 
+def sizes_told(given: argparse.Namespace) -> str:
+    """Return a sentence on how many images each network was trained and judged on, and what seeds draw."""
+    said = {
+        "lenet": f"LeNet-5: {given.train} training images, {given.test} test images and as many of KMNIST; seeds train "
+        "it anew and draw the images.",
+        "resnet20": f"ResNet-20: {given.images} test images and as many of SVHN, which seeds draw; there is one "
+        "pretrained network, whose own weight decay was smaller.",
+    }
+    return " ".join(said[network] for network in given.networks)
+
+
 SMOKE = {
-    "networks": ["lenet"], "train": 300, "epochs": 1, "curvature": 50, "test": 20,
-    "temperatures": [0.1, 1.0, 10.0],
+    "networks": ["lenet"], "train": 300, "epochs": 1, "curvature": 30, "test": 10,
+    "temperatures": [0.1, 1.0],
 }  # fmt: skip
 QUICK = {
     "networks": ["lenet"], "train": 10_000, "epochs": 4, "curvature": 500, "test": 100,

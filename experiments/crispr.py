@@ -17,10 +17,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import cached
 from experiments._results import Claim, Result, gathered, spread, verdict
 from torch import Tensor, nn
 
@@ -164,6 +166,12 @@ def run(seed: int, given: Any) -> dict[str, dict[str, float]]:
     return table
 
 
+def kept(seed: int, given: Any) -> dict[str, dict[str, float]]:
+    """What `run` returns, from the cache where it is there."""
+    options = {name: getattr(given, name) for name in ("data", "size", "epochs", "every", "width", "decays")}
+    return cached(given.cache, "crispr", options | {"seed": seed}, lambda: run(seed, given))
+
+
 def claims(each: Mapping[str, Mapping[str, list[float]]], mean: Mapping[str, Mapping[str, float]]) -> list[Claim]:
     def gain(better: str, worse: str) -> tuple[float, float]:
         """Mean difference of the log-likelihood, paired by seed, and its standard error."""
@@ -251,7 +259,7 @@ def figure(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    each, mean = gathered([run(seed, given) for seed in seeds])
+    each, mean = gathered([kept(seed, given) for seed in seeds])
     rows = [{"method": n, **{key: spread(values) for key, values in row.items()}} for n, row in each.items()]
     command = f"python -m experiments.crispr --data {given.data} --seeds {given.seeds} --epochs {given.epochs}"
     if given.size is not None:
@@ -284,13 +292,14 @@ if __name__ == "__main__":
     parser = Experiment(
         __doc__,
         smoke={"seeds": 1, "size": 300, "epochs": 2, "width": 4, "decays": [1e-3], "every": 1},
-        quick={"seeds": 1, "size": 2000, "epochs": 15, "decays": [1e-4, 1e-3, 1e-2]},
+        quick={"seeds": 1, "size": 2000, "epochs": 15},
     )
     parser.set_defaults(seeds=3)
     parser.add_argument("--data", default="flow-cytometry", choices=("flow-cytometry", "survival-screen"))
     parser.add_argument("--size", type=int, help="guides to take part (default: all)")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--every", type=int, default=2, help="epochs between two steps of the evidence")
     parser.add_argument("--width", type=int, default=16, help="channels; the hidden layer has twice as many units")
     parser.add_argument("--decays", type=float, nargs="+", default=[1e-4, 1e-3, 1e-2], help="for the validation part")
+    parser.add_argument("--cache", type=Path, help="keep the scores of each seed here, so that a run can go on")
     main(parser.parse_args())

@@ -271,6 +271,10 @@ class Laplace:
 
         la = la.to("cuda")
         """
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise BadData(f"there is no device {str(device)!r} here ({error}): use 'cpu'") from error
         network = replace(self.network, params=self.params.to(device))
         belief = replace(self.belief, curvature=self.curvature.to(network, device))
         watch = None if self.watch is None else self.watch.to(device)
@@ -479,10 +483,13 @@ class Laplace:
 
         `learn` is any of "prior", "temperature", "logit_temperature", "noise". By default, held-out data choose the
         prior, the temperature if that helps, and the logit temperature or a noise that the fit estimated; the evidence
-        chooses the prior and such a noise. `prior` is "scalar", "layerwise" or "parameterwise". `grid` maps names of
-        `learn` to candidates, one of which is chosen. `rule` picks from what was tried: "lowest" the lowest NLL,
-        "widest" the smallest precision that is shown to be no worse (`evidence.widest`), which is as good on data like
-        these and more cautious elsewhere. `predictive="sampled"` scores what `predict(x, method="sampled")` predicts, a
+        chooses the prior and such a noise. `prior` is "scalar", "layerwise" or "parameterwise"; the evidence also takes
+        "unit" (one precision per output of a layer: per class, for a last layer) and "input" (one per input: per
+        feature). `grid` maps names of `learn` to candidates, one of which is chosen.
+
+        `rule` picks from what was tried: "lowest" the lowest NLL, "widest" the smallest precision that is shown to be
+        no worse (`evidence.widest`), which is as good on data like these and more cautious elsewhere.
+        `predictive="sampled"` scores what `predict(x, method="sampled")` predicts, a
         grid of settings with common random numbers; T·n_data are the pseudo-observations of Ritter et al. (2018).
         `progress`: True shows a bar, False none, None as in the fit.
 
@@ -504,9 +511,10 @@ class Laplace:
         learn = None if learn is None else self.likelihood.learned_names(learn)
         if grid is not None:
             grid = dict(zip(self.likelihood.learned_names(tuple(grid)), grid.values(), strict=True))
-        if prior not in ("scalar", "layerwise", "parameterwise"):
-            hint = nearest(prior, ("scalar", "layerwise", "parameterwise"))
-            raise UnsupportedOperation(f"prior is 'scalar', 'layerwise' or 'parameterwise', got {prior!r}{hint}")
+        if prior in ("unit", "input") and (method != "evidence" or alone):
+            raise UnsupportedOperation(
+                f"a prior per {prior} is chosen by the evidence: tune(method='evidence', prior={prior!r})"
+            )
         groups = partition(prior, self.curvature.names, self.params)
         if predictive == "sampled" and method != "validation":
             raise UnsupportedOperation(
@@ -561,7 +569,7 @@ class Laplace:
     ) -> Tuning:
         bound = "excess" in self.curvature.state
         if not learn:
-            default = ("prior", "noise") if self.likelihood.learns_dispersion and not bound else ("prior",)
+            default = ("prior", "dispersion") if self.likelihood.learns_dispersion and not bound else ("prior",)
             learn = tuple(dict.fromkeys((*default, *grid)))
         if "temperature" in learn:
             raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
@@ -622,7 +630,10 @@ class Laplace:
 
     @outside_inference
     def save(self, path: str | Path) -> None:
-        """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it."""
+        """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it.
+
+        Folders on the way to it are made if they are missing.
+        """
         self._require_unchanged()
         write(Path(path), self)
 

@@ -22,7 +22,7 @@ def fits(structure: object) -> tuple[lapwing.Laplace, lapwing.Laplace]:
     return tuple(lapwing.fit(model, (x, y), lapwing.Gaussian(1.0), structure=s) for s in ("full", structure))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("learn", [("prior",), ("prior", "noise")])
+@pytest.mark.parametrize("learn", [("prior",), ("prior", "dispersion")])
 @pytest.mark.parametrize("kind", ["scalar", "layerwise"])
 def test_it_finds_the_maximum_of_the_full_evidence(kind: str, learn: tuple[str, ...]) -> None:
     full, free = fits(MatrixFree(rank=60, probes=8, tolerance=1e-8))
@@ -32,7 +32,7 @@ def test_it_finds_the_maximum_of_the_full_evidence(kind: str, learn: tuple[str, 
     assert found.converged
     torch.testing.assert_close(found.setting.precision, truth.setting.precision, rtol=1e-2, atol=0)
     torch.testing.assert_close(found.scores[1], truth.scores[1], rtol=1e-4, atol=1e-3)
-    if "noise" in learn:
+    if "dispersion" in learn:
         assert found.setting.dispersion == pytest.approx(truth.setting.dispersion, rel=1e-2)
 
 

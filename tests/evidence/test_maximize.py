@@ -114,7 +114,7 @@ def test_converges_from_any_start(structure: str, kind: str, start: float) -> No
 def test_prior_and_noise_together_reach_the_marginal_maximum(start: float) -> None:
     """On a dense grid of (τ, σ), none is better; and the same optimum is found from every start."""
     problem = linear(mode=False, seed=2)
-    tuning = run(problem, "full", "scalar", start=start, learn=("prior", "noise"))
+    tuning = run(problem, "full", "scalar", start=start, learn=("prior", "dispersion"))
     assert tuning.converged
     assert isinstance(tuning.likelihood, Gaussian)
     best = evidence_of(problem, "full", tuning.prior, tuning.likelihood)
@@ -127,7 +127,7 @@ def test_prior_and_noise_together_reach_the_marginal_maximum(start: float) -> No
 
 def test_noise_alone_keeps_the_prior() -> None:
     problem = linear()
-    tuning = run(problem, "full", "scalar", start=3.0, learn=("noise",))
+    tuning = run(problem, "full", "scalar", start=3.0, learn=("dispersion",))
     assert tuning.setting.precision.item() == pytest.approx(3.0)
     assert tuning.setting.dispersion != pytest.approx(0.16)
     assert tuning.messages == ()
@@ -136,7 +136,7 @@ def test_noise_alone_keeps_the_prior() -> None:
 def test_vector_noise_keeps_its_ratios() -> None:
     likelihood = Gaussian(torch.tensor([0.2, 0.8], dtype=torch.float64))
     problem = mlp(likelihood)
-    tuning = run(problem, "full", "layerwise", learn=("prior", "noise"))
+    tuning = run(problem, "full", "layerwise", learn=("prior", "dispersion"))
     noise = tuning.likelihood.noise  # type: ignore[attr-defined]
     assert (noise[1] / noise[0]).item() == pytest.approx(4.0)
     assert tuning.likelihood.same_curvature(likelihood)
@@ -205,7 +205,7 @@ def test_zero_residuals_cap_the_noise() -> None:
     perfect = Handmade(curvature.matrix, torch.tensor([25.0, 0.0], dtype=torch.float64))
     groups = Groups.scalar(4)
     belief = believed(perfect, Gaussian(1.0), groups, problem.theta)
-    tuning = tune_evidence(belief, groups, learn=("prior", "noise"))
+    tuning = tune_evidence(belief, groups, learn=("prior", "dispersion"))
     assert any("noise runs to its bound" in m for m in tuning.messages)
 
 
@@ -255,8 +255,8 @@ def test_refusals() -> None:
     problem = mlp(Categorical(), outputs=3)
     with pytest.raises(ValueError, match="temperature"):
         run(problem, "full", "scalar", learn=("temperature",))
-    with pytest.raises(UnsupportedOperation, match="Categorical has no noise"):
-        run(problem, "full", "scalar", learn=("noise",))
+    with pytest.raises(UnsupportedOperation, match="Categorical has no dispersion to learn"):
+        run(problem, "full", "scalar", learn=("dispersion",))
     with pytest.raises(IncompatiblePrior, match="groups of 3"):
         tune_evidence(problem.belief(groups_of(problem, "scalar")), Groups.scalar(3))
     with pytest.raises(IncompatiblePrior, match="block 0"):

@@ -74,14 +74,14 @@ def test_one_pass_equals_a_posterior_for_each_setting(
     likelihood: Likelihood, structure: str, kind: str, tempers_prior: bool
 ) -> None:
     problem = mlp(likelihood, outputs=3)
-    learn = ("prior", "temperature", "noise") if isinstance(likelihood, Gaussian) else ("prior", "temperature")
+    learn = ("prior", "temperature", "dispersion") if isinstance(likelihood, Gaussian) else ("prior", "temperature")
     grid = {"prior": (1e-3, 0.1, 1e4), "temperature": (0.1, 100.0)}
-    if "noise" in learn:
-        grid["noise"] = (0.3, 1.2)
+    if "dispersion" in learn:
+        grid["dispersion"] = (0.3, 1.2)
     tuning = run(problem, structure, kind, grid=grid, learn=learn, temperature=Tempered(1.0, tempers_prior), steps=3)
     plain = [s for s in tuning.settings if not s.deterministic]
     mixed = 0 if kind == "scalar" else 2 * len(groups_of(problem, kind).members)  # one block changed at a time
-    assert len(plain) == (12 if "noise" in learn else 6) + mixed
+    assert len(plain) == (12 if "dispersion" in learn else 6) + mixed
     assert {tau for s in plain for tau in s.precision.tolist()} <= {*grid["prior"]}
     groups = groups_of(problem, kind)
     for setting, score in zip(tuning.settings, tuning.scores.tolist()):
@@ -173,7 +173,7 @@ def test_descent_improves_on_the_grid_and_is_stationary(kind: str) -> None:
 
 def test_regression_learns_the_noise() -> None:
     problem = mlp(Gaussian(5.0))
-    tuning = run(problem, "full", learn=("prior", "noise"))
+    tuning = run(problem, "full", learn=("prior", "dispersion"))
     assert isinstance(tuning.likelihood, Gaussian)
     assert float(tuning.likelihood.noise) < 2.0
     fixed = run(problem, "full", learn=("prior",))
@@ -422,7 +422,8 @@ def test_baselines() -> None:
     problem = mlp(Categorical(), outputs=3, scale=4.0)
     f = torch.cat([b[0] for b in held_out(problem)[1]])
     y = torch.cat([b[1] for b in held_out(problem)[1]])
-    found = {name: losses.mean().item() for name, losses in baselines(f, y, problem.likelihood, noise=False).items()}
+    rivals = baselines(f, y, problem.likelihood, dispersion=False)
+    found = {name: losses.mean().item() for name, losses in rivals.items()}
     cross_entropy = torch.nn.functional.cross_entropy
     assert found["MAP"] == pytest.approx(cross_entropy(f, y).item())
     tried = [cross_entropy(f * s, y).item() for s in torch.logspace(-2, 2, 2001).tolist()]
@@ -430,7 +431,7 @@ def test_baselines() -> None:
     assert found["temperature scaling"] <= min(tried) + 1e-9
     regression = mlp(Gaussian(0.5))
     f, y = regression.f, regression.y
-    found = {name: losses.mean().item() for name, losses in baselines(f, y, Gaussian(0.5), noise=True).items()}
+    found = {name: losses.mean().item() for name, losses in baselines(f, y, Gaussian(0.5), dispersion=True).items()}
     tried = [-Gaussian(s).log_prob(f, y).mean().item() for s in torch.logspace(-2, 1, 2001).tolist()]
     assert found["MAP, noise fitted"] == pytest.approx(min(tried), abs=1e-5)
 
@@ -465,8 +466,8 @@ def test_memory_and_refusals() -> None:
         run(problem, "ekfac", memory=10_000)
     with pytest.raises(IncompatiblePrior, match="Dense block spans several"):
         run(problem, "full", "layerwise")
-    with pytest.raises(UnsupportedOperation, match="no noise"):
-        run(problem, "full", learn=("noise",))
+    with pytest.raises(UnsupportedOperation, match="no dispersion"):
+        run(problem, "full", learn=("dispersion",))
     with pytest.raises(ValueError, match="can choose"):
         run(problem, "full", learn=("depth",))
     with pytest.raises(ValueError, match="not in learn"):
@@ -477,7 +478,7 @@ def test_memory_and_refusals() -> None:
         run(problem, "full", batches=iter(()))
     gaussian = mlp(Gaussian(0.3))
     with pytest.raises(BadData, match="no batch"):
-        run(gaussian, "full", batches=iter(()), learn=("noise",))
+        run(gaussian, "full", batches=iter(()), learn=("dispersion",))
     f, y, rows = held_out(problem)[1][0]
     with pytest.raises(ValueError, match="do not fit outputs"):
         run(problem, "full", batches=[(f[:2], y[:2], rows)])
@@ -489,7 +490,7 @@ def test_data_are_read_once() -> None:
     def once() -> Iterator[Batch]:
         yield from held_out(problem)[1]
 
-    tuning = run(problem, "full", batches=once(), learn=("prior", "noise"))
+    tuning = run(problem, "full", batches=once(), learn=("prior", "dispersion"))
     assert len(tuning.settings) == 10 * 15 + 3
 
 

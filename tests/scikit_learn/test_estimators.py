@@ -204,11 +204,42 @@ def test_what_cannot_be_used_is_refused() -> None:
         ({"validation_fraction": 1.5}, "share between 0 and 1"),
         ({"tune": "validation", "validation_fraction": 0.0}, "needs held-out data"),
         ({"learning_rate": 1e300}, "the training diverged"),
+        ({"epochs": 0}, "epochs is a whole number of at least 1, got 0. Pass a network that is trained"),
+        ({"patience": 0}, "patience is a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size is a whole number of at least 1"),
     ):
         with pytest.raises(ValueError, match=words):
             LaplaceRegressor(**{**QUICK, **options}).fit(X, Y)
     with pytest.raises(ValueError, match="3 features"):
         LaplaceRegressor(**QUICK).fit(X, Y).predict(X[:, :2])
+
+
+def test_what_is_held_out() -> None:
+    """All of it stops the training, unless held-out data tune: by default where there are enough of them."""
+    x, y = torch.randn(2000, 1), torch.zeros(2000, 1)
+    parts = {
+        ("auto", 40): (40, None, None),
+        ("auto", 1480): (1184, 296, None),
+        ("auto", 2000): (1600, 200, 200),
+        ("validation", 200): (160, 20, 20),
+        ("validation", 80): (64, 16, None),
+        ("evidence", 2000): (1600, 400, None),
+        (None, 2000): (1600, 400, None),
+    }
+    for (tune, n), expected in parts.items():
+        found = LaplaceRegressor(tune=tune)._split(x[:n], y[:n], 0)
+        assert tuple(None if part is None else len(part[0]) for part in found) == expected, (tune, n)
+        assert sum(len(part[0]) for part in found if part is not None) == n
+
+
+def test_the_default_is_wider_far_from_few_data() -> None:
+    rng = np.random.RandomState(0)
+    x = rng.uniform(-2, 2, (100, 2))
+    y = np.sin(2 * x[:, 0]) + 0.1 * rng.randn(100)
+    for seed in range(3):
+        _, std = LaplaceRegressor(random_state=seed).fit(x, y).predict([[0.0, 0.0], [10.0, 10.0]], return_std=True)
+        assert 0.05 < std[0] < 0.4
+        assert std[1] > 3 * std[0]
 
 
 def test_the_tools_of_scikit_learn() -> None:

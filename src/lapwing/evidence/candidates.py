@@ -21,7 +21,7 @@ from lapwing.evidence.heldout import (
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 
-LEARNABLE = ("prior", "temperature", "logit_temperature", "noise")
+LEARNABLE = ("prior", "temperature", "logit_temperature", "dispersion")
 GRID: Mapping[str, Sequence[float]] = {
     "prior": tuple(10.0**k for k in range(-4, 6)),
     "temperature": tuple(10.0**k for k in range(-1, 5)),
@@ -49,7 +49,7 @@ class Labeled(Protocol):
 def default_learn(likelihood: Likelihood) -> tuple[str, ...]:
     """Return the names that held-out data choose by default."""
     if likelihood.learns_dispersion:
-        return ("prior", "temperature", "noise")
+        return ("prior", "temperature", "dispersion")
     return ("prior", "temperature", "logit_temperature") if likelihood.has_logits else ("prior", "temperature")
 
 
@@ -127,7 +127,9 @@ class Candidates:
             if "prior" in learned
             else (now.precision,),
             tuple(map(float, chosen["temperature"])) if "temperature" in learned else (now.temperature,),
-            tuple(likelihood.dispersion_from(float(v)) for v in chosen["noise"]) if "noise" in learned else (None,),
+            tuple(likelihood.dispersion_from(float(v)) for v in chosen["dispersion"])
+            if "dispersion" in learned
+            else (None,),
             tuple(map(float, chosen.get("logit_temperature", ()))) if fitted else (now.logit_temperature,),
             likelihood.dispersion.item(),
             now.logit_temperature,
@@ -169,7 +171,7 @@ class Candidates:
         power = self.unit[1]
         phi = None if setting.dispersion is None else setting.dispersion**power
         tried: dict[str, tuple[Sequence[float], float | None]] = {
-            "noise": ([each**power for each in self._dispersions], phi),
+            "dispersion": ([each**power for each in self._dispersions], phi),
             "logit_temperature": (self.logit_temperatures or LOGIT_RANGE, setting.logit_temperature),
         }
         if not setting.deterministic:
@@ -178,7 +180,7 @@ class Candidates:
         found = []
         for name in (each for each in LEARNABLE if each in self.learned and each in tried):
             values, value = tried[name]
-            said = self.unit[0] if name == "noise" else name
+            said = self.unit[0] if name == "dispersion" else name
             found.append("" if value is None else edge(said, value, values))
         return [text for text in found if text]
 
@@ -239,7 +241,7 @@ def tells_apart(sweep: Sweep) -> bool:
     return most > APART * alone
 
 
-def noise_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
+def dispersion_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
     """Return dispersions, as users write them, around the best of the first batch, and all batches."""
     rest = iter(batches)
     first = next(rest, None)
@@ -254,7 +256,7 @@ def box_of(
     taus: Sequence[Tensor], heats: Sequence[float], dispersions: Sequence[float], free: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
     """Return the range of the candidates of each quantity, widened by half a decade for the names in `free`."""
-    values = {"prior": torch.cat(list(taus)).tolist(), "temperature": heats, "noise": dispersions}
+    values = {"prior": torch.cat(list(taus)).tolist(), "temperature": heats, "dispersion": dispersions}
     margin = {name: math.sqrt(10) if name in free else 1.0 for name in values}
     ranges = {name: (min(each) / margin[name], max(each) * margin[name]) for name, each in values.items()}
     return ranges | {"logit_temperature": LOGIT_RANGE}

@@ -67,7 +67,7 @@ def move(
             target = (effective.clamp_min(1e-30) / squares.clamp_min(1e-30)).log()
             target = torch.where(effective > 0, target, x)
             there = _within(0.5 * (x + target), start, reach).clamp(low, high)
-        if "noise" in learn:
+        if "dispersion" in learn:
             taken = belief.power * effective.sum()
             step = likelihood.with_dispersion(u.exp()).dispersion_step(curvature.statistics, taken)
             further = _within(u + 0.5 * step, noise, reach)
@@ -76,7 +76,7 @@ def move(
         if change < tolerance:
             break
     bracket, effective = _effective(belief, groups, x, u)
-    told = likelihood.with_dispersion(u.exp()) if "noise" in learn else likelihood
+    told = likelihood.with_dispersion(u.exp()) if "dispersion" in learn else likelihood
     fit = told.log_likelihood(curvature.statistics).detach()
     value = fit - 0.5 * (x.exp() * squares).sum() - 0.5 * bracket
     return Moved(x.exp(), told, value.item(), effective.sum().item())
@@ -131,7 +131,7 @@ def tune_probes(
             fresh = torch.where(known, best, tau).clamp(*PROBE_BOUNDS)
             moved, tau = float((fresh / tau).log().abs().max()), fresh
             belief = groups.applied(belief, tau)
-        if "noise" in learn:
+        if "dispersion" in learn:
             taken = min(belief.power, 1) * gamma.sum() / float(belief.temperature.T)
             ahead = float(belief.likelihood.dispersion_step(belief.curvature.statistics, taken))
             likelihood = belief.likelihood.with_dispersion(float(belief.likelihood.dispersion) * math.exp(ahead))
@@ -151,7 +151,7 @@ def tune_probes(
 
 
 def _setting(precision: Tensor, belief: Belief, learn: Sequence[str]) -> Setting:
-    dispersion = float(belief.likelihood.dispersion) if "noise" in learn else None
+    dispersion = float(belief.likelihood.dispersion) if "dispersion" in learn else None
     return Setting(precision, float(belief.temperature.T), dispersion)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, UnsupportedOperation
+from lapwing.errors import IncompatiblePrior, UnsupportedOperation, nearest
 from lapwing.linalg import PSD, Diagonal
 from lapwing.model import Params
 from lapwing.posterior import Belief, Prior
@@ -143,7 +143,7 @@ def partition(kind: str, blocks: Sequence[Sequence[str]], params: Params) -> Gro
         groups = partition("layerwise", la.curvature.names, la.params)
     """
     if kind not in KINDS:
-        raise UnsupportedOperation(f"a prior is learned as one of {', '.join(KINDS)}; got {kind!r}")
+        raise UnsupportedOperation(f"prior is one of {', '.join(KINDS)}; got {kind!r}{nearest(kind, KINDS)}")
     if kind == "scalar":
         return Groups.scalar(params.size)
     if kind == "parameterwise":

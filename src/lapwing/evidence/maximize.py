@@ -43,7 +43,7 @@ def tune_evidence(
     bounds: tuple[float, float] = BOUNDS,
     tolerance: float = 1e-10,
 ) -> Tuning:
-    """Maximize the log evidence over one precision per group and, with "noise" in `learn`, the dispersion φ.
+    """Maximize the log evidence over one precision per group and, with "dispersion" in `learn`, the dispersion φ.
 
     The search starts at the precisions of the belief. The function is concave in (log τ, log φ), so Newton converges
     from any start to the only maximum, up to `tolerance` nats. A group whose maximum lies at infinity ends at a bound,
@@ -52,15 +52,15 @@ def tune_evidence(
 
         tuning = tune_evidence(la.belief, Groups.scalar(la.params.size))
     """
-    unknown = set(learn) - {"prior", "noise"}
+    unknown = set(learn) - {"prior", "dispersion"}
     if unknown or not learn:
         raise ValueError(
-            f"the evidence can learn 'prior' and 'noise', not {sorted(unknown) or 'nothing'}; it grows without limit "
-            "or vanishes with the temperature, which needs held-out data"
+            f"the evidence can learn 'prior' and 'dispersion' (the noise), not {sorted(unknown) or 'nothing'}; it "
+            "grows without limit or vanishes with the temperature, which needs held-out data"
         )
     if belief.curvature.matrix.iterative:
         return tune_probes(belief, groups, learn=learn)
-    fit = _fit(belief, "noise" in learn)
+    fit = _fit(belief, "dispersion" in learn)
     objective, informed = _objective(belief, groups, fit)
     squares = groups.squares(belief)
     first = groups.precisions(belief).to(squares.device)
@@ -97,7 +97,7 @@ def _fit(belief: Belief, learned: bool) -> Fit:
     """Write the log-likelihood as a function of log φ."""
     likelihood, statistics = belief.likelihood, belief.curvature.statistics
     if learned:
-        likelihood.learned_names(("noise",))
+        likelihood.learned_names(("dispersion",))
     T = torch.as_tensor(belief.temperature.T, dtype=torch.float64, device=statistics.device).detach()
     start = likelihood.dispersion.detach().double().log().to(statistics.device)
 
@@ -246,8 +246,8 @@ class SpectralEvidence(Concave):
 class CovarianceEvidence(Concave):
     """F for groups that cut through eigenvectors: a dense block with several precisions inside.
 
-    Newton's matrix is exact for up to `exact` groups. For more it is replaced by the diagonal ½(m_g + τ_g q_g), an
-    upper bound that needs marginal variances only and converges linearly.
+    Newton's matrix is exact for up to `exact` groups of up to `dense` weights. Beyond, it is replaced by the diagonal
+    ½(m_g + τ_g q_g), an upper bound that needs marginal variances only and converges linearly.
     """
 
     matrix: PSD  # T·H
@@ -255,6 +255,7 @@ class CovarianceEvidence(Concave):
     squares: Tensor  # (G,)
     fit: Fit
     exact: int = 1024
+    dense: int = 8192
 
     def _scale(self, u: Tensor) -> Tensor:
         return (-self.fit.power * u).exp()
@@ -277,7 +278,7 @@ class CovarianceEvidence(Concave):
         first, second = self.fit.derivatives(u)
         k, learned = self.fit.power, len(first)
         gradient = torch.cat([0.5 * (effective - pull), first + 0.5 * k * effective.sum()[None][:learned]])
-        if self.groups.count > self.exact:
+        if self.groups.count > self.exact or self.groups.size > self.dense:
             corner = second + 0.5 * k**2 * left.sum()[None][:learned]
             return gradient, Arrow(0.5 * (left + pull), torch.zeros_like(left) if learned else first, corner)
         shared = _squared_covariance(precision, self.groups) * tau * tau[:, None]  # C
@@ -316,9 +317,9 @@ def tune_grid(
 ) -> Tuning:
     """Maximize the evidence over the candidates of `grid` for the names it has, and over all values for the others.
 
-    Candidates for "prior" are precisions, for "noise" standard deviations. With several groups of weights, each
-    candidate is tried for all groups together, and then the candidate nearest to its own maximum for each group.
-    `value` is what `tune` maximizes.
+    Candidates for "prior" are precisions, for "dispersion" what users read (a standard deviation for Gaussians). With
+    several groups of weights, each candidate is tried for all groups together, and then the candidate nearest to its
+    own maximum for each group. `value` is what `tune` maximizes.
     """
     idle = [name for name in grid if name not in learn]
     if idle:
@@ -326,8 +327,10 @@ def tune_grid(
     check_candidates(grid)
     if not grid:
         return tune(belief, groups, learn=learn)
-    if unknown := set(grid) - {"prior", "noise"}:
-        raise UnsupportedOperation(f"the evidence can choose 'prior' and 'noise', not {sorted(unknown)}")
+    if unknown := set(grid) - {"prior", "dispersion"}:
+        raise UnsupportedOperation(
+            f"the evidence can choose 'prior' and 'dispersion' (the noise), not {sorted(unknown)}"
+        )
     free = tuple(name for name in learn if name not in grid)
     now = groups.precisions(belief)
     precisions = [torch.full_like(now, float(tau)) for tau in grid.get("prior", ())] or [now]
@@ -337,12 +340,12 @@ def tune_grid(
         precisions.append(choices[(best.cpu().log()[:, None] - choices.log()).abs().argmin(1)])
     tunings = [
         _at(tune, value, family, groups, tau, free)
-        for tau, family in itertools.product(precisions, _families(belief, grid.get("noise", ())))
+        for tau, family in itertools.product(precisions, _families(belief, grid.get("dispersion", ())))
     ]
     scores = torch.tensor([each.score for each in tunings], dtype=torch.float64)
     k = int(scores.nan_to_num(torch.inf).argmin())
     settings = [each.setting for each in tunings]
-    if "noise" in learn:
+    if "dispersion" in learn:
         settings = [replace(each.setting, dispersion=float(each.likelihood.dispersion)) for each in tunings]
     return replace(
         tunings[k],
@@ -354,9 +357,9 @@ def tune_grid(
     )
 
 
-def _families(belief: Belief, noises: Sequence[float]) -> list[Belief]:
-    """Return the belief with each of the noises, or unchanged if there are none."""
-    told = [belief.likelihood.with_dispersion(belief.likelihood.dispersion_from(float(v))) for v in noises]
+def _families(belief: Belief, shown: Sequence[float]) -> list[Belief]:
+    """Return the belief with each of these dispersions, or unchanged if there are none."""
+    told = [belief.likelihood.with_dispersion(belief.likelihood.dispersion_from(float(v))) for v in shown]
     return [replace(belief, likelihood=each) for each in told] or [belief]
 
 
@@ -383,6 +386,6 @@ def _at(
 
 def _edges(setting: Setting, grid: Mapping[str, Sequence[float]]) -> list[str]:
     found = [edge("prior", value, grid["prior"]) for value in setting.precision.tolist()] if "prior" in grid else []
-    if "noise" in grid and setting.dispersion is not None:
-        found.append(edge(setting.unit[0], setting.dispersion ** setting.unit[1], grid["noise"]))
+    if "dispersion" in grid and setting.dispersion is not None:
+        found.append(edge(setting.unit[0], setting.dispersion ** setting.unit[1], grid["dispersion"]))
     return list(dict.fromkeys(text for text in found if text))

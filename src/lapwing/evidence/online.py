@@ -95,7 +95,7 @@ class Online:
         if self.structure != BATCH:
             resolve_structure(self.structure)  # refuse now
         resolve_factor(self.factor)
-        if set(self.learning) - {"prior", "noise"}:
+        if set(self.learning) - {"prior", "dispersion"}:
             raise UnsupportedOperation(f"learn is any of 'prior' and 'dispersion'; got {list(self.learning)}")
         if self.belief is None:
             prior = Prior(self.start) if isinstance(self.prior, str) else resolve_prior(self.prior)
@@ -103,12 +103,12 @@ class Online:
 
     @property
     def learning(self) -> tuple[str, ...]:
-        """The names of what is learned: "prior", "noise"."""
+        """The names of what is learned: "prior" and "dispersion", whatever the likelihood calls it."""
         if self.learn is not None:
             named = (self.learn,) if isinstance(self.learn, str) else tuple(self.learn)
             chosen = resolve_likelihood(self.family).learned_names(named)
         else:
-            chosen = ("prior", "noise") if resolve_likelihood(self.family).dispersion_name else ("prior",)
+            chosen = ("prior", "dispersion") if resolve_likelihood(self.family).dispersion_name else ("prior",)
         return chosen if isinstance(self.prior, str) else tuple(what for what in chosen if what != "prior")
 
     @property
@@ -218,7 +218,7 @@ class Online:
         x = self._precision(groups, params).log().detach()
         u = old.likelihood.dispersion.detach().double().log().to(x.device)
         point = torch.cat([x, u[None]]).requires_grad_()
-        noisy = "noise" in self.learning
+        noisy = "dispersion" in self.learning
         family = old.likelihood.with_dispersion(point[-1].exp()) if noisy else old.likelihood
         center = torch.as_tensor(old.prior.mean, dtype=torch.float64, device=x.device).expand(params.size)
         value = batch_bound(

@@ -33,7 +33,7 @@ from lapwing.predictive.sampled import sampled_function
 SCREENED = 16  # a usual grid larger than this is first scored coarsely
 COARSE_DRAWS, COARSE_ITEMS = 10, 256  # networks and held-out items of that first look
 KEPT = 12  # settings that the first look leaves
-NOISES = tuple(2.0 ** (k / 2) for k in range(-4, 5))  # candidates of an unknown noise, times that of the residuals
+DISPERSIONS = tuple(2.0 ** (k / 2) for k in range(-4, 5))  # candidates of an unknown noise, times that of the residuals
 STEPS = 24  # of the search for a logit temperature, each of which narrows its range to 62 %
 GOLDEN = (math.sqrt(5) - 1) / 2
 LOST = 0.1  # share of right labels that sampled weights may lose before tuning warns
@@ -189,9 +189,9 @@ def tune_sampled(
     held = HeldOut.of(predictive, groups, data, link)
     now = Setting(groups.precisions(belief), float(belief.temperature.T), logit_temperature=belief.logit_temperature)
     choices = dict(GRID)
-    if "noise" in learned and "noise" not in (grid or {}):
+    if "dispersion" in learned and "dispersion" not in (grid or {}):
         best = held.likelihood.best_dispersion(held.f, held.y) ** held.likelihood.dispersion_unit
-        choices["noise"] = tuple(best * factor for factor in NOISES)
+        choices["dispersion"] = tuple(best * factor for factor in DISPERSIONS)
     candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, usual=choices)
     near = candidates.near(held) if "logit_temperature" in candidates.free else None
     settings = list(_product(candidates))
@@ -201,7 +201,7 @@ def tune_sampled(
     settings, losses = held.scored(settings, near)
     if groups.count > 1 and "prior" in learned:
         settings, losses = by_group(lambda more: held.scored(more, None)[1], candidates, settings, losses)
-    rivals = baselines(held.f, held.y, held.likelihood, noise="noise" in learned)
+    rivals = baselines(held.f, held.y, held.likelihood, dispersion="dispersion" in learned)
     trials = with_limits(held, candidates, settings, losses, rivals, near or candidates.logit_temperature)
     best_index = trials.choose(rule)
     told = f"{tried} settings of the sampled predictive, {len(settings)} of them with {held.draws} networks on "

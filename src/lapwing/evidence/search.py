@@ -14,9 +14,9 @@ from lapwing.evidence.candidates import (
     box_of,
     check_learned,
     default_learn,
+    dispersion_grid,
     fit_logits,
     log_spreads,
-    noise_grid,
 )
 from lapwing.evidence.drawn import collect_draws, nodes_of_draws
 from lapwing.evidence.groups import Groups
@@ -82,9 +82,9 @@ def tune_validation(
     T, scaling = float(belief.temperature.T), belief.logit_temperature
     now = Setting(groups.precisions(belief), T, logit_temperature=scaling)
     usual = GRID
-    if "noise" in learned and "noise" not in (grid or {}):
-        noises, batches = noise_grid(batches, belief.likelihood)
-        usual = {**GRID, "noise": noises}
+    if "dispersion" in learned and "dispersion" not in (grid or {}):
+        shown, batches = dispersion_grid(batches, belief.likelihood)
+        usual = {**GRID, "dispersion": shown}
     candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, optional, usual)
     box = candidates.box if prepare is None else candidates.including(now).box
     nodes = nodes_spanning(belief, box)
@@ -127,7 +127,7 @@ class Found:
 
 def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: int = 20) -> Found:
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
-    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, noise="noise" in candidates.learned)
+    rivals = baselines(sweep.f, sweep.y, sweep.likelihood, dispersion="dispersion" in candidates.learned)
     given, candidates = candidates, candidates.settled(sweep)
     learned, free = candidates.learned, candidates.free
     near = candidates.near(sweep)
@@ -149,6 +149,10 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     if "logit_temperature" in free and not trials.settings[best].deterministic:
         trials = _polished(sweep, trials, best, near)
         best = len(trials.settings) - 1
+    if not trials.settings[best].deterministic:  # its losses may have been interpolated
+        losses = trials.losses.clone()
+        losses[best] = sweep.exact_losses([trials.settings[best]])[0]
+        trials = replace(trials, losses=losses)
     used = sweep.rho([each for each in trials.settings if not each.deterministic])
     told = (
         f"{len(trials.settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
@@ -192,7 +196,7 @@ def with_limits(
     settings = [*settings, *(setting for setting, _ in limits)]
     losses = torch.cat([losses, *(loss[None] for _, loss in limits)])
     last = len(settings) - 1
-    barred = {last} if {"noise", "logit_temperature"} & {*candidates.given} else set()
+    barred = {last} if {"dispersion", "logit_temperature"} & {*candidates.given} else set()
     barred = {*range(count, last + 1)} if "prior" in candidates.given else barred
     reference = min(range(count, last + 1), key=lambda k: losses[k].mean().nan_to_num(torch.inf).item())
     return Trials(tuple(settings), losses, rivals, last, frozenset(barred), reference)
@@ -200,11 +204,11 @@ def with_limits(
 
 def _limits(held: Labeled, candidates: Candidates, near: float) -> list[tuple[Setting, Tensor]]:
     """Score the network without a posterior under the best noise or logit temperature, or each that the user gave."""
-    if not {"noise", "logit_temperature"} & {*candidates.learned}:
+    if not {"dispersion", "logit_temperature"} & {*candidates.learned}:
         return []
     f, y, likelihood = held.f, held.y, held.likelihood
     dispersions: Sequence[float | None] = candidates.dispersions
-    if "noise" in candidates.free:
+    if "dispersion" in candidates.free:
         dispersions = (likelihood.best_dispersion(f, y, HELD_NOISE),)
     divisors: Sequence[float] = candidates.logit_temperatures
     if "logit_temperature" in candidates.free:
@@ -226,7 +230,7 @@ def _limit(held: Labeled, dispersion: float | None, logit_temperature: float) ->
 def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: bool) -> tuple[float, float]:
     """The smallest and largest ρ = τ φ^k/T in the box."""
     least, most = (1.0, 1.0) if tempers_prior else box["temperature"]
-    (low, high), (quiet, loud) = box["prior"], box["noise"]
+    (low, high), (quiet, loud) = box["prior"], box["dispersion"]
     return low * quiet**power / most, high * loud**power / least
 
 
@@ -330,7 +334,7 @@ def descend(
     start = {
         "prior": setting.precision.double(),
         "temperature": torch.tensor(setting.temperature, dtype=torch.float64),
-        "noise": torch.tensor(phi, dtype=torch.float64),
+        "dispersion": torch.tensor(phi, dtype=torch.float64),
         "logit_temperature": torch.tensor(setting.logit_temperature, dtype=torch.float64),
     }
     wide = {name: (math.log(low), math.log(high)) for name, (low, high) in box.items() if name in learned}
@@ -357,7 +361,7 @@ def descend(
             tau, T, dispersion, logits = values()
             coefficients = sweep.coefficients(tau, T, dispersion)[None]
             leaf = coefficients.detach().requires_grad_()
-            noise = dispersion.detach().requires_grad_("noise" in moving)
+            noise = dispersion.detach().requires_grad_("dispersion" in moving)
             divisor = logits.detach().requires_grad_("logit_temperature" in moving)
             total = torch.zeros((), dtype=torch.float64)
             for losses in sweep.parts(leaf, noise, (T / dispersion**sweep.power).detach()[None], divisor[None]):
@@ -378,7 +382,7 @@ def descend(
     optimizer.step(closure)
     count = int(optimizer.state[next(iter(moving.values()))].get("n_iter", 0))
     tau, T, dispersion, logits = (value.detach() for value in values())
-    found = dispersion.item() if "noise" in moving else setting.dispersion
+    found = dispersion.item() if "dispersion" in moving else setting.dispersion
     return Setting(tau, T.item(), found, logit_temperature=logits.item()), count
 
 

@@ -44,7 +44,7 @@ def tune_loo(
     prior, a noise that the fit estimated, and what `grid` has candidates for.
     """
     if learn is None:
-        default = ("prior", "noise") if belief.likelihood.learns_dispersion else ("prior",)
+        default = ("prior", "dispersion") if belief.likelihood.learns_dispersion else ("prior",)
         learn = tuple(dict.fromkeys((*default, *(grid or {}))))
     if belief.curvature.dispersion_power != 1:
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")

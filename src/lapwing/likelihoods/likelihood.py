@@ -274,14 +274,14 @@ class Likelihood(ABC):
         )
 
     def learned_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return names of what to learn with "noise" for the dispersion, under whichever name it came."""
+        """Return names of what to learn with "dispersion" for the dispersion, under whichever name it came."""
         asked = [name for name in names if name in ("noise", "dispersion", self.dispersion_name)]
         if asked and not self.dispersion_name:
             raise UnsupportedOperation(
                 f"{type(self).__name__} has no {asked[0]} to learn; Gaussian has. A likelihood of your own needs "
                 "`dispersion_name`, `dispersion` and `with_dispersion`."
             )
-        return tuple("noise" if name in asked else name for name in names)
+        return tuple("dispersion" if name in asked else name for name in names)
 
     @property
     def shown_as(self) -> tuple[str, float]:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, nearest
 from lapwing.linalg import PSD, Diagonal, unpack_sound
@@ -78,6 +78,43 @@ class Prior:
         if len(values) != len(names):
             raise ValueError(f"{len(names)} blocks need as many precisions, got {len(values)}")
         return cls({name: value for value, block in zip(values, names, strict=True) for name in block}, mean)
+
+    @classmethod
+    def per_unit(
+        cls,
+        model: nn.Module,
+        layer: str,
+        units: float | Sequence[float] | Tensor,
+        inputs: float | Sequence[float] | Tensor = 1.0,
+        *,
+        bias: float = 1.0,
+    ) -> "Prior":
+        """One precision per output of a linear layer times one per input, τ_kj = units_k · inputs_j, for its weights.
+
+        For a last layer these are precisions per class and per feature; a number stands for all of them. `layer` is
+        the name of the layer in the model. Its bias, if it has one, has the precisions units_k · `bias`. Structures
+        take such a prior exactly, `kron` as the product diag(units) ⊗ diag(inputs); only `ekfac` refuses it.
+
+            prior = Prior.per_unit(model, "fc", units=[1.0] * 9 + [5.0])
+            lapwing.fit(model, data, "classification", structure="kron", select="last_layer", prior=prior)
+        """
+        try:
+            found = model.get_submodule(layer)
+        except AttributeError as error:
+            names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+            raise IncompatiblePrior(
+                f"the model has no layer {layer!r}; its linear layers are {_some(names)}{nearest(layer, names)}"
+            ) from error
+        if not isinstance(found, nn.Linear):
+            raise IncompatiblePrior(f"the layer {layer!r} is a {type(found).__name__}; this prior is for a Linear")
+        rows = _side(units, found.out_features, "units", layer)
+        columns = _side(inputs, found.in_features, "inputs", layer)
+        stem = f"{layer}." if layer else ""
+        values: dict[str, Scalar] = {f"{stem}weight": (rows[:, None] * columns).flatten()}
+        if found.bias is not None:
+            _check(bias, f"the factor for the bias of {layer!r}", "positive and finite", above=0.0)
+            values[f"{stem}bias"] = rows * bias
+        return cls(values)
 
     def resolve(
         self,
@@ -208,6 +245,15 @@ def _by_name(
         parts.append(value.expand(size))
     each = torch.cat(parts)
     return Diagonal(each if index is None else each[index.to(each.device)])
+
+
+def _side(values: float | Sequence[float] | Tensor, count: int, name: str, layer: str) -> Tensor:
+    """One precision per unit or input, (count,), from as many or from one for all."""
+    found = torch.as_tensor(values, dtype=torch.float64).detach()
+    if found.shape not in ((), (count,)):
+        raise IncompatiblePrior(f"the layer {layer!r} has {count} {name}, and got {tuple(found.shape)} precisions")
+    _check(found, f"the precision of the {name} of {layer!r}", "positive and finite", above=0.0)
+    return found.expand(count)
 
 
 def _check(value: Any, where: str, allowed: str, above: float = -math.inf) -> None:

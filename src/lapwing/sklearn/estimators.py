@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lapwing.predictive import Prediction
 from lapwing.sklearn.networks import Pair, Schedule, Standardized, made_by, mlp
 
 FEWEST = 10  # held-out samples below which nothing is held out
+TUNING = 150  # samples that tune="auto" asks for to tune on held-out data; with fewer, the evidence is more reliable
 
 
 class _LaplaceEstimator(BaseEstimator, ABC):
@@ -96,6 +98,12 @@ class _LaplaceEstimator(BaseEstimator, ABC):
         return self
 
     def _require_options(self) -> None:
+        size = 1 if self.batch_size is None else self.batch_size
+        counts = {"epochs": self.epochs, "patience": self.patience, "batch_size": size}
+        for name, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                hint = ". Pass a network that is trained already as module=" if name == "epochs" else ""
+                raise ValueError(f"{name} is a whole number of at least 1, got {value!r}{hint}")
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation_fraction is a share between 0 and 1, got {self.validation_fraction!r}")
         if self.tune not in ("auto", "validation", "evidence", None):
@@ -109,16 +117,17 @@ class _LaplaceEstimator(BaseEstimator, ABC):
     def _split(self, x: Tensor, y: Tensor, seed: int) -> tuple[Pair, Pair | None, Pair | None]:
         """Hold out a part that stops the training and a part that tunes the posterior, if they are large enough.
 
-        They are two parts because errors on the data that stopped the training are too small.
+        They are two parts because errors on the data that stopped the training are too small. Without a part for
+        tuning, all that is held out stops the training.
         """
         count = round(self.validation_fraction * len(x))
+        if count < FEWEST:
+            return (x, y), None, None
+        needed = {"auto": TUNING, "validation": FEWEST}.get(self.tune or "", len(x))
+        first = count // 2 if count // 2 >= needed else count
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        pairs = [(x[rows], y[rows]) for rows in (order[count:], order[: count // 2], order[count // 2 : count])]
-        if count >= 2 * FEWEST:
-            return pairs[0], pairs[1], pairs[2]
-        if count >= FEWEST:
-            return pairs[0], (x[order[:count]], y[order[:count]]), None
-        return (x, y), None, None
+        train, stopping, tuning = ((x[rows], y[rows]) for rows in (order[count:], order[:first], order[first:count]))
+        return train, stopping, tuning if first < count else None
 
     def _trained(self, train: Pair, held_out: Pair | None, seed: int) -> nn.Module:
         x, y = train
@@ -225,14 +234,15 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     hidden : widths of the hidden layers of the MLP (a number: of its only one); by default (50,) for classes and
         (50, 50) for numbers
     structure, select, prior : those of `lapwing.fit`
-    tune : "auto" tunes prior, temperatures and noise on held-out data, or by the evidence where there are none;
-        "validation" and "evidence" insist; None keeps `prior`
+    tune : "validation" tunes prior, temperatures and noise on held-out data, "evidence" tunes prior and noise by the
+        evidence, None keeps `prior`. "auto" is "validation" where 150 samples or more can be held out for tuning alone
+        (1,500 samples in all), else "evidence": settings chosen on a few dozen samples are too often far off
     epochs, patience, batch_size, learning_rate, optimizer : the training. It stops after `patience` epochs without a
         lower held-out loss, goes on with a tenth of the learning rate, and keeps the best weights. `optimizer` is a
         function of the parameters, such as functools.partial(torch.optim.SGD, lr=0.1)
-    validation_fraction : the share of the data that is held out, one half to stop the training and one to tune the
-        posterior; below 20 samples all of it stops the training, below 10 nothing is held out. The posterior reads
-        the held-out data at the end
+    validation_fraction : the share of the data that is held out to stop the training, and half of it to tune the
+        posterior where that is done on held-out data; below 10 samples nothing is held out. The posterior reads the
+        held-out data at the end
     standardize : let the network see standardized inputs (not for a trained module)
     random_state : the seed of the weights, of the held-out part and of the batches
 
