@@ -30,8 +30,9 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
+from lapwing.errors import BadData
 
-ABOUT = {"paper": "000, section 5 (outlook)", "minutes": None}
+ABOUT = {"paper": "000, section 5 (outlook)", "minutes": 3}
 PRIORS = ("isotropic", "empirical covariance", "Gaussian process")
 COLORS = {"isotropic": "#2b6cb0", "empirical covariance": "#c05621", "Gaussian process": "#2f855a", "network": "black"}
 OTHERS = {"lenet": ("kmnist", "notmnist"), "resnet20": ("svhn",)}
@@ -174,6 +175,8 @@ def scores(predict: Callable[[Tensor], Any], found: Features, network: str) -> d
 
 def run(network: str, given: Any, seed: int) -> dict[str, Any]:
     """Scores by prior, curves against T, and the settings that were chosen, from the cache where they are there."""
+    if 1.0 not in given.temperatures or sorted(given.temperatures) != list(given.temperatures):
+        raise BadData(f"--temperatures must rise and have 1 among them, got {given.temperatures}")
     grids = ("precisions", "variances", "lengths", "temperatures")
     options = {name: getattr(given, name) for name in (*SIZES, *grids)} | {"seed": seed}
     return dict(cached(given.cache, f"ood-priors-{network}", options, lambda: _run(network, given, seed)))
@@ -213,6 +216,7 @@ def claims(mean: Scores, late: Scores, largest: float) -> list[Claim]:
 
     plain, process, empirical = areas("isotropic"), areas("Gaussian process"), areas("empirical covariance")
     kept, lost = tail("Gaussian process"), tail("isotropic")
+    harmless = all(row["Gaussian process"]["NLL"] < row["isotropic"]["NLL"] + 0.01 for row in mean.values())
     first = Claim(
         "Integrating an appropriate prior could offer a solution to this issue, such as a Gaussian process prior with "
         "a radial basis function kernel to disregard prior knowledge.",
@@ -221,12 +225,11 @@ def claims(mean: Scores, late: Scores, largest: float) -> list[Claim]:
         f"at T = {largest:g}: isotropic {told(lost)}; with the process {told(kept)}. Test NLL: isotropic "
         f"{told(column('isotropic', 'NLL'))}; with the process {told(column('Gaussian process', 'NLL'))}.",
         verdict(
-            all(process[name] > plain[name] + 0.01 for name in plain),
-            all(kept[name] > 1.1 * lost[name] for name in kept),
-            all(mean[net]["Gaussian process"]["NLL"] < mean[net]["isotropic"]["NLL"] + 0.01 for net in mean),
+            harmless and all(process[name] > plain[name] + 0.01 for name in plain),
+            harmless and all(kept[name] > 1.1 * lost[name] for name in kept),
         ),
-        "three parts: an AUROC higher by 0.01 on every other data set; an entropy elsewhere that is a tenth higher at "
-        "the largest T, where the isotropic posterior has concentrated; a test NLL that is not worse by 0.01.",
+        "two parts: an AUROC higher by 0.01 on every other data set; an entropy elsewhere that is a tenth higher at "
+        "the largest T, where the isotropic posterior has concentrated. Neither counts with a test NLL worse by 0.01.",
     )  # fmt: skip
     second = Claim(
         "[…] or employing the data empirical covariance prior (Izmailov et al. [2021]) to prevent the posterior from "
