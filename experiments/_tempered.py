@@ -199,6 +199,17 @@ def options_told(given: argparse.Namespace) -> str:
     return f"--seeds {given.seeds} --networks {' '.join(given.networks)} {sizes}"
 
 
+def sizes_told(given: argparse.Namespace) -> str:
+    """Return a sentence on how many images each network was trained and judged on, and what seeds draw."""
+    said = {
+        "lenet": f"LeNet-5: {given.train} training images, {given.test} test images and as many of KMNIST; seeds train "
+        "it anew and draw the images.",
+        "resnet20": f"ResNet-20: {given.images} test images and as many of SVHN, which seeds draw; there is one "
+        "pretrained network, whose own weight decay was smaller.",
+    }
+    return " ".join(said[network] for network in given.networks)
+
+
 SMOKE = {
     "networks": ["lenet"], "train": 300, "epochs": 1, "curvature": 50, "test": 20,
     "temperatures": [0.1, 1.0, 10.0],

@@ -206,7 +206,8 @@ def main(given: Any) -> None:
     runs = [kept(seed, given) for seed in seeds]
     each, mean = gathered([table for table, _ in runs])
     rows = [{"training": n, **{key: spread(values) for key, values in row.items()}} for n, row in each.items()]
-    command = f"python -m experiments.cifar10_priors --seeds {given.seeds} --size {given.size} --epochs {given.epochs}"
+    command = f"python -m experiments.cifar10_priors --seeds {given.seeds} --size {given.size} --test {given.test} "
+    command += f"--epochs {given.epochs} --width {given.width}"
     weights = sum(p.numel() for p in network(given.width, 0).parameters())
     layer = mean["evidence, per layer"]
     result = (

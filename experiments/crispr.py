@@ -292,7 +292,7 @@ if __name__ == "__main__":
     parser = Experiment(
         __doc__,
         smoke={"seeds": 1, "size": 300, "epochs": 2, "width": 4, "decays": [1e-3], "every": 1},
-        quick={"seeds": 1, "size": 2000, "epochs": 15, "decays": [1e-4, 1e-3, 1e-2]},
+        quick={"seeds": 1, "size": 2000, "epochs": 15},
     )
     parser.set_defaults(seeds=3)
     parser.add_argument("--data", default="flow-cytometry", choices=("flow-cytometry", "survival-screen"))

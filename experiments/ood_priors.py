@@ -213,6 +213,7 @@ def claims(mean: Scores, late: Scores, largest: float) -> list[Claim]:
 
     plain, process, empirical = areas("isotropic"), areas("Gaussian process"), areas("empirical covariance")
     kept, lost = tail("Gaussian process"), tail("isotropic")
+    harmless = all(row["Gaussian process"]["NLL"] < row["isotropic"]["NLL"] + 0.01 for row in mean.values())
     first = Claim(
         "Integrating an appropriate prior could offer a solution to this issue, such as a Gaussian process prior with "
         "a radial basis function kernel to disregard prior knowledge.",
@@ -221,12 +222,11 @@ def claims(mean: Scores, late: Scores, largest: float) -> list[Claim]:
         f"at T = {largest:g}: isotropic {told(lost)}; with the process {told(kept)}. Test NLL: isotropic "
         f"{told(column('isotropic', 'NLL'))}; with the process {told(column('Gaussian process', 'NLL'))}.",
         verdict(
-            all(process[name] > plain[name] + 0.01 for name in plain),
-            all(kept[name] > 1.1 * lost[name] for name in kept),
-            all(mean[net]["Gaussian process"]["NLL"] < mean[net]["isotropic"]["NLL"] + 0.01 for net in mean),
+            harmless and all(process[name] > plain[name] + 0.01 for name in plain),
+            harmless and all(kept[name] > 1.1 * lost[name] for name in kept),
         ),
-        "three parts: an AUROC higher by 0.01 on every other data set; an entropy elsewhere that is a tenth higher at "
-        "the largest T, where the isotropic posterior has concentrated; a test NLL that is not worse by 0.01.",
+        "two parts: an AUROC higher by 0.01 on every other data set; an entropy elsewhere that is a tenth higher at "
+        "the largest T, where the isotropic posterior has concentrated. Neither counts with a test NLL worse by 0.01.",
     )  # fmt: skip
     second = Claim(
         "[…] or employing the data empirical covariance prior (Izmailov et al. [2021]) to prevent the posterior from "

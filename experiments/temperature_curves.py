@@ -26,6 +26,7 @@ from experiments._tempered import (
     converged,
     options_told,
     run,
+    sizes_told,
     stacked,
     told,
 )
@@ -155,9 +156,7 @@ def main(given: Any) -> None:
             f"distribution. ± is the standard deviation over seeds. Accuracy of the network itself: {own}.",
             f"The prior precision is that of the paper's weight decay, 0.01 N, for all structures; dotted curves have "
             f"a prior ten times weaker. τ: {priors}. Nothing is tuned.",
-            f"Sizes: LeNet-5 {given.train} training images and {given.test} test images; ResNet-20 "
-            f"{given.images} test images. Seeds draw images, and train LeNet-5 anew; there is one pretrained "
-            "ResNet-20, whose own weight decay was smaller.",
+            sizes_told(given),
             f"Curvature is the GGN (tolerance {TOLERANCE:g}) of {given.curvature} training images, scaled to all; the "
             "paper has 30 augmented copies of each image. Kronecker factors are those of the library's default, with "
             f"the prior added exactly. Structures: {', '.join(STRUCTURES)}.",

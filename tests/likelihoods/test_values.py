@@ -243,13 +243,14 @@ def test_moments_of_many_outputs_are_limited_one_by_one() -> None:
 
 def test_moments_of_a_wide_variance_in_mean_parameters_stay_within_the_interval() -> None:
     """E[exp(log σ²)] over N(0, s²) is e^(s²/2): the law of y is a scale mixture whose interval grows like e^s."""
-    for spread, exact in ((1.0, True), (6.0, False)):
+    for spread, exact in ((1.0, True), (6.0, False), (60.0, False)):  # at 60, E[σ²] is no float64
         covariance = torch.diag(torch.tensor([0.01, spread**2]).double())
         found = HeteroscedasticGaussian("mean").marginal(GaussianFunction(torch.zeros(1, 2).double(), covariance[None]))
         width = (found.quantile(0.975) - found.quantile(0.025)).item()
         total = (found.aleatoric + found.epistemic).item()
         assert total <= width**2 * (1 + 1e-9)
-        assert (total == pytest.approx(math.exp(spread**2 / 2) + 0.01, rel=1e-6)) is exact
+        assert math.isfinite(total)
+        assert not exact or total == pytest.approx(math.exp(spread**2 / 2) + 0.01, rel=1e-6)
 
 
 @pytest.mark.parametrize("rho", [-10.0, -3.0, 0.0, 5.0, 20.0])

@@ -253,6 +253,7 @@ class HeteroscedasticGaussian(Likelihood):
         first, second = self.split(f)
         center, noise = self.moments(torch.cat([first + slope * step, second + step], -1))
         if self.parametrization == "mean":
+            noise = noise.clamp(max=torch.finfo(noise.dtype).tiny ** -0.4)  # as far as `precision` goes
             return center, noise, rest.expand(noise.shape), slope.expand(noise.shape)
         return center, noise, noise.square() * rest, noise * (slope - center * (second + step).sigmoid())
 
