@@ -30,8 +30,9 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
+from lapwing.errors import BadData
 
-ABOUT = {"paper": "000, section 5 (outlook)", "minutes": None}
+ABOUT = {"paper": "000, section 5 (outlook)", "minutes": 3}
 PRIORS = ("isotropic", "empirical covariance", "Gaussian process")
 COLORS = {"isotropic": "#2b6cb0", "empirical covariance": "#c05621", "Gaussian process": "#2f855a", "network": "black"}
 OTHERS = {"lenet": ("kmnist", "notmnist"), "resnet20": ("svhn",)}
@@ -174,6 +175,8 @@ def scores(predict: Callable[[Tensor], Any], found: Features, network: str) -> d
 
 def run(network: str, given: Any, seed: int) -> dict[str, Any]:
     """Scores by prior, curves against T, and the settings that were chosen, from the cache where they are there."""
+    if 1.0 not in given.temperatures or sorted(given.temperatures) != list(given.temperatures):
+        raise BadData(f"--temperatures must rise and have 1 among them, got {given.temperatures}")
     grids = ("precisions", "variances", "lengths", "temperatures")
     options = {name: getattr(given, name) for name in (*SIZES, *grids)} | {"seed": seed}
     return dict(cached(given.cache, f"ood-priors-{network}", options, lambda: _run(network, given, seed)))

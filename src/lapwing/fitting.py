@@ -27,7 +27,7 @@ from lapwing.curvature import (
 from lapwing.curvature.curvature import mergeable
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, positive, require_generator, warn
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, known_options, positive, require_generator, warn
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model import (
@@ -50,6 +50,7 @@ from lapwing.predictive.predictive import Options
 from lapwing.saving import read, restore_curvature, restore_params, restore_prior, restore_temperature
 
 
+@known_options
 @outside_inference
 @together()
 def fit(
@@ -195,6 +196,8 @@ def load(
 
         la = lapwing.load("model.lapwing", model)
     """
+    if isinstance(path, nn.Module):
+        raise BadData("load takes the file first and then the model: lapwing.load('model.lapwing', model)")
     path, module = Path(path), _module(model)
     tensors, header = read(path)
     with intact(path):

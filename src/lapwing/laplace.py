@@ -271,6 +271,10 @@ class Laplace:
 
         la = la.to("cuda")
         """
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise BadData(f"there is no device {str(device)!r} here ({error}): use 'cpu'") from error
         network = replace(self.network, params=self.params.to(device))
         belief = replace(self.belief, curvature=self.curvature.to(network, device))
         watch = None if self.watch is None else self.watch.to(device)

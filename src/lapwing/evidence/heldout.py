@@ -27,13 +27,16 @@ from torch.nn.functional import logsigmoid
 
 from lapwing.errors import BadData, IncompatiblePrior, NotConverged, TooLarge, UnsupportedOperation, positive
 from lapwing.evidence.groups import Groups
+from lapwing.evidence.lines import chebyshev, enough, lines_of
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import normal_nodes
 from lapwing.linalg import PSD, Rows
 from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, predict_targets
-from lapwing.predictive.function import base_points
+from lapwing.predictive.function import SEED
+from lapwing.predictive.pairs import Pairs
+from lapwing.predictive.softmax import CLOSE, DenseSpread, kept_points
 
 CHUNK = 2**22  # values of f in one Monte Carlo step
 Adjust = Callable[[Tensor, Tensor, slice | Tensor], Tensor]
@@ -43,12 +46,14 @@ Batch = tuple[Tensor, Tensor, Rows]
 PER_DECADE = 2.5
 PADDING = 2  # nodes beyond either end, since the approximation is worst at the ends
 RIDGE = 1e-12
+TRIED, AGREE = 3, 1e-4  # settings by which an interpolation is checked, and nats per item to which they must agree
 AT_ONCE = 64  # shifts whose coefficients are fitted together
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 SCALING = "temperature scaling"
 OVERFLOW = 80.0  # exponents beyond this overflow in float32, with room for a sum
 NODE, WIDEST = 10, 5.2  # the rule for one logit uses every tenth node, up to this many standard deviations
+RELATIVE = 0.02  # the largest error, in parts of a probability, for which pairs of classes do
 JITTER = 1e-6  # share of the mean variance added to the diagonal: the covariance of f may be singular
 
 
@@ -191,8 +196,36 @@ class Sweep(ABC):
     def losses(self, settings: Sequence[Setting]) -> Tensor:
         """Return −log p(y) of every item that counts under every setting, (S, N) float64.
 
-        Settings that share a dispersion are scored together, as many as fit into a chunk.
+        Many settings that differ in a common factor of their precisions alone are interpolated between a few of them:
+        the losses are smooth functions of its logarithm, as the kernel 1/(e + ρ) is. Some are computed as well, and all
+        of them where these are not met to `AGREE` nats.
         """
+        found: dict[int, Tensor] = {}
+        for line in lines_of(settings):
+            own = [settings[k] for k in line]
+            if len(own) >= 2 * enough(own):
+                found |= dict(zip(line, self._along(own)))
+        others = [k for k in range(len(settings)) if k not in found]
+        if others:
+            found |= dict(zip(others, self.exact_losses([settings[k] for k in others])))
+        return torch.stack([found[k] for k in range(len(settings))])
+
+    def _along(self, line: Sequence[Setting]) -> Tensor:
+        """Return the losses of settings in the order of their precisions, interpolated between some, (S, N)."""
+        u = torch.tensor([each.narrow for each in line], dtype=torch.float64).log()
+        nodes, matrix = chebyshev(u, enough(line))
+        factors = (nodes - u[0]).exp()
+        known = self.exact_losses([replace(line[0], precision=factor * line[0].precision) for factor in factors])
+        found = matrix.to(known) @ known
+        tried = [round(k * (len(line) - 1) / (TRIED + 1)) for k in range(1, TRIED + 1)]
+        exact = self.exact_losses([line[k] for k in tried])
+        if not bool(((found[tried] - exact).mean(1).abs() <= AGREE).all()):
+            return self.exact_losses(line)
+        found[tried] = exact
+        return found
+
+    def exact_losses(self, settings: Sequence[Setting]) -> Tensor:
+        """Return the losses of settings one by one: those that share a dispersion together, as fit into a chunk."""
         items = self.f[..., 0].numel()
         tau, T, phi, logits = self._scalars(settings)
         found = torch.empty(len(settings), items, dtype=torch.float64, device=self.f.device)
@@ -384,15 +417,32 @@ def linked(link: str = "auto", samples: int = 256) -> Score:
 
 
 def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood, samples: int) -> Tensor:
-    """Compute log E[softmax(f)_y] for the class y of each item, (N,).
+    """Compute log E[softmax(f)_y] for the class y of each item, (N,), by pairs of classes or by points.
+
+    Pairs do where their error is bounded by a small part of the probability (`RELATIVE`).
+    """
+    mask = likelihood.mask(mean, y)
+    own = (y if mask is None else y.masked_fill(~mask, 0)).long()
+    value, error = Pairs.of(mean, DenseSpread(covariance).apart).log_prob(own[:, None])
+    least = value.detach().exp() * RELATIVE
+    open_ = (~(error <= least.clamp(max=CLOSE))).nonzero()[:, 0]
+    if len(open_):
+        rest = _log_prob_by_points(mean[open_], covariance[open_], own[open_], samples)
+        value = rest if len(open_) == len(mean) else value.index_put((open_,), rest)
+    return value if mask is None else torch.where(mask, value, 0.0)
+
+
+def _log_prob_by_points(mean: Tensor, covariance: Tensor, y: Tensor, samples: int) -> Tensor:
+    """Compute log E[softmax(f)_y] from points.
 
     The other logits take fixed points. Given these, f_y is Gaussian and its softmax is the sigmoid of f_y minus their
     log-sum-exp, which leaves a one-dimensional integral, as in `expected_softmax`. Classes come first so that sums run
     over whole vectors; logarithms are used only where exponentials would overflow.
     """
-    base = base_points(samples, mean.shape[-1] - 1, mean)  # (S, C − 1)
-    mask = likelihood.mask(mean, y)
-    own = (y if mask is None else y.masked_fill(~mask, 0)).long()[:, None]
+    base, own = (
+        kept_points(samples, mean.shape[-1] - 1, SEED, mean.dtype).to(mean.device),
+        y[:, None],
+    )  # (S, C − 1), (N, 1)
     order = torch.arange(mean.shape[-1], device=mean.device).expand(len(mean), -1)
     order = order.scatter(1, own, mean.shape[-1] - 1).scatter(1, order[:, -1:], own)  # the own class last
     root, center = contrast_root(covariance, order), mean.gather(1, order)
@@ -407,7 +457,7 @@ def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Like
     else:
         inner = (spread.exp_().sum(0)[..., None] * (-steps).exp()).add_(1).reciprocal_()
         value = (inner.mean(1) @ log_weights.exp()).log()
-    return value if mask is None else torch.where(mask, value, 0.0)
+    return value
 
 
 def own_nodes(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -149,6 +149,10 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     if "logit_temperature" in free and not trials.settings[best].deterministic:
         trials = _polished(sweep, trials, best, near)
         best = len(trials.settings) - 1
+    if not trials.settings[best].deterministic:  # its losses may have been interpolated
+        losses = trials.losses.clone()
+        losses[best] = sweep.exact_losses([trials.settings[best]])[0]
+        trials = replace(trials, losses=losses)
     used = sweep.rho([each for each in trials.settings if not each.deterministic])
     told = (
         f"{len(trials.settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "

@@ -153,7 +153,7 @@ class PrivateCopy:
     def _carry(self, source: Tensor, own: Tensor) -> None:
         """Give the copy of a tensor the attributes that the user has set on it."""
         if own is not source and vars(source) and not hasattr(type(source), "__tensor_flatten__"):
-            vars(own).update({k: self.of(v) for k, v in vars(source).items()})
+            vars(own).update({k: self.of(v) for k, v in dict(vars(source)).items()})
 
     def _module(self, source: nn.Module) -> nn.Module:
         if isinstance(source, torch.jit.ScriptModule):
@@ -313,7 +313,7 @@ class PrivateCopy:
         if named:
             scope.update({name: self.of(value) for name, value in named.items()})
         own.__defaults__, own.__kwdefaults__ = self.of(x.__defaults__), self.of(x.__kwdefaults__)
-        own.__dict__.update({k: self.of(v) for k, v in vars(x).items()})
+        own.__dict__.update({k: self.of(v) for k, v in dict(vars(x)).items()})
         own.__qualname__, own.__doc__, own.__module__ = x.__qualname__, x.__doc__, x.__module__
         return own
 

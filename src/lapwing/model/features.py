@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.model.copies import written_by_forward
@@ -45,15 +44,19 @@ class Sink:
     caught: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
-@contextmanager
-def catching(sink: Sink) -> Iterator[Sink]:
+class catching:
     """Let the last layers that this thread runs leave their inputs and outputs in a sink."""
-    before = getattr(_HERE, "sink", None)
-    _HERE.sink = sink
-    try:
-        yield sink
-    finally:
-        _HERE.sink = before
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+
+    def __enter__(self) -> Sink:
+        self.before = getattr(_HERE, "sink", None)
+        _HERE.sink = self.sink
+        return self.sink
+
+    def __exit__(self, *_: object) -> None:
+        _HERE.sink = self.before
 
 
 class Caught(nn.Module):
@@ -95,8 +98,12 @@ class Features:
 
         `differentiable`: both keep their graph to the inputs.
         """
-        with torch.set_grad_enabled(differentiable):
-            return self._checked(lambda: call(self.body, inputs))
+        with torch.set_grad_enabled(differentiable), catching(Sink()) as sink:
+            f = self.outputs(output_tensor(call(self.body, inputs)))
+        if len(sink.caught) != 1:
+            return None
+        a, z = sink.caught[0]
+        return (f, a) if self._follows(f, z) else None
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the same at the arguments that the network takes; refuse those that take another way.
@@ -122,14 +129,6 @@ class Features:
         with catching(sink):
             return self.outputs(output_tensor(self.body(*args, **kwargs))), sink.caught
 
-    def _checked(self, run: Callable[[], object]) -> tuple[Tensor, Tensor] | None:
-        with catching(Sink()) as sink:
-            f = self.outputs(output_tensor(run()))
-        if len(sink.caught) != 1:
-            return None
-        a, z = sink.caught[0]
-        return (f, a) if self._follows(f, z) else None
-
     def _follows(self, f: Tensor, z: Tensor) -> bool:
         """Whether outputs are those of the layer, multiplied by M."""
         if self.tail is None:
@@ -144,7 +143,7 @@ class Features:
     def with_ones(self, a: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the inputs of the layer with a 1 appended where its bias has a posterior."""
         a = a.to(dtype)
-        return torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.bias else a
+        return pad(a, (0, 1), value=1.0) if self.bias else a
 
     def back(self, v: Tensor) -> Tensor:
         """Return vᵀM for directions v (..., c) in output space."""

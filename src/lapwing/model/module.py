@@ -59,6 +59,10 @@ def _autocast_kinds() -> tuple[str, ...]:
     return tuple(known)
 
 
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""Whether autocast is on for some device, where PyTorch tells it in one call."""
+
+
 def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function as if the caller had not switched on `torch.autocast`.
 
@@ -68,6 +72,8 @@ def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not _any_autocast():
+            return function(*args, **kwargs)
         own = torch._C._get_privateuse1_backend_name()
         on = [kind for kind in (*_autocast_kinds(), own) if torch.is_autocast_enabled(kind)]
         if not on:
@@ -275,9 +281,9 @@ def _refuses(module: nn.Module, inputs: Inputs) -> bool:
 
 def output_tensor(output: object) -> Tensor:
     """Find the outputs in what a module returned: a tensor, its `.logits`, `["logits"]`, or the first of a tuple."""
-    from_attribute = getattr(output, "logits", None)
     if isinstance(output, Tensor):
         return output
+    from_attribute = getattr(output, "logits", None)
     if isinstance(from_attribute, Tensor):
         return from_attribute
     if isinstance(output, dict) and isinstance(output.get("logits"), Tensor):

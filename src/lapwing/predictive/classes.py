@@ -78,8 +78,13 @@ class ClassPrediction(_Labels):
 
     @property
     def monte_carlo_error(self) -> Tensor | None:
-        """The estimated total variation between `probs` and their exact values, (B, *event). None where there is
-        nothing to estimate it from: links without Monte Carlo, networks of an ensemble, one draw."""
+        """The estimated total variation between `probs` and their exact values, (B, *event).
+
+        It is an estimate, not a bound: the spread of a few independent sets of points stands for the error of their
+        average. Such a spread comes out small by chance, so that an item may be off by several times what is stated;
+        on average over many items the estimate holds. `samples=` with a larger number makes both smaller. None where
+        there is nothing to estimate it from: links without Monte Carlo, networks of an ensemble, one draw.
+        """
         return self._law.error
 
     @cached_property
@@ -225,7 +230,7 @@ def _both(p: Tensor) -> Tensor:
 
 def _warn_if_coarse(error: Tensor | None) -> None:
     """Warn where probabilities have an estimated error above `COARSE`."""
-    if error is None or not bool((error > COARSE).any()):
+    if error is None or not error.numel() or not bool(error.max() > COARSE):
         return
     many = f"{int((error > COARSE).sum())} of {error.numel()} items"
     warn(

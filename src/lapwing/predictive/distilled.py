@@ -56,8 +56,11 @@ class DistilledLayer(nn.Module):
         f, z = self.network(*args, **kwargs)
         return f, self.head(f, z)
 
-    def function(self, f: Tensor, spread: Tensor, shift_invariant: bool = False) -> GaussianFunction:
-        """The Gaussian over the outputs."""
+    def function(
+        self, f: Tensor, spread: Tensor, shift_invariant: bool = False, scale: float = 1.0
+    ) -> GaussianFunction:
+        """The Gaussian over the outputs, multiplied by `scale`."""
+        f, spread = (f, spread) if scale == 1.0 else (scale * f, scale * spread)
         basis = self.head.basis.to(f)
         seen = basis - basis.mean(0)
         gram = lambda root: (root * spread[..., None, :].square()) @ root.mT  # noqa: E731
@@ -126,10 +129,9 @@ class Distilled:
         args, kwargs = arguments(self._inputs(x))
         with torch.no_grad():
             f, spread = self.layer(*args, **kwargs)
-        function = self.layer.function(f, spread, self.likelihood.shift_invariant)
         scale = 1 / self.logit_temperature
         return predict_targets(
-            function if scale == 1.0 else function.scaled(scale),
+            self.layer.function(f, spread, self.likelihood.shift_invariant, scale),
             self.likelihood,
             link=link,
             samples=samples,

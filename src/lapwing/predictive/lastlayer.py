@@ -35,6 +35,14 @@ class Root:
     dense: Tensor | None = None
     shared: tuple[Tensor, Tensor, Tensor] | None = None
 
+    def scaled(self, factor: float) -> Root:
+        """The root for outputs that are multiplied by a factor."""
+        if self.shared is None:
+            assert self.dense is not None
+            return Root(factor * self.dense)
+        left, spread, inverse = self.shared
+        return Root(shared=(left, factor * spread, inverse))
+
     def white(self) -> Tensor:
         """V."""
         if self.shared is None:
@@ -161,9 +169,10 @@ class LastLayer(nn.Module):
         left = self._features.back(directions)[None, :, None, None, :].expand(len(f), -1, -1, -1, -1)
         return Jacobian((MatrixRows((Term(left, a[:, None, None, None, :]),)),), plan_layout)
 
-    def function(self, f: Tensor, a: Tensor, shift_invariant: bool = False) -> GaussianFunction:
-        """The Gaussian over the outputs f at these inputs a of the last layer."""
-        found = self.root(a)
+    def function(self, f: Tensor, a: Tensor, shift_invariant: bool = False, scale: float = 1.0) -> GaussianFunction:
+        """The Gaussian over the outputs f at these inputs a of the last layer, both multiplied by `scale`."""
+        found = self.root(a) if scale == 1.0 else self.root(a).scaled(scale)
+        f = f if scale == 1.0 else scale * f
         return GaussianFunction(
             f,
             lambda: gram(found.white()).to(f),

@@ -133,10 +133,11 @@ def _possible(name: str, function: FunctionDistribution, likelihood: Likelihood)
         return True
     if not function.normal:
         return False
-    law = inner_law(likelihood, function.mean)
+    law = None if likelihood.softmax else inner_law(likelihood, function.mean)
     if name == "exact" or isinstance(law, BernoulliLaw | PoissonLaw):
         return True
-    pairs = not isinstance(law, CategoricalLaw) or function.mean.shape[-1] == 2
+    classes = likelihood.softmax or isinstance(law, CategoricalLaw)
+    pairs = not classes or function.mean.shape[-1] == 2
     return pairs and function.has_covariance
 
 

@@ -17,7 +17,7 @@ from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Batch
 from lapwing.model.convention import Convention
-from lapwing.model.inputs import Inputs, as_tensors
+from lapwing.model.inputs import Inputs, as_tensors, finite
 from lapwing.model.module import placed
 from lapwing.model.products import Products
 from lapwing.posterior import Belief
@@ -88,7 +88,8 @@ class Predictive:
     def inputs(self, x: Inputs) -> Inputs:
         """Prepare inputs as the fit did: without its targets, on its device, in a dtype the network takes, finite."""
         x = prepared(self.network.module, self.network.params.device, self.options.convention, x)
-        self.network.settle(x)
+        if type(x) is not Tensor:  # a single tensor holds the samples
+            self.network.settle(x)
         return x
 
     def draws(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -121,6 +122,7 @@ class Predictive:
     ) -> Prediction:
         """The predictive distribution at prepared inputs; the arguments are those of `Laplace.predict`."""
         belief, found = self.belief, None
+        scale = 1 / belief.logit_temperature
         if method == "sampled":
             if joint:
                 raise UnsupportedOperation("joint=True needs method='linearized': weight samples are joint already")
@@ -139,7 +141,7 @@ class Predictive:
             found = None if layer is None else layer.read(inputs)
             if layer is not None and found is not None:
                 self.network.compare(inputs, found[0])
-                function = layer.function(*found, belief.likelihood.shift_invariant)
+                function, scale = layer.function(*found, belief.likelihood.shift_invariant, scale), 1.0
             else:
                 function = self.linearized(inputs).function(
                     inputs, joint=joint, differentiable=differentiable, by_draws=by_draws
@@ -149,12 +151,13 @@ class Predictive:
         else:
             hint = nearest(method, ("linearized", "sampled"))
             raise UnsupportedOperation(f"method is 'linearized' or 'sampled', got {method!r}{hint}")
+        f = function.mean if found is None else found[0]
         return predict_targets(
-            function if belief.logit_temperature == 1.0 else function.scaled(1 / belief.logit_temperature),
-            belief.likelihood.predicting(function.mean),
+            function if scale == 1.0 else function.scaled(scale),
+            belief.likelihood.predicting(f),
             link=link,
             samples=samples,
-            novelty=lambda: self.novelty(inputs, function.mean, found),
+            novelty=lambda: self.novelty(inputs, f, found),
             scalar=self.options.scalar,
             shifted=bool(self.options.convention.shifted),
             generator=generator,
@@ -283,6 +286,8 @@ class Predictive:
 
 def prepared(module: nn.Module, device: torch.device, convention: Convention, x: Inputs) -> Inputs:
     """Prepare inputs for a network: without targets, on its device, in a dtype that it takes; refuse NaN and none."""
+    if type(x) is Tensor and _fits(module, device, x):  # the usual case, checked quickly
+        return x
     x = as_tensors(x)
     x = convention.inputs_of(x) if isinstance(x, Mapping) else x
     if not any(True for _ in tensors_in(x)):
@@ -299,3 +304,19 @@ def prepared(module: nn.Module, device: torch.device, convention: Convention, x:
             where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
             raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
     return x
+
+
+def _fits(module: nn.Module, device: torch.device, x: Tensor) -> bool:
+    """Whether a tensor needs no preparation: dense, on the device, in the dtype of the weights, finite, not empty."""
+    first = next(module.parameters(), None)
+    return (
+        first is not None
+        and x.dtype == first.dtype
+        and x.device == device
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not x.is_inference()
+        and x.ndim > 0
+        and len(x) > 0
+        and finite(x)
+    )

@@ -75,10 +75,9 @@ class Predictor(nn.Module):
 
     def prediction(self, f: Tensor, a: Tensor) -> Prediction:
         """The same as a `Prediction`."""
-        function = self.layer.function(f, a, self._likelihood.shift_invariant)
         score = self.novelty
         return predict_targets(
-            function if self._scale == 1.0 else function.scaled(self._scale),
+            self.layer.function(f, a, self._likelihood.shift_invariant, self._scale),
             self._likelihood,
             samples=self._samples,
             novelty=None if score is None else lambda: score.information(f, a, self._likelihood),

@@ -15,8 +15,10 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
+from lapwing.predictive.pairs import Estimate, Pairs, matched_points, prepare_pairs
 
 ENOUGH = 6e-3
 """Estimated total variation from the exact probabilities at which no more points are taken."""
@@ -34,12 +36,12 @@ ITEMS = 2**23  # elements of covariances under way at a time
 NODES, SHIFTS = 10, 4  # of the trapezoidal rule for the logit that is integrated, a standard deviation apart
 NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as good as its expectation
 
-PAIRS = 16  # pairs of points z, −z in each of two sequences for items of small variance, and classes they can serve
-CALM, CLOSE, CAUTION = 0.25, 3e-4, 3.0
-"""The largest variance of a logit, and the largest stated error, for which these points do. Both sequences have mean 0
-and covariance I exactly, so that what they get wrong is of fourth order in the standard deviation. The stated error is
-`CAUTION` times what their difference suggests: two sequences may agree by chance. Of 300 items of standard deviation
-0.4 with 5 to 15 classes, those that are accepted were right to 4e-4 in 95 of 100 cases and to 1.1e-3 in all."""
+CLOSE = 3e-4
+"""The largest stated error for which pairs of classes, or a few points, do."""
+SOME = 64  # classes below which a few points, with an exact covariance, are tried
+STAGES = ((1, 3.0), (16, 1.5))
+"""How many times as many points as the first ones, and how many times the error that the difference of two sequences of
+them suggests is stated: two small ones may agree by chance."""
 
 
 class Spread(ABC):
@@ -63,8 +65,12 @@ class Spread(ABC):
         """Return the spread of some items."""
 
     @abstractmethod
-    def root(self) -> Tensor:
-        """Some root V of the covariances, (n, K, k); what all logits share does not matter."""
+    def root(self, pivot: Tensor) -> Tensor:
+        """Some root V of the covariances of f minus the logit of one class (n, 1) per item, (n, K, k)."""
+
+    @abstractmethod
+    def apart(self, pivot: Tensor) -> Tensor:
+        """Var(f_k − f_p) for one class p (n, 1) per item, (n, K)."""
 
     @property
     @abstractmethod
@@ -95,16 +101,21 @@ class DenseSpread(Spread):
     def conditional(self) -> Tensor:
         return self._parts[2]
 
-    def root(self) -> Tensor:
-        """A Cholesky factor, cheaper than the symmetric root; the average, which C lacks, gets a variance."""
+    def root(self, pivot: Tensor) -> Tensor:
+        """A Cholesky factor, cheaper than the symmetric root; the average, which C lacks, gets a variance too."""
         wide, k = self.covariance.double(), self.covariance.shape[-1]
-        top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        top = wide.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         level = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
         ridge = k * torch.finfo(self.covariance.dtype).eps * level
         eye = torch.eye(k, dtype=wide.dtype, device=wide.device)
         found, failed = torch.linalg.cholesky_ex(wide + level / k + ridge * eye)
         found = torch.where((failed > 0)[:, None, None], torch.inf, found)  # takes the other way then
-        return found.to(self.covariance)
+        return (found - found.gather(1, pivot.unsqueeze(-1).expand(-1, 1, k))).to(self.covariance)
+
+    def apart(self, pivot: Tensor) -> Tensor:
+        own = self.covariance.diagonal(dim1=-2, dim2=-1)
+        row = self.covariance.gather(1, pivot[:, :, None].expand(-1, 1, own.shape[-1]))[:, 0]
+        return (own + own.gather(1, pivot) - 2 * row).clamp(min=0)
 
     def steps(self, z: Tensor) -> Tensor:
         return _product(z, self._parts[0])
@@ -155,8 +166,16 @@ class SharedSpread(Spread):
     def conditional(self) -> Tensor:
         return (1 / self._precision[1]).to(self.spread)
 
-    def root(self) -> Tensor:
-        return (self.left - self.left.mean(0)) * self.spread[:, None, :]
+    def root(self, pivot: Tensor) -> Tensor:
+        return (self.left - embedding(pivot, self.left)) * self.spread.unsqueeze(1)
+
+    def apart(self, pivot: Tensor) -> Tensor:
+        if self.spread.shape[-1] <= SOME:
+            return self.root(pivot).square().sum(-1)
+        left, square = self.left - self.left.mean(0), self.spread.square()
+        at = left[pivot[:, 0]]  # (n, K)
+        found = square @ left.square().mT - 2 * (square * at) @ left.mT + (square * at.square()).sum(-1, keepdim=True)
+        return found.scatter(1, pivot, 0.0).clamp(min=0)
 
     def steps(self, z: Tensor) -> Tensor:
         return (z[:, None] * self.spread) @ (self.left - self.left.mean(0)).mT
@@ -173,7 +192,8 @@ class SharedSpread(Spread):
 
     @property
     def chunk(self) -> int:
-        return max(1, ITEMS // self.spread.shape[-1])
+        classes = self.spread.shape[-1]
+        return max(1, ITEMS // (classes * min(classes, SOME)))
 
 
 def spread_of(function: FunctionDistribution) -> Spread | None:
@@ -228,39 +248,51 @@ class _Chunk:
     seed: int
 
     def run(self, samples: int | None) -> Softmax:
-        """Take a few points for items of small variance, and levels of more and more points for the others."""
-        if samples is not None or not self._few_do:
+        """Take pairs of classes where they do, a few points where these do, and levels of points for what is left."""
+        if samples is not None:
             return self._by_levels(samples)
-        found = self._calm()
-        open_ = (~(found.error <= CLOSE)).nonzero()[:, 0]
-        if not len(open_):
-            return found
-        if len(open_) == len(self.mean):
-            return self._by_levels(samples)
-        rest = self._take(open_)._by_levels(samples)
-        probs, entropy, error = (
-            getattr(found, name).index_put((open_,), getattr(rest, name)) for name in ("probs", "entropy", "error")
-        )
-        return Softmax(probs, entropy, error, self._logs)
+        pairs = Pairs.of(self.mean, self.spread.apart)
+        probs, entropy, error = pairs.alone()
+        if bool((error <= CLOSE).all()):
+            return Softmax(probs, entropy, error, self._logs)
+        found = Softmax(probs, entropy, torch.minimum(error, pairs.bound()), self._logs)
+        return self._again(found, lambda rest, items: rest._by_points(pairs.take(items)))
+
+    def _by_points(self, pairs: Pairs, stage: int = 0) -> Softmax:
+        """Take a few points, more for items of which these are not sure, and levels for what is left."""
+        if not self._few_do or stage == len(STAGES):
+            return self._by_levels(None)
+        size = max(1, BLOCK // (self.mean.shape[-1] * len(self._few_points(stage))))
+        every = torch.arange(len(self.mean), device=self.mean.device).split(size)
+        parts = [self._take(some)._some_points(pairs if len(every) == 1 else pairs.take(some), stage) for some in every]
+        probs, entropy, error = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        found = Softmax(probs, entropy, error, self._logs)
+        return self._again(found, lambda rest, k: rest._by_points(pairs.take(k), stage + 1))
+
+    def _some_points(self, pairs: Pairs, stage: int) -> Estimate:
+        return pairs.with_points(self.spread.root(pairs.pivot), self._few_points(stage), STAGES[stage][1])
 
     @property
     def _few_do(self) -> bool:
         """Whether there are few enough classes for points with an exact covariance."""
-        return self.mean.shape[-1] < PAIRS
+        return self.mean.shape[-1] < SOME
 
-    def _calm(self) -> Softmax:
-        """Average over two small sequences of points; the error is infinite where the variance is too large for it."""
-        mean, root = self.mean, self.spread.root()
-        points = _matched(root.shape[-1], self.seed, mean.dtype).to(mean.device)  # (2 · 2 · pairs, k)
-        f = points @ root.mT + (mean - mean.amax(-1, keepdim=True))[:, None]  # (n, points, K)
-        e = f.exp()
-        total = e.sum(-1)  # (n, points)
-        p = e / total[..., None]
-        halves = p.unflatten(1, (2, -1)).mean(2)  # (n, 2, K)
-        entropy = total.log().mean(-1) - (p * f).sum((1, 2)) / points.shape[0]
-        error = CAUTION * (halves[:, 0] - halves[:, 1]).detach().abs().sum(-1) / 4
-        calm = root.detach().square().sum(-1).amax(-1) <= CALM
-        return Softmax(halves.mean(1), entropy, torch.where(calm, error, torch.inf), self._logs)
+    def _few_points(self, stage: int) -> Tensor:
+        points = matched_points(self.mean.shape[-1], STAGES[stage][0], self.seed + 2 * stage, self.mean.dtype)
+        return points.to(self.mean.device)
+
+    def _again(self, found: Softmax, way: Callable[[_Chunk, Tensor], Softmax]) -> Softmax:
+        """Replace what has too large an error by what another way finds."""
+        open_ = (~(found.error <= CLOSE)).nonzero()[:, 0]
+        if not len(open_):
+            return found
+        rest = way(self._take(open_), open_)
+        if len(open_) == len(self.mean):
+            return rest
+        probs, entropy, error = (
+            getattr(found, name).index_put((open_,), getattr(rest, name)) for name in ("probs", "entropy", "error")
+        )
+        return Softmax(probs, entropy, error, self._logs)
 
     def _by_levels(self, samples: int | None) -> Softmax:
         """Take new levels of points for the items whose error is too large still."""
@@ -290,7 +322,6 @@ class _Chunk:
         """
         probs, entropy = torch.zeros_like(self.mean), torch.zeros_like(self.mean[:, 0])
         error, done = torch.full_like(entropy, torch.inf), 0
-        few = self._calm() if samples is None and self._few_do else None
         wide = (self.spread.conditional.amax(-1) > NARROW)[:, None]
         for level, (size, sequences) in enumerate(_traced_levels(samples, self.mean.shape[-1])):
             now = size * sequences
@@ -305,10 +336,14 @@ class _Chunk:
             entropy = torch.where(still, torch.lerp(entropy, h, new), entropy)
             error = torch.where(still, _error_of(found) * math.sqrt(new), error)
             done += now
-        if few is not None:
-            near = few.error <= CLOSE
-            probs = torch.where(near[:, None], few.probs, probs)
-            entropy, error = torch.where(near, few.entropy, entropy), torch.where(near, few.error, error)
+        pairs = Pairs.of(self.mean, self.spread.apart)
+        stages = reversed(range(len(STAGES))) if self._few_do else ()
+        alone = *pairs.alone()[:2], torch.minimum(pairs.alone()[2], pairs.bound())
+        ways = [*(self._some_points(pairs, stage) for stage in stages), alone]
+        for p, h, e in ways if samples is None else ():
+            near = e <= CLOSE
+            probs = torch.where(near[:, None], p, probs)
+            entropy, error = torch.where(near, h, entropy), torch.where(near, e, error)
         return Softmax(probs, entropy, error, lambda p: p.clamp(min=torch.finfo(p.dtype).tiny).log())
 
     def _take(self, items: Tensor) -> _Chunk:
@@ -356,11 +391,10 @@ class _Chunk:
 
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     """Make the points that a traced form will hold: tracing itself can make none."""
-    if classes < PAIRS:
-        _matched(classes, SEED, dtype)
+    prepare_pairs(classes, [size for size, _ in STAGES] if classes < SOME else (), SEED, dtype)
     for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
         for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
-            _kept(size, classes, seed, dtype)
+            kept_points(size, classes, seed, dtype)
 
 
 def _error_of(probs: Tensor) -> Tensor:
@@ -441,24 +475,11 @@ def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _matched(dim: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Return two sequences of points and their mirror images, each with covariance I exactly, one after the other.
-
-    These are `PAIRS` points each, and more for fewer than seven classes, where they cost little: (4 · pairs, dim).
-    """
-    found, pairs = [], PAIRS * (4 if dim <= 3 else 2 if dim <= 6 else 1)
-    for own in (seed, seed + 1):
-        z = base_points(pairs, dim, torch.empty(0, dtype=torch.float64), own)
-        z = torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / pairs), z.mT, upper=False).mT
-        found += [z, -z]
-    return torch.cat(found).to(dtype)
-
-
-@lru_cache(maxsize=64)
-def _kept(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+def kept_points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Return `base_points` that are made once."""
     return base_points(n, dim, torch.empty(0, dtype=dtype), seed)
 
 
 def _points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
     small = n * dim <= 2**18 or torch.compiler.is_compiling()
-    return _kept(n, dim, seed, dtype) if small else base_points(n, dim, torch.empty(0, dtype=dtype), seed)
+    return kept_points(n, dim, seed, dtype) if small else base_points(n, dim, torch.empty(0, dtype=dtype), seed)

@@ -33,9 +33,9 @@ def predict_targets(
     `link="auto"` takes what is exact or nearly so (closed form, quadrature in one dimension), else Monte Carlo in
     output space. `scalar`: the network returned (B,). `shifted`: position t predicts the label at t + 1.
     """
-    law = inner_law(likelihood, function.mean)
+    law = None if likelihood.softmax else inner_law(likelihood, function.mean)
     leaf: type[Prediction] = ValuePrediction
-    if isinstance(law, CategoricalLaw):
+    if likelihood.softmax or isinstance(law, CategoricalLaw):
         leaf = ClassPrediction
     elif isinstance(law, BernoulliLaw):
         leaf = LabelPrediction

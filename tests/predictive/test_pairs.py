@@ -1,0 +1,100 @@
+"""E[softmax(f)] from pairs of classes: against quadrature and brute force, and what is said of its error."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests import dense
+from torch import Tensor
+
+from lapwing.predictive.pairs import Pairs, expected_entropy, expected_sigmoid, matched_points
+from lapwing.predictive.softmax import CLOSE, DenseSpread, SharedSpread, expected_softmax
+
+
+def integral(mean: Tensor, variance: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    x = mean[..., None] + variance.sqrt()[..., None] * torch.linspace(-14, 14, 20_001, dtype=torch.float64)
+    weights = (-torch.linspace(-14, 14, 20_001, dtype=torch.float64).square() / 2).softmax(0)
+    return function(x) @ weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_expected_sigmoid_and_its_entropy_are_right_at_every_width(dtype: torch.dtype) -> None:
+    mean = torch.tensor([-40.0, -15.0, -5.0, -1.0, 0.0, 0.3, 3.0], dtype=torch.float64)[:, None].expand(-1, 5)
+    variance = torch.tensor([0.0, 1e-3, 0.5, 4.0, 30.0], dtype=torch.float64).expand(7, -1)
+    core, tail = (part.double() for part in expected_sigmoid(mean.to(dtype), variance.to(dtype)))
+    value, entropy = core * tail.exp(), expected_entropy(mean.to(dtype), variance.to(dtype)).double()
+    torch.testing.assert_close(value, integral(mean, variance, torch.sigmoid), rtol=2e-5, atol=1e-13)
+    bits = lambda x: torch.nn.functional.softplus(x) - x * x.sigmoid()  # noqa: E731
+    torch.testing.assert_close(entropy, integral(mean, variance, bits), rtol=0, atol=1e-6)
+
+
+def test_of_two_classes_that_matter_pairs_are_exact() -> None:
+    """The third class is so unlikely that the two others are a sigmoid of their difference, at any variance."""
+    covariance = torch.tensor([[9.0, 2.0, 0.0], [2.0, 5.0, 0.0], [0.0, 0.0, 0.1]], dtype=torch.float64)[None]
+    mean = torch.tensor([[0.4, 0.0, -60.0]], dtype=torch.float64)
+    found = expected_softmax(mean, DenseSpread(covariance), None)
+    want = integral(torch.tensor([0.4]).double(), torch.tensor([10.0]).double(), torch.sigmoid)
+    torch.testing.assert_close(found.probs[:, 0], want, rtol=0, atol=1e-7)
+    assert float(found.error) < 1e-12
+
+
+def items(n: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Means and roots of covariances of many sizes; what all logits share is left out."""
+    level = torch.rand(n, 2, generator=dense.seeded(seed), dtype=torch.float64)
+    mean = 6 * level[:, :1] * dense.randn(n, classes, seed=seed + 1)
+    root = dense.randn(n, classes, classes, seed=seed + 2) / math.sqrt(classes)
+    root = (3 * level[:, 1] - 2).exp()[:, None, None] * root
+    return mean, root - root.mean(1, keepdim=True)
+
+
+def truth_of(mean: Tensor, root: Tensor, draws: int = 2**13) -> tuple[Tensor, Tensor]:
+    noise = torch.quasirandom.SobolEngine(mean.shape[-1], scramble=True, seed=99).draw(draws, dtype=torch.float64)
+    noise = torch.special.ndtri(noise.clamp(1e-15, 1 - 1e-15))
+    logs = [(m + noise @ r.mT).log_softmax(-1) for m, r in zip(mean, root, strict=True)]
+    return torch.stack([x.exp().mean(0) for x in logs]), torch.stack([-(x.exp() * x).sum(-1).mean() for x in logs])
+
+
+@pytest.mark.parametrize("classes", [3, 5, 10, 40])
+def test_items_that_pairs_or_a_few_points_answer_are_right(classes: int) -> None:
+    mean, root = items(80, classes, 20)
+    probs, entropy = truth_of(mean, root)
+    spread = DenseSpread(root @ root.mT)
+    pairs = Pairs.of(mean, spread.apart)
+    found, _, bound = pairs.alone()
+    distance = (found - probs).abs().sum(-1) / 2
+    assert (distance <= bound + 3e-3).all()  # the rest is the error of the truth
+    ways = [(pairs.alone(), 3e-4, 2e-3)]
+    for times, caution in ((1, 3.0), (16, 1.5)):
+        points = matched_points(classes, times, 2021, torch.float64)
+        ways.append((pairs.with_points(spread.root(pairs.pivot), points, caution), 2e-3, 8e-3))
+    for (found, expected, error), close, near in ways:
+        sure = error <= CLOSE
+        assert sure.any() or classes == 40
+        assert (((found - probs).abs().sum(-1) / 2)[sure] < close).all()
+        assert ((expected - entropy).abs()[sure] < near).all()
+
+
+@pytest.mark.parametrize("classes", [3, 10, 70])
+def test_variances_of_differences_are_those_of_the_covariance(classes: int) -> None:
+    left, spread = dense.randn(classes, classes), dense.randn(4, classes, seed=1).abs() + 0.1
+    covariance = (left * spread.square()[:, None]) @ left.mT
+    pivot = torch.tensor([[0], [2], [1], [0]])
+    for index in range(4):
+        p = int(pivot[index])
+        c = covariance[index]
+        want = c.diagonal() + c[p, p] - 2 * c[p]
+        for found in (SharedSpread(left, spread), DenseSpread(covariance)):
+            torch.testing.assert_close(found.apart(pivot)[index], want, rtol=1e-9, atol=1e-9)
+            root = found.root(pivot)[index]
+            torch.testing.assert_close(root.square().sum(-1), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_masked_class_and_a_known_function_stay_as_they_are() -> None:
+    mean = torch.tensor([[1.0, 0.9, -1e9], [0.2, 0.1, 0.0]])
+    none = expected_softmax(mean, DenseSpread(torch.zeros(2, 3, 3)), None)
+    torch.testing.assert_close(none.probs, mean.softmax(-1), rtol=0, atol=3e-6)
+    some = expected_softmax(mean, DenseSpread(torch.eye(3).expand(2, -1, -1) - 1 / 3), None)
+    assert some.probs[0, 2] == 0
+    assert some.entropy.isfinite().all()
+    assert torch.allclose(some.probs.sum(-1), torch.ones(2))
