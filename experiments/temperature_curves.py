@@ -157,6 +157,10 @@ def main(given: Any) -> None:
             f"network itself: {own}.",
             f"The prior precision is that of the paper's weight decay, 0.01 N, for all structures; dotted curves have "
             f"a prior ten times weaker. τ: {priors}. Nothing is tuned.",
+            "This prior is the second that was tried. Smaller trials (10,000 training and 100 test images) took for "
+            "LeNet-5 the τ of lowest validation NLL at T = 1, the largest candidate, first of up to 10,000, then "
+            "of up to 100,000. At 10,000 the entropy moved by less than 0.02 between T = 0.01 and T = 100. How much T "
+            "improves is therefore a statement about priors that are not tuned.",
             sizes_told(given),
             f"Curvature is the GGN (tolerance {TOLERANCE:g}) of {given.curvature} training images, scaled to all; the "
             "paper has 30 augmented copies of each image. Kronecker factors are those of the library's default, with "

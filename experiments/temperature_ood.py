@@ -179,6 +179,7 @@ def main(given: Any) -> None:
             "and the others, which the paper does not measure. ± is the standard deviation over seeds, shades "
             "are their range.",
             sizes_told(given),
+            "Why τ is not tuned: see the notes of temperature_curves.",
             "τ is that of the paper's weight decay, 0.01 N; dotted curves and the last rows have a prior ten times "
             f"weaker. Curvature is the GGN (tolerance {TOLERANCE:g}) of {given.curvature} training images, scaled to "
             "all.",
