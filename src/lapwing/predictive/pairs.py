@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from lapwing.predictive.function import base_points
 
@@ -41,7 +42,10 @@ def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.add(squares, variance.unsqueeze(-1), alpha=2).rsqrt()
     half = torch.add(mean, variance, alpha=0.5)
     at = torch.maximum(mean, torch.sub(mean, half, alpha=2))  # −mean − variance where half < 0
-    return (at.unsqueeze(-1) * inverse).erf() @ weights + 0.5, half.clamp(max=0)
+    core = (at.unsqueeze(-1) * inverse).erf() @ weights + 0.5
+    if mean.dtype == torch.float64:  # exact without variance, where the 4e-9 of the mixture can be seen
+        core = core + at.sigmoid() - (at.unsqueeze(-1) * squares.rsqrt()).erf() @ weights - 0.5
+    return core, half.clamp(max=0)
 
 
 def expected_entropy(mean: Tensor, variance: Tensor) -> Tensor:
@@ -51,7 +55,11 @@ def expected_entropy(mean: Tensor, variance: Tensor) -> Tensor:
     """
     squares, _, heights = _mixture(mean.dtype, mean.device)
     inverse = torch.add(squares, variance.unsqueeze(-1), alpha=2).rsqrt()
-    return ((mean.unsqueeze(-1) * inverse).square().neg().exp() * inverse) @ heights
+    found = ((mean.unsqueeze(-1) * inverse).square().neg().exp() * inverse) @ heights
+    if mean.dtype == torch.float64:  # as for the expected sigmoid
+        known = ((mean.unsqueeze(-1) * squares.rsqrt()).square().neg().exp() * squares.rsqrt()) @ heights
+        found = found + softplus(mean) - mean * mean.sigmoid() - known
+    return found
 
 
 @lru_cache(maxsize=16)
