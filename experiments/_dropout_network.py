@@ -25,6 +25,7 @@ from lapwing.baselines import DeepEnsemble, MCDropout, MeanField
 BATCH, PRIOR = 100, 1.0
 NAMES = ("deterministic", "MC dropout", "diagonal", "Kronecker", "mean field")
 GRID = {"prior": (1.0, 10.0, 100.0, 1000.0), "temperature": (1.0, 10.0, 100.0)}
+WIDE = {"prior": (0.1, 1.0, 10.0, 100.0, 1000.0, 10_000.0), "temperature": (1.0, 10.0, 100.0, 1000.0)}
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,13 @@ def methods(given: argparse.Namespace, seed: int, names: tuple[str, ...] = NAMES
 
 
 def tuned(
-    model: nn.Module, data: Any, held: tuple[Tensor, Tensor], structure: str, n_data: int, factor: Any = "ggn"
+    model: nn.Module,
+    data: Any,
+    held: tuple[Tensor, Tensor],
+    structure: str,
+    n_data: int,
+    factor: Any = "ggn",
+    grid: dict[str, tuple[float, ...]] | None = None,
 ) -> lapwing.Laplace:
     """Fit a posterior, with factored damping if Kronecker, and choose prior and pseudo-observations on held-out images.
 
@@ -134,7 +141,7 @@ def tuned(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "sampled weights have lost")
         return la.tune(
-            held, predictive="sampled", grid=GRID, learn=("prior", "temperature"), rule="lowest", progress=False
+            held, predictive="sampled", grid=grid or GRID, learn=("prior", "temperature"), rule="lowest", progress=False
         )
 
 

@@ -140,6 +140,13 @@ def run(network: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     return dict(cached(given.cache, f"tempered-{network}", options, lambda: _run(network, given, seed)))
 
 
+def runs_of(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """All runs by network: one per seed, of ResNet-20 for the first `--resnet-seeds` alone."""
+    seeds = range(given.first, given.first + given.seeds)
+    counts = {"lenet": given.seeds, "resnet20": given.resnet_seeds}
+    return {network: [run(network, given, seed) for seed in seeds[: counts[network]]] for network in given.networks}
+
+
 def _run(network: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     start = time.monotonic()
     found = problem(network, given, seed)
@@ -192,6 +199,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--curvature", type=int, default=1000, help="training images of which curvature is computed")
     add("--test", type=int, default=300, help="test images of LeNet-5, and as many of KMNIST")
     add("--images", type=int, default=40, help="test images of CIFAR-10, and as many of SVHN")
+    add("--resnet-seeds", type=int, default=1, help="seeds of ResNet-20 at most, whose curves cost ten times as much")
     add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES))
     add("--cache", type=Path, help="keep curves in this folder")
 
@@ -199,7 +207,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def options_told(given: argparse.Namespace) -> str:
     """Return the options that a page repeats."""
     sizes = " ".join(f"--{name} {getattr(given, name)}" for name in SIZES)
-    return f"--seeds {given.seeds} --networks {' '.join(given.networks)} {sizes}"
+    return f"--seeds {given.seeds} --resnet-seeds {given.resnet_seeds} --networks {' '.join(given.networks)} {sizes}"
 
 
 def sizes_told(given: argparse.Namespace) -> str:
@@ -207,8 +215,8 @@ def sizes_told(given: argparse.Namespace) -> str:
     said = {
         "lenet": f"LeNet-5: {given.train} training images, {given.test} test images and as many of KMNIST; seeds train "
         "it anew and draw the images.",
-        "resnet20": f"ResNet-20: {given.images} test images and as many of SVHN, which seeds draw; there is one "
-        "pretrained network, whose own weight decay was smaller.",
+        "resnet20": f"ResNet-20: {given.images} test images and as many of SVHN, drawn by the first "
+        f"{given.resnet_seeds} of the seeds; there is one pretrained network, whose own weight decay was smaller.",
     }
     return " ".join(said[network] for network in given.networks)
 

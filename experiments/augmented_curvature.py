@@ -17,6 +17,7 @@ import torch
 from experiments._arguments import Experiment
 from experiments._dropout_network import (
     BATCH,
+    WIDE,
     Binarized,
     add_options,
     binarized,
@@ -58,7 +59,8 @@ def run(seed: int, given: Any) -> dict[str, dict[str, float]]:
     found = {}
     for passes in PASSES[: given.ways]:
         gray: Any = list(zip(images.split(BATCH), labels.split(BATCH)))
-        la = tuned(model, Binarized(images, labels, passes, seed) if passes else gray, held, "kron", len(train))
+        data = Binarized(images, labels, passes, seed) if passes else gray
+        la = tuned(model, data, held, "kron", len(train), grid=WIDE)
         ensemble = la.ensemble(given.samples)
         probs, far = (predicted(ensemble, x, "probs").double() for x in (digits, letters))
         entropy = lambda p: torch.special.entr(p).sum(-1).mean().item()  # noqa: E731
@@ -136,11 +138,12 @@ def main(given: Any) -> None:
     result = (
         result.with_rows(rows)
         .with_claims(*claims(mean))
-        .with_sentence("More draws of the same images determine more directions; the scale stays that of the data.")
+        .with_sentence("What more draws of the same images change: directions, scale, regularization, predictions.")
         .with_notes(
             f"Curvature from {given.curvature} training images, rescaled to {given.train} (`n_data=`). The paper draws "
             "1,000 binarized images per datapoint on MNIST and 5,000 augmented ones on CIFAR-100.",
-            "Prior / T is how strong the prior is beside the curvature.",
+            f"Prior / T is how strong the prior is beside the curvature; priors up to {WIDE['prior'][-1]:g} and T up "
+            f"to {WIDE['temperature'][-1]:g} were tried.",
             "Kronecker factors with factored damping, sampled weights; prior and T chosen on validation images. ± is "
             "the standard deviation over seeds, gray points are seeds.",
         )

@@ -28,7 +28,7 @@ from torch.func import functional_call, jacrev, vmap
 import lapwing
 from experiments import _networks as networks
 
-ABOUT = {"paper": "002, Linearized Model as a Gaussian Process", "minutes": 2}
+ABOUT = {"paper": "002, Linearized Model as a Gaussian Process", "minutes": 1}
 
 NOISE, PRIOR, SAME = 0.15, 1.0, 1e-6
 EXACT = ("weight space, full", "function space, all data")
@@ -214,5 +214,5 @@ if __name__ == "__main__":
     parser.add_argument("--points", type=int, default=60)
     parser.add_argument("--width", type=int, default=50, help="of the two hidden layers")
     parser.add_argument("--steps", type=int, default=3000, help="of Adam, before L-BFGS")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 12, 16], help="directions of the Nyström form")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64], help="directions of the Nyström form")
     main(parser.parse_args())

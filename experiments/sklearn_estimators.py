@@ -1,6 +1,6 @@
 """The scikit-learn estimators with their defaults beside scikit-learn's own, on UCI tables.
 
-    python -m experiments.sklearn_estimators [--sets energy banana ...] [--splits 3] [--validation]
+    python -m experiments.sklearn_estimators [--sets energy banana ...] [--splits 3] [--validation] [--tune validation]
 
 prints, for regression, the test NLL in the units of the data, the RMSE, the share of targets inside the central 95 %
 interval, and CPU seconds of fitting and predicting; for classification the test NLL, the accuracy, the expected
@@ -8,7 +8,8 @@ calibration error and the seconds. Figures are means over splits, the NLL with i
 of scikit-learn with its defaults on standardized inputs (and targets), whose noise is the standard deviation of its
 training residuals; `MLP, early` stops early. `GP` has an anisotropic squared-exponential kernel with noise (isotropic
 for classes), fitted to at most 1,000 training samples, which stand for the rest. `--validation` scores on a fifth of
-the training part instead of the test part: that is how the defaults of the estimators were chosen. Needs LAPWING_DATA.
+the training part instead of the test part: that is how the defaults of the estimators were chosen. `--tune` is that of
+the estimators of Lapwing, and `--limit N` trains on N samples at random. Needs LAPWING_DATA.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def regressors(seed: int, given: argparse.Namespace) -> dict[str, Any]:
         return Residuals(TransformedTargetRegressor(inner, transformer=StandardScaler()))
 
     return {
-        "LaplaceRegressor": LaplaceRegressor(random_state=seed, **vars(given).get("options", {})),
+        "LaplaceRegressor": LaplaceRegressor(random_state=seed, tune=given.tune),
         "MLP": network(),
         "MLP, early": network(early_stopping=True, max_iter=1000),
         "GP": Process(),
@@ -102,7 +103,7 @@ def regressors(seed: int, given: argparse.Namespace) -> dict[str, Any]:
 
 def classifiers(seed: int, features: int, given: argparse.Namespace) -> dict[str, Any]:
     return {
-        "LaplaceClassifier": LaplaceClassifier(random_state=seed, **vars(given).get("options", {})),
+        "LaplaceClassifier": LaplaceClassifier(random_state=seed, tune=given.tune),
         "MLP": make_pipeline(StandardScaler(), MLPClassifier(random_state=seed)),
         "MLP, early": make_pipeline(
             StandardScaler(), MLPClassifier(random_state=seed, early_stopping=True, max_iter=1000)
@@ -135,6 +136,9 @@ def table(name: str, given: argparse.Namespace) -> str:
     values: dict[str, list[list[float]]] = {}
     for split in range(given.splits):
         train, test = parts(name, split, given.validation)
+        if given.limit:
+            rows = np.random.RandomState(split).permutation(len(train[0]))[: given.limit]
+            train = train[0][rows], train[1][rows]
         models = regressors(split, given) if name in REGRESSION else classifiers(split, train[0].shape[1], given)
         for label, model in models.items():
             if given.only and label.startswith(tuple(given.only)) is False:
@@ -156,6 +160,8 @@ if __name__ == "__main__":
     parser.add_argument("--splits", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="beginnings of the names of models")
     parser.add_argument("--validation", action="store_true")
+    parser.add_argument("--tune", choices=("auto", "validation", "evidence"), default="auto")
+    parser.add_argument("--limit", type=int)
     given = parser.parse_args()
     warnings.simplefilter("ignore")  # of scikit-learn's own models that they have not converged
     for name in given.sets:

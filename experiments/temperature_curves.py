@@ -25,13 +25,13 @@ from experiments._tempered import (
     add_options,
     converged,
     options_told,
-    run,
+    runs_of,
     sizes_told,
     stacked,
     told,
 )
 
-ABOUT = {"paper": "000, Figs. 3 and 4", "minutes": None}
+ABOUT = {"paper": "000, Figs. 3 and 4", "minutes": 5}
 
 
 def claims(runs: dict[str, list[dict[str, Any]]], temperatures: list[float]) -> list[Claim]:
@@ -125,7 +125,7 @@ def figure(runs: dict[str, list[dict[str, Any]]], temperatures: list[float]) -> 
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = {net: [run(net, given, seed) for seed in seeds] for net in given.networks}
+    runs = runs_of(given)
     rows, temperatures = [], given.temperatures
     for net, each in runs.items():
         for way in ("sampled", "linearized"):
@@ -153,9 +153,14 @@ def main(given: Any) -> None:
         )
         .with_notes(
             "Entropy is the mean entropy of the predictive in nats, lower being called better by the paper in "
-            f"distribution. ± is the standard deviation over seeds. Accuracy of the network itself: {own}.",
+            f"distribution. ± is the standard deviation over seeds, shades are their range. Accuracy of the "
+            f"network itself: {own}.",
             f"The prior precision is that of the paper's weight decay, 0.01 N, for all structures; dotted curves have "
             f"a prior ten times weaker. τ: {priors}. Nothing is tuned.",
+            "This prior is the second that was tried. Smaller trials (10,000 training and 100 test images) took for "
+            "LeNet-5 the τ of lowest validation NLL at T = 1, the largest candidate, first of up to 10,000, then "
+            "of up to 100,000. At 10,000 the entropy moved by less than 0.02 between T = 0.01 and T = 100. How much T "
+            "improves is therefore a statement about priors that are not tuned.",
             sizes_told(given),
             f"Curvature is the GGN (tolerance {TOLERANCE:g}) of {given.curvature} training images, scaled to all; the "
             "paper has 30 augmented copies of each image. Kronecker factors are those of the library's default, with "

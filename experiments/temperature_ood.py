@@ -23,14 +23,14 @@ from experiments._tempered import (
     TOLERANCE,
     add_options,
     options_told,
-    run,
+    runs_of,
     sizes_told,
     stacked,
     told,
 )
 from torch import Tensor
 
-ABOUT = {"paper": "000, Fig. 5 and Eq. 23–24", "minutes": None}
+ABOUT = {"paper": "000, Fig. 5 and Eq. 23–24", "minutes": 5}
 FAR, AREA = "entropy outside", "auroc outside"
 Means = dict[str, dict[str, dict[str, Tensor]]]
 
@@ -144,7 +144,7 @@ def figure(runs: dict[str, list[dict[str, Any]]], temperatures: list[float]) -> 
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = {net: [run(net, given, seed) for seed in seeds] for net in given.networks}
+    runs = runs_of(given)
     rows, temperatures = [], given.temperatures
     for net, each in runs.items():
         for way, kind in (("sampled", "training"), ("linearized", "training"), ("sampled", "weaker")):
@@ -176,8 +176,10 @@ def main(given: Any) -> None:
         )
         .with_notes(
             "Entropy is the mean entropy of the predictive in nats; AUROC is that of the entropy between test images "
-            "and the others, which the paper does not measure. ± is the standard deviation over seeds.",
+            "and the others, which the paper does not measure. ± is the standard deviation over seeds, shades "
+            "are their range.",
             sizes_told(given),
+            "Why τ is not tuned: see the notes of temperature_curves.",
             "τ is that of the paper's weight decay, 0.01 N; dotted curves and the last rows have a prior ten times "
             f"weaker. Curvature is the GGN (tolerance {TOLERANCE:g}) of {given.curvature} training images, scaled to "
             "all.",

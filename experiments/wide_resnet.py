@@ -127,7 +127,7 @@ def run(seed: int, given: Any) -> tuple[dict[str, Row], Entropies, dict[str, str
     x, y = networks.standardize(part.inputs), part.targets
     val = networks.standardize(test.inputs[: given.val]), test.targets[: given.val]  # first and last, as the paper
     judged = networks.standardize(test.inputs[-given.test :]), test.targets[-given.test :]
-    grid = {key: values[: given.settings] for key, values in GRID.items()}
+    grid = {key: values[-given.settings :] for key, values in GRID.items()}
     table, entropies, chosen = {}, {}, {}
     for dropout in (0.3, 0.0):
         model = trained((x, y), dropout, given, seed)
@@ -229,7 +229,7 @@ def main(given: Any) -> None:
     runs = [run(seed, given) for seed in seeds]
     each = {n: {key: [table[n][key] for table, _, _ in runs] for key in row} for n, row in runs[0][0].items()}
     mean = {n: {key: sum(values) / len(values) for key, values in row.items()} for n, row in each.items()}
-    names = ("seeds", "depth", "widen", "train", "val", "test", "epochs", "curvature", "passes", "samples")
+    names = ("seeds", "depth", "widen", "train", "val", "test", "epochs", "curvature", "passes", "samples", "settings")
     result = Result(
         "wide_resnet",
         "A wide residual network: entropy of right and wrong classifications",
@@ -272,5 +272,5 @@ if __name__ == "__main__":
     add("--curvature", type=int, default=500, help="training images of which curvature is computed")
     add("--passes", type=int, default=4, help="augmented draws of each of them (the paper: 5,000)")
     add("--samples", type=int, default=20, help="networks or masks per prediction")
-    add("--settings", type=int, default=4, help="of prior and T each that are tried, at most four")
+    add("--settings", type=int, default=4, help="of prior and T each that are tried, the strongest ones; at most four")
     main(parser.parse_args())

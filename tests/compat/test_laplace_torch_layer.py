@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing
 from lapwing.compat import laplace_torch as lt
+from lapwing.compat.laplace_torch import backends, masks
 from lapwing.compat.laplace_torch.backends import CurvlinopsEF, CurvlinopsGGN
+from lapwing.compat.laplace_torch.features import FeatureExtractor
 from lapwing.compat.laplace_torch.functions import RunningNLLMetric, validate
 from lapwing.compat.laplace_torch.masks import LargestMagnitudeSubnetMask, LastLayerSubnetMask
-from tests.dense import assert_same, build, flat, ggn, jacobian, outputs, randn, seeded
+from tests.dense import assert_same, build, flat, ggn, jacobian, outputs, randn, seeded, softmax_hessian
 
 
 def network(outputs=3, seed=0):
@@ -305,6 +307,34 @@ def test_masks_give_the_last_layer():
     largest = LargestMagnitudeSubnetMask(module, 4)
     largest.select()
     assert set(largest.indices.tolist()) == set(flat(module).abs().topk(4).indices.tolist())
+
+
+def test_masks_by_name_at_random_and_by_variance():
+    module, data = network(), classes()
+    assert torch.equal(masks.ParamNameSubnetMask(module, ["0.bias"]).select(), torch.arange(15, 20))
+    chosen = masks.RandomSubnetMask(module, 7).select()
+    assert len(set(chosen.tolist())) == 7
+    x = torch.cat([x for x, _ in data])
+    diagonal = ggn(jacobian(module, x), softmax_hessian(outputs(module, x))).diagonal() + 1.0
+    la = lt.Laplace(module, "classification", "all", "diag")
+    found = masks.LargestVarianceDiagLaplaceSubnetMask(module, 6, la).select(data)
+    assert set(found.tolist()) == set((1 / diagonal).topk(6).indices.tolist())
+    spread = masks.LargestVarianceSWAGSubnetMask(module, 5, swag_n_snapshots=2, swag_lr=0.01)
+    assert len(spread.select(data)) == 5
+
+
+def test_jacobians_and_quadratic_forms_of_a_backend():
+    module, x = network(), randn(4, 3, seed=5)
+    J = jacobian(module, x)
+    assert_same(backends.AsdlEF(module, "classification").jacobians(x)[0], J)
+    last = backends.BackPackEF(FeatureExtractor(module, "2"), "classification")
+    assert_same(last.last_layer_jacobians(x)[0], J[..., 20:])
+    la = lt.Laplace(module, "classification", "all", "kron")
+    la.fit(classes())
+    precision = la.posterior_precision
+    covariance = torch.linalg.inv(precision.to_matrix())
+    assert_same(precision.inv_square_form(J), J @ covariance @ J.mT, 1e-9)
+    assert_same(la.functional_variance_fast(x)[1], (J @ covariance * J).sum(-1), 1e-9)
 
 
 def test_classes_are_the_kinds_that_they_are_in_laplace_torch():

@@ -94,6 +94,10 @@ def test_a_masked_class_and_a_known_function_stay_as_they_are() -> None:
     mean = torch.tensor([[1.0, 0.9, -1e9], [0.2, 0.1, 0.0]])
     none = expected_softmax(mean, DenseSpread(torch.zeros(2, 3, 3)), None)
     torch.testing.assert_close(none.probs, mean.softmax(-1), rtol=0, atol=3e-6)
+    sure = torch.tensor([[0.0, -9.0, -9.5]], dtype=torch.float64)  # pairs answer, and the third class is not neglected
+    found = expected_softmax(sure, DenseSpread(torch.zeros(1, 3, 3, dtype=torch.float64)), None)
+    torch.testing.assert_close(found.probs, sure.softmax(-1), rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(found.entropy, torch.special.entr(sure.softmax(-1)).sum(-1), rtol=0, atol=1e-7)
     some = expected_softmax(mean, DenseSpread(torch.eye(3).expand(2, -1, -1) - 1 / 3), None)
     assert some.probs[0, 2] == 0
     assert some.entropy.isfinite().all()

@@ -219,7 +219,6 @@ def test_what_is_held_out() -> None:
     x, y = torch.randn(2000, 1), torch.zeros(2000, 1)
     parts = {
         ("auto", 40): (40, None, None),
-        ("auto", 1480): (1184, 296, None),
         ("auto", 2000): (1600, 200, 200),
         ("validation", 200): (160, 20, 20),
         ("validation", 80): (64, 16, None),
@@ -230,6 +229,10 @@ def test_what_is_held_out() -> None:
         found = LaplaceRegressor(tune=tune)._split(x[:n], y[:n], 0)
         assert tuple(None if part is None else len(part[0]) for part in found) == expected, (tune, n)
         assert sum(len(part[0]) for part in found if part is not None) == n
+    few = x[:1480], y[:1480]
+    for kind, expected in ((LaplaceRegressor, (1184, 148, 148)), (LaplaceClassifier, (1184, 296, None))):
+        found = kind()._split(*few, 0)
+        assert tuple(None if part is None else len(part[0]) for part in found) == expected
 
 
 def test_the_default_is_wider_far_from_few_data() -> None:

@@ -194,7 +194,8 @@ def collect_draws(
     if not parts:
         raise BadData("the validation data hold no batch with a target that counts")
     kept = sum(map(len, parts))
-    notes = [f"scored by {2 * PAIRS} draws of f at {kept} items of {read} data"]
+    notes = ["all items share the draws of the weights, whose own error is in none of the standard errors"]
+    notes += [f"scored by {2 * PAIRS} draws of f at {kept} items of {read} data"]
     notes += ["the budget of memory= was full then; later data were not read"] if full else []
     return DrawnSweep(
         torch.cat(outputs), torch.cat(targets), nodes, belief.likelihood, belief.power, belief.temperature.prior,

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from lapwing.predictive.function import base_points
 
@@ -41,7 +42,10 @@ def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.add(squares, variance.unsqueeze(-1), alpha=2).rsqrt()
     half = torch.add(mean, variance, alpha=0.5)
     at = torch.maximum(mean, torch.sub(mean, half, alpha=2))  # −mean − variance where half < 0
-    return (at.unsqueeze(-1) * inverse).erf() @ weights + 0.5, half.clamp(max=0)
+    core = (at.unsqueeze(-1) * inverse).erf() @ weights + 0.5
+    if mean.dtype == torch.float64:  # exact without variance, where the 4e-9 of the mixture can be seen
+        core = core + at.sigmoid() - (at.unsqueeze(-1) * squares.rsqrt()).erf() @ weights - 0.5
+    return core, half.clamp(max=0)
 
 
 def expected_entropy(mean: Tensor, variance: Tensor) -> Tensor:
@@ -51,7 +55,11 @@ def expected_entropy(mean: Tensor, variance: Tensor) -> Tensor:
     """
     squares, _, heights = _mixture(mean.dtype, mean.device)
     inverse = torch.add(squares, variance.unsqueeze(-1), alpha=2).rsqrt()
-    return ((mean.unsqueeze(-1) * inverse).square().neg().exp() * inverse) @ heights
+    found = ((mean.unsqueeze(-1) * inverse).square().neg().exp() * inverse) @ heights
+    if mean.dtype == torch.float64:  # as for the expected sigmoid
+        known = ((mean.unsqueeze(-1) * squares.rsqrt()).square().neg().exp() * squares.rsqrt()) @ heights
+        found = found + softplus(mean) - mean * mean.sigmoid() - known
+    return found
 
 
 @lru_cache(maxsize=16)
@@ -100,27 +108,36 @@ class Pairs:
         return expected_entropy(self.center, self.apart)
 
     def log_prob(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log p of one class (n, 1) per item as if no third class mattered, and the bound on its error, (n,)."""
-        rest = self.own.sum(-1, keepdim=True) - 0.5
-        value = torch.where(y == self.pivot, (-rest).log1p(), (self.core.log() + self.tail).gather(1, y)).squeeze(-1)
-        return value, torch.minimum(self._least(rest), self.bound())
+        """Return log p of one class (n, 1) per item as `alone` has it, and the bound on its error, (n,)."""
+        e = self.center.exp()
+        share = (e + 1) / e.sum(-1, keepdim=True)
+        rest = (self.own * share).scatter(1, self.pivot, 0.0).sum(-1, keepdim=True)
+        others = (self.core.log() + self.tail + share.log()).gather(1, y)
+        value = torch.where(y == self.pivot, (-rest).log1p(), others).squeeze(-1)
+        return value, torch.minimum(self._least(), self.bound())
 
     def take(self, items: Tensor) -> Pairs:
         """Return the pairs of some items."""
         return Pairs(*(each[items] for each in (self.pivot, self.center, self.apart, self.core, self.tail)))
 
     def alone(self) -> Estimate:
-        """Return the estimate as if no third class mattered.
+        """Return the estimate with what third classes take from each pair as it is at the mean, exact without variance.
 
         Class k loses s_k Σ_j p_j to the others j, where p_j ≤ s_j. Summed over k, that is at most twice the sum of all
-        E[s_j] but the largest: this error is a bound.
+        E[s_j] but the largest, and so is its value at the mean, since s_j there is at most E[s_j]: this error is a
+        bound.
         """
-        rest = self.own.sum(-1, keepdim=True) - 0.5
-        return self.own.scatter(1, self.pivot, 1 - rest), self.entropy.sum(-1) - math.log(2), self._least(rest)
+        e = self.center.exp()
+        total = e.sum(-1, keepdim=True)
+        own = (self.own * ((e + 1) / total)).scatter(1, self.pivot, 0.0)
+        pairs = self.entropy - e.log1p() + self.center * self.center.sigmoid()  # expected, and at the mean
+        entropy = (total.log() - (e * self.center).sum(-1, keepdim=True) / total).squeeze(-1) + pairs.sum(-1)
+        return own.scatter(1, self.pivot, 1 - own.sum(-1, keepdim=True)), entropy, self._least()
 
-    def _least(self, rest: Tensor) -> Tensor:
-        """Return twice the sum of all E[s_j] but the largest, (n,), from the sum of all, (n, 1)."""
-        return 2 * (rest + 0.5 - self.own.topk(2).values.sum(-1, keepdim=True)).detach().squeeze(-1)
+    def _least(self) -> Tensor:
+        """Return twice the sum of all E[s_j] but the largest, (n,)."""
+        own = self.own.detach()
+        return 2 * (own.sum(-1) - own.topk(2).values.sum(-1))
 
     def bound(self) -> Tensor:
         """Return another bound on the error of `alone`, (n,), which is the smaller one where variances are small.

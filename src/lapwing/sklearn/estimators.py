@@ -25,7 +25,7 @@ from lapwing.predictive import Prediction
 from lapwing.sklearn.networks import Pair, Schedule, Standardized, made_by, mlp
 
 FEWEST = 10  # held-out samples below which nothing is held out
-TUNING = 150  # samples that tune="auto" asks for to tune on held-out data; with fewer, the evidence is more reliable
+TUNING = 150  # samples that tune="auto" asks for to choose everything on held-out data; with fewer, the evidence helps
 
 
 class _LaplaceEstimator(BaseEstimator, ABC):
@@ -123,7 +123,8 @@ class _LaplaceEstimator(BaseEstimator, ABC):
         count = round(self.validation_fraction * len(x))
         if count < FEWEST:
             return (x, y), None, None
-        needed = {"auto": TUNING, "validation": FEWEST}.get(self.tune or "", len(x))
+        enough = TUNING if self._task == "classification" else FEWEST  # a few samples do for the noise of a regression
+        needed = {"auto": enough, "validation": FEWEST}.get(self.tune or "", len(x))
         first = count // 2 if count // 2 >= needed else count
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
         train, stopping, tuning = ((x[rows], y[rows]) for rows in (order[count:], order[:first], order[first:count]))
@@ -171,7 +172,8 @@ class _LaplaceEstimator(BaseEstimator, ABC):
             self.module_, train, self._task, structure=self.structure, select=self.select, prior=self.prior,
             progress=False,
         )  # fmt: skip
-        how = ("validation" if tuning is not None else "evidence") if self.tune == "auto" else self.tune
+        held_out = 0 if tuning is None else len(tuning[0])
+        how = ("validation" if held_out >= TUNING else "evidence") if self.tune == "auto" else self.tune
         if how == "validation":
             if tuning is None:
                 raise ValueError("tune='validation' needs held-out data: more samples, or a larger validation_fraction")
@@ -180,6 +182,10 @@ class _LaplaceEstimator(BaseEstimator, ABC):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "tuning by the evidence")  # the only way there is without more data
                 la = la.tune()
+            if tuning is not None:  # with more weights than data, the evidence takes too much of y for noise
+                noise = float(la.likelihood.dispersion) ** la.likelihood.dispersion_unit
+                tried = [noise * 2 ** (k / 4) for k in range(-20, 5)]  # candidates bar the network without a posterior
+                la = la.tune(tuning, learn="noise", grid={"noise": tried}, rule="lowest")
         for part in (stopping, tuning) if la.curvature.structure.mergeable else ():
             la = la if part is None else la.update(part)
         return la
@@ -236,7 +242,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     structure, select, prior : those of `lapwing.fit`
     tune : "validation" tunes prior, temperatures and noise on held-out data, "evidence" tunes prior and noise by the
         evidence, None keeps `prior`. "auto" is "validation" where 150 samples or more can be held out for tuning alone
-        (1,500 samples in all), else "evidence": settings chosen on a few dozen samples are too often far off
+        (1,500 samples in all), since settings chosen on a few dozen samples are too often far off. With fewer, the
+        evidence chooses the prior, and held-out data only the noise of a regression
     epochs, patience, batch_size, learning_rate, optimizer : the training. It stops after `patience` epochs without a
         lower held-out loss, goes on with a tenth of the learning rate, and keeps the best weights. `optimizer` is a
         function of the parameters, such as functools.partial(torch.optim.SGD, lr=0.1)
