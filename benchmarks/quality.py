@@ -4,9 +4,9 @@
 
 Half of the test images of a split tunes, the other half judges. laplace-torch is fitted with its defaults and tuned by
 the evidence (`optimize_prior_precision(method="marglik")`, its README's way) or on the held-out half
-(`method="gridsearch"` over 21 values); Lapwing by `la.tune()` and `la.tune(val)`. Prints NLL, ECE and AUROC of the entropy against
-images from elsewhere (SVHN, KMNIST) as means over random halves with their standard deviations. Needs LAPWING_DATA;
-without laplace-torch in the environment its rows are left out.
+(`method="gridsearch"` over 21 values); Lapwing by `la.tune()` and `la.tune(val)`. Prints NLL, ECE and AUROC of the
+entropy against images from elsewhere (SVHN, KMNIST) as means over random halves with their standard deviations. Needs
+LAPWING_DATA; without laplace-torch in the environment its rows are left out.
 """
 
 import argparse
