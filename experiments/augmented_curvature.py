@@ -140,6 +140,8 @@ def main(given: Any) -> None:
         .with_claims(*claims(mean))
         .with_sentence("What more draws of the same images change: directions, scale, regularization, predictions.")
         .with_notes(
+            "Changed after results had been seen: the grid of priors and T was widened, together with that "
+            "of `mnist_ablation`.",
             f"Curvature from {given.curvature} training images, rescaled to {given.train} (`n_data=`). The paper draws "
             "1,000 binarized images per datapoint on MNIST and 5,000 augmented ones on CIFAR-100.",
             f"Prior / T is how strong the prior is beside the curvature; priors up to {WIDE['prior'][-1]:g} and T up "

@@ -220,6 +220,8 @@ def main(given: Any) -> None:
             f"{layer['test accuracy']:.3g} %, for {layer['CPU ratio']:.3g} times the CPU time."
         )
         .with_notes(
+            "Changed after results had been seen: a gain must exceed a standard error, which lowered one "
+            "verdict.",
             f"A network of {weights:,} weights, five layers, on {given.size} of the images, {given.test} test images; "
             f"a step of the evidence every {given.every} epochs from epoch {given.burnin + 1}, on "
             f"{given.samples or 'all'} images.",

@@ -167,6 +167,8 @@ def main(given: Any) -> None:
             "equal weights and single networks."
         )
         .with_notes(
+            "Changed after a smoke run: priors were first tuned by the evidence, and are now those of the "
+            "training.",
             f"{given.members} networks on {given.train} images, with hidden layers "
             + "; ".join("-".join(map(str, hidden)) for hidden in SHAPES[: given.members])
             + f". Prior precision {given.prior:g} in training and in the posterior, Kronecker posteriors, linearized "

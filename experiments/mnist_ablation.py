@@ -150,6 +150,8 @@ def main(given: Any) -> None:
         .with_claims(*claims(untargeted, targeted, chosen))
         .with_sentence("What augmentation of the curvature and exact pre-activation Hessians do under attack.")
         .with_notes(
+            "Changed after results had been seen: the grid of priors and T was widened, since the first "
+            "choices lay at its corner.",
             f"Augmented: {given.passes} binarized draws of each of {given.curvature} images (the paper takes 1,000 of "
             "each training image); the others: the same images once, in gray. The scale of the curvature is that of "
             f"{given.train} images in all cases.",
