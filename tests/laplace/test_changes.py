@@ -281,3 +281,14 @@ def test_any_posterior_is_a_prior_for_the_full_matrix():
         la = fit(module, (x, y), lapwing.Gaussian(1.0), "full", prior=lapwing.Prior.from_posterior(yesterday.posterior))
         exact = ggn(jacobian(module, x)) + yesterday.curvature.dense() + eye(26)
         assert_same(la.posterior.precision.dense(), exact)
+
+
+def test_a_prior_from_a_posterior_takes_the_laplace_that_holds_it_and_refuses_others():
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    la = lapwing.fit(torch.nn.Linear(3, 1), (x, y), "regression", structure="full", progress=False)
+    prior, same = lapwing.Prior.from_posterior(la), lapwing.Prior.from_posterior(la.posterior)
+    assert prior.precision is same.precision
+    assert torch.equal(prior.mean, same.mean)
+    with pytest.raises(lapwing.IncompatiblePrior, match="expected a posterior, la.posterior or la, got Linear"):
+        lapwing.Prior.from_posterior(torch.nn.Linear(3, 1))

@@ -307,6 +307,20 @@ def test_what_no_file_can_hold_is_refused_by_name(
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_onnx_file_of_doubles_runs_for_one_item(tmp_path: Path) -> None:
+    """ONNX Runtime has no error function of doubles, which the probabilities of classes are made of."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 5, dtype=torch.float64), torch.randint(3, (40,))
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    la = lapwing.fit(model, (x, y), "classification", select="last_layer", structure="full", progress=False)
+    la.export(tmp_path / "model.onnx", x[:2])
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    (probs, *_) = session.run(["probs"], {session.get_inputs()[0].name: x[:1].numpy()})
+    assert abs(probs - la.predict(x[:1]).probs.numpy()).max() < 1e-5
+
+
 def test_an_onnx_file_is_written_without_the_exporters_notes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,8 +55,8 @@ class Prior:
         return cls(n * decay * factor)
 
     @classmethod
-    def from_posterior(cls, posterior: Posterior) -> "Prior":
-        """Yesterday's posterior as today's prior: its precision and its mean.
+    def from_posterior(cls, posterior: Any) -> "Prior":
+        """Yesterday's posterior (a `Posterior`, or the `Laplace` that holds it) as today's prior: precision and mean.
 
         The sum of this precision and today's curvature is exact for diag, blockdiag, full and lowrank posteriors, and
         for any posterior under structure="full". It is exact for a Kronecker posterior with factored damping, whose
@@ -68,7 +68,10 @@ class Prior:
             prior = Prior.from_posterior(lapwing.fit(model, monday, "classification").posterior)
             lapwing.train(model, tuesday, "classification", prior=prior, structure="kron")
         """
-        return cls(posterior.precision, posterior.mean.detach())
+        found = getattr(posterior, "posterior", posterior)
+        if not isinstance(found, Posterior):
+            raise IncompatiblePrior(f"expected a posterior, la.posterior or la, got {type(posterior).__name__}")
+        return cls(found.precision, found.mean.detach())
 
     @classmethod
     def per_block(

@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from lapwing.predictive.function import base_points
 
@@ -58,7 +57,8 @@ def expected_entropy(mean: Tensor, variance: Tensor) -> Tensor:
     found = ((mean.unsqueeze(-1) * inverse).square().neg().exp() * inverse) @ heights
     if mean.dtype == torch.float64:  # as for the expected sigmoid
         known = ((mean.unsqueeze(-1) * squares.rsqrt()).square().neg().exp() * squares.rsqrt()) @ heights
-        found = found + softplus(mean) - mean * mean.sigmoid() - known
+        below = -mean.abs()  # h is even, and its terms do not overflow here
+        found = found + below.exp().log1p() - below * below.sigmoid() - known
     return found
 
 

@@ -1,4 +1,4 @@
-"""Decompositions of small positive semi-definite matrices in operations that ONNX has: sums, products and roots."""
+"""What ONNX or its runtime lacks, in operations that they have: decompositions of small matrices, erf of doubles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Logdet(NamedTuple):
 class WrittenOut(TorchFunctionMode):
     """Inside this context, decompositions of positive semi-definite matrices are made of sums and products.
 
-    ONNX has no decomposition. It is for tracing our own formulas only: `slogdet` takes no pivots, which positive
+    ONNX has no decomposition, and ONNX Runtime no error function in double precision. It is for tracing our own formulas only: `slogdet` takes no pivots, which positive
     definite matrices do not need and others do.
 
         with WrittenOut():
@@ -40,6 +40,8 @@ class WrittenOut(TorchFunctionMode):
             torch.linalg.cholesky: _cholesky,
             torch.linalg.cholesky_ex: _cholesky_ex,
             torch.linalg.slogdet: _slogdet,
+            torch.erf: _erf,
+            Tensor.erf: _erf,
         }.get(func)
         return func(*args, **(kwargs or {})) if other is None else other(*args, **(kwargs or {}))
 
@@ -55,6 +57,11 @@ class WrittenOut(TorchFunctionMode):
 def is_written_out() -> bool:
     """Whether this thread is inside `WrittenOut`."""
     return getattr(_HERE, "depth", 0) > 0
+
+
+def _erf(x: Tensor) -> Tensor:
+    """Return erf(x), in single precision inside: ONNX Runtime knows no other."""
+    return torch.special.erf(x.float()).to(x)
 
 
 def powers(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
