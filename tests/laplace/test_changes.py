@@ -290,5 +290,5 @@ def test_a_prior_from_a_posterior_takes_the_laplace_that_holds_it_and_refuses_ot
     prior, same = lapwing.Prior.from_posterior(la), lapwing.Prior.from_posterior(la.posterior)
     assert prior.precision is same.precision
     assert torch.equal(prior.mean, same.mean)
-    with pytest.raises(lapwing.IncompatiblePrior, match="expected a posterior, la.posterior or la, got Linear"):
+    with pytest.raises(lapwing.IncompatiblePrior, match=r"expected a posterior, la\.posterior or la, got Linear"):
         lapwing.Prior.from_posterior(torch.nn.Linear(3, 1))

@@ -26,8 +26,8 @@ class Logdet(NamedTuple):
 class WrittenOut(TorchFunctionMode):
     """Inside this context, decompositions of positive semi-definite matrices are made of sums and products.
 
-    ONNX has no decomposition, and ONNX Runtime no error function in double precision. It is for tracing our own formulas only: `slogdet` takes no pivots, which positive
-    definite matrices do not need and others do.
+    ONNX has no decomposition, and ONNX Runtime no error function in double precision. It is for tracing our own
+    formulas only: `slogdet` takes no pivots, which positive definite matrices do not need and others do.
 
         with WrittenOut():
             factor = torch.linalg.cholesky(covariance)
