@@ -1,4 +1,6 @@
-"""What is served, beside laplace-torch: `.venv-peers/bin/python -m benchmarks.serving [--repeats 3] [lenet] [head]`.
+"""What fits and predictions cost a server, beside laplace-torch.
+
+    .venv-peers/bin/python -m benchmarks.serving [--repeats 3] [lenet] [head]
 
 Both libraries run in one process with one thread and take turns on the same tensors; figures are medians of CPU times
 in milliseconds, and a ratio above 1 means that Lapwing is faster. `lenet` has ten classes, `head` is a last layer with
@@ -118,7 +120,7 @@ def last_layer(name: str, model: nn.Module, structure: str, train: Batches, held
 
 
 def peer(model: nn.Module, select: str, structure: str, train: Batches) -> Any:
-    """The same posterior by laplace-torch, with its default backend's exact GGN."""
+    """Fit the same posterior with laplace-torch and the exact GGN of its default backend."""
     Laplace, CurvlinopsGGN = imported()
     la = Laplace(
         copy.deepcopy(model),  # it writes to the module it is given
