@@ -15,11 +15,10 @@ from lapwing.curvature import Curvature, Factor, Problem, Structure
 from lapwing.curvature.matrixfree import require_same_data
 from lapwing.errors import BadData, CorruptFile
 from lapwing.linalg import Layout, unpack_sound
-from lapwing.linalg.validity import flaw_of_values
 from lapwing.model import Params
 from lapwing.model.stored import describe_module, intact
 from lapwing.posterior import Prior, Tempered
-from lapwing.storage import pack, prefixed, read_file, under, unpack
+from lapwing.storage import flaw_of_values, pack, prefixed, read_file, under, unpack
 
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("structure", "factor", "matrix", "prior", "likelihood", "parameters"), dict),

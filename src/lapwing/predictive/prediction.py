@@ -16,7 +16,7 @@ from torch import Tensor
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import log_mix
-from lapwing.model.convention import are_tokens, shift
+from lapwing.model.batches import are_tokens, shift
 from lapwing.model.inputs import as_tensors
 from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
