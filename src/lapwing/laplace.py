@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
+from lapwing.curvature.shards import filled, require_same, together
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole, warn
 from lapwing.evaluation.evaluate import require_names
 from lapwing.evidence import (
@@ -39,9 +40,9 @@ from lapwing.extras.loo import keep_if_shown, tune_loo
 from lapwing.extras.valla import tune_bound, variational_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan
+from lapwing.model.batches import require_one_process, sharded
+from lapwing.model.calls import Inputs, as_tensors, outside_inference
 from lapwing.model.fingerprint import Watch
-from lapwing.model.inputs import Inputs, as_tensors
-from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
 from lapwing.predictive.distilled import MOST, Distilled, distill
@@ -238,7 +239,6 @@ class Laplace:
         return replace(self, belief=belief)
 
     @outside_inference
-    @together()
     def update(self, data: Any, *, generator: torch.Generator | None = None) -> Laplace:
         """Add data to the curvature, as if it were fitted on the union (diag, blockdiag, kron, full).
 
@@ -248,25 +248,27 @@ class Laplace:
 
             la = la.update(more_data)
         """
-        self._require_unchanged()
-        require_generator(generator, self.params.device)
-        batches = filled(self.batches(data))
-        if sharded():
-            require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
-        problem = pose(
-            self.network,
-            batches,
-            self.likelihood,
-            self.curvature.factor,
-            closed=self.curvature.structure.closed_form,
-            generator=generator,
-            memory=self.options.memory,
-            progress=self.options.progress,
-        )
-        curvature = extend_curvature(problem, self.curvature)
-        likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
-        belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
-        return replace(self, belief=belief, plan=problem.plan)
+        with together() if sharded() else nullcontext():
+            self._require_unchanged()
+            require_generator(generator, self.params.device)
+            batches = self.batches(data)
+            if sharded():
+                batches = filled(batches)
+                require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
+            problem = pose(
+                self.network,
+                batches,
+                self.likelihood,
+                self.curvature.factor,
+                closed=self.curvature.structure.closed_form,
+                generator=generator,
+                memory=self.options.memory,
+                progress=self.options.progress,
+            )
+            curvature = extend_curvature(problem, self.curvature)
+            likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
+            belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
+            return replace(self, belief=belief, plan=problem.plan)
 
     def to(self, device: torch.device | str) -> Laplace:
         """Return the same posterior on another device. Move the module there first: it is read, not copied.

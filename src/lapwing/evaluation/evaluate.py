@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, warn
 from lapwing.evaluation.examples import Describe, Viewer
 from lapwing.evaluation.facts import class_names, data_facts, feature_names, settings_of
@@ -17,8 +16,8 @@ from lapwing.evaluation.report import Report
 from lapwing.evaluation.scoring import Asked, Reader, Run, evaluate_one
 from lapwing.evaluation.temperature import device_of, point_prediction
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches
-from lapwing.model.module import outside_autocast
+from lapwing.model.batches import Batches, require_one_process
+from lapwing.model.calls import outside_autocast
 
 
 @outside_autocast
