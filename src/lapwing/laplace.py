@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
+from lapwing.curvature.shards import filled, require_same, together
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole, warn
+from lapwing.evaluation.evaluate import require_names
 from lapwing.evidence import (
     Groups,
     Rule,
@@ -38,16 +40,17 @@ from lapwing.extras.loo import keep_if_shown, tune_loo
 from lapwing.extras.valla import tune_bound, variational_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan
+from lapwing.model.batches import require_one_process, sharded
+from lapwing.model.calls import Inputs, as_tensors, outside_inference
 from lapwing.model.fingerprint import Watch
-from lapwing.model.inputs import Inputs, as_tensors
-from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
 from lapwing.predictive.distilled import MOST, Distilled, distill
 from lapwing.predictive.predictive import Labeled, Options, Predictive
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble
-from lapwing.saving import write
+from lapwing.saving import stored
+from lapwing.storage import write_file
 from lapwing.summary import html, summary
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a temperature curve
@@ -236,7 +239,6 @@ class Laplace:
         return replace(self, belief=belief)
 
     @outside_inference
-    @together()
     def update(self, data: Any, *, generator: torch.Generator | None = None) -> Laplace:
         """Add data to the curvature, as if it were fitted on the union (diag, blockdiag, kron, full).
 
@@ -246,25 +248,27 @@ class Laplace:
 
             la = la.update(more_data)
         """
-        self._require_unchanged()
-        require_generator(generator, self.params.device)
-        batches = filled(self.batches(data))
-        if sharded():
-            require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
-        problem = pose(
-            self.network,
-            batches,
-            self.likelihood,
-            self.curvature.factor,
-            closed=self.curvature.structure.closed_form,
-            generator=generator,
-            memory=self.options.memory,
-            progress=self.options.progress,
-        )
-        curvature = extend_curvature(problem, self.curvature)
-        likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
-        belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
-        return replace(self, belief=belief, plan=problem.plan)
+        with together() if sharded() else nullcontext():
+            self._require_unchanged()
+            require_generator(generator, self.params.device)
+            batches = self.batches(data)
+            if sharded():
+                batches = filled(batches)
+                require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
+            problem = pose(
+                self.network,
+                batches,
+                self.likelihood,
+                self.curvature.factor,
+                closed=self.curvature.structure.closed_form,
+                generator=generator,
+                memory=self.options.memory,
+                progress=self.options.progress,
+            )
+            curvature = extend_curvature(problem, self.curvature)
+            likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
+            belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
+            return replace(self, belief=belief, plan=problem.plan)
 
     def to(self, device: torch.device | str) -> Laplace:
         """Return the same posterior on another device. Move the module there first: it is read, not copied.
@@ -381,7 +385,7 @@ class Laplace:
         epochs: int | None = None,
         most: int = MOST,
         perturb: bool = True,
-        ood: Mapping[str, Any] | None = None,
+        ood: Any = None,
         generator: torch.Generator | None = None,
     ) -> Distilled:
         """Return a predictor that gives this posterior's linearized predictions in about one forward pass.
@@ -609,6 +613,8 @@ class Laplace:
         """
         require_one_process("temperature_curve")
         _require_predictive(predictive)
+        if ood is not None:
+            require_names("ood", ood, "{'noise': inputs}")
         self._require_unchanged()
         if predictive == "sampled":
             return sampled_curve(self._predictive, data, ood or {}, temperatures, link=link)
@@ -634,8 +640,12 @@ class Laplace:
 
         Folders on the way to it are made if they are missing.
         """
+        write_file(Path(path), *self.stored())
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what `save` writes: tensors by name, and a description that JSON takes."""
         self._require_unchanged()
-        write(Path(path), self)
+        return stored(self)
 
     if not TYPE_CHECKING:  # type checkers go on reporting unknown names
 

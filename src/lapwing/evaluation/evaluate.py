@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, warn
 from lapwing.evaluation.examples import Describe, Viewer
 from lapwing.evaluation.facts import class_names, data_facts, feature_names, settings_of
@@ -17,8 +16,8 @@ from lapwing.evaluation.report import Report
 from lapwing.evaluation.scoring import Asked, Reader, Run, evaluate_one
 from lapwing.evaluation.temperature import device_of, point_prediction
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches
-from lapwing.model.module import outside_autocast
+from lapwing.model.batches import Batches, require_one_process
+from lapwing.model.calls import outside_autocast
 
 
 @outside_autocast
@@ -61,9 +60,9 @@ def evaluate(
         >>> print(report.table("accuracy", "nll", "ece", "auroc notMNIST"))
     """
     require_one_process("evaluate")
-    _require_names("the models", models, "{'MAP': model, 'Laplace': la}")
+    require_names("the models", models, "{'MAP': model, 'Laplace': la}")
     if ood is not None:
-        _require_names("ood", ood, "{'noise': inputs}")
+        require_names("ood", ood, "{'noise': inputs}")
     if not models:
         raise BadData("evaluate needs at least one model: pass {'MAP': model, 'Laplace': la}")
     shared = find_likelihood(models, likelihood)
@@ -86,9 +85,10 @@ def evaluate(
     return Report(results, bins, data_facts(data, ood or {}, results))
 
 
-def _require_names(what: str, given: Any, example: str) -> None:
+def require_names(what: str, given: Any, example: str) -> None:
+    """Refuse an argument that is not a dict from names to what they name."""
     if not isinstance(given, Mapping):
-        raise BadData(f"evaluate takes {what} by name, as in {example}, got a {type(given).__name__}")
+        raise BadData(f"{what} is a dict by name, as in {what}={example}, got a {type(given).__name__}")
 
 
 def run_of(model: Any, likelihood: Likelihood | None) -> Run:

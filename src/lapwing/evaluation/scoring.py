@@ -17,7 +17,7 @@ from lapwing.evaluation.features import Mahalanobis, energy, features_of, max_lo
 from lapwing.evaluation.meter import measure
 from lapwing.evaluation.results import Items, Outside, Result
 from lapwing.model.batches import Batches
-from lapwing.model.inputs import as_tensors, batch_size
+from lapwing.model.calls import as_tensors, batch_size
 from lapwing.predictive import Prediction
 
 NOTHING = 1e-5  # of the uncertainty: an epistemic part below it is rounding

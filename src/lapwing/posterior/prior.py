@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, nearest
 from lapwing.linalg import PSD, Diagonal, unpack_sound
-from lapwing.posterior.posterior import Posterior
 from lapwing.storage import pack, prefixed, under, unpack
 
 Scalar = float | Tensor
@@ -62,16 +61,17 @@ class Prior:
         for any posterior under structure="full". It is exact for a Kronecker posterior with factored damping, whose
         precision is a product L ⊗ R (`la.damping("factored")`), and for layers with one output. For the other
         Kronecker and EKFAC posteriors the sum has no common eigenbasis: its diagonal is kept in the best of three bases
-        (`lapwing.linalg.simultaneous.add`), and the `neglected` of each block of `la.posterior.precision` says what
+        (`lapwing.linalg.eigenkronecker.add`), and the `neglected` of each block of `la.posterior.precision` says what
         share was dropped.
 
             prior = Prior.from_posterior(lapwing.fit(model, monday, "classification").posterior)
             lapwing.train(model, tuesday, "classification", prior=prior, structure="kron")
         """
         found = getattr(posterior, "posterior", posterior)
-        if not isinstance(found, Posterior):
+        precision, mean = getattr(found, "precision", None), getattr(found, "mean", None)
+        if not (isinstance(precision, PSD) and isinstance(mean, Tensor)):
             raise IncompatiblePrior(f"expected a posterior, la.posterior or la, got {type(posterior).__name__}")
-        return cls(found.precision, found.mean.detach())
+        return cls(precision, mean.detach())
 
     @classmethod
     def per_block(
