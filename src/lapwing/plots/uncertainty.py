@@ -1,4 +1,4 @@
-"""Scores of uncertainty: their distributions, how well they tell outside items from test items, and the highest ones."""
+"""Scores of uncertainty: how they spread, which are highest, and how well they tell outside items from test items."""
 
 from __future__ import annotations
 
