@@ -57,8 +57,6 @@ class Laplace:
     tuned: str = ""  # one line on how prior, temperature and noise were chosen
     watch: Watch | None = field(default=None, repr=False)  # notices when the module has changed since the fit
 
-    # --- what it is ------------------------------------------------------------------------------------------------
-
     @property
     def params(self) -> Params:
         """Names, sizes and values of the selected parameters."""
@@ -114,8 +112,6 @@ class Laplace:
         """Σ log p(y | f̂) of the training data under the current noise."""
         return self.belief.log_likelihood
 
-    # --- evidence --------------------------------------------------------------------------------------------------
-
     @outside_inference
     def log_evidence(self, at: str = "map", *, data: Any = None) -> Tensor:
         """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
@@ -152,8 +148,6 @@ class Laplace:
     def stationarity(self) -> float:
         """½gᵀΣg in nats: what the log joint would gain by moving to the mode of the linearized model."""
         return stationarity(self.belief)
-
-    # --- changes ---------------------------------------------------------------------------------------------------
 
     @outside_inference
     def replace(
@@ -257,8 +251,6 @@ class Laplace:
         belief = replace(self.belief, curvature=self.curvature.to(network, device))
         watch = None if self.watch is None else self.watch.to(device)
         return replace(self, network=network, belief=belief, watch=watch, plan=None)
-
-    # --- prediction ------------------------------------------------------------------------------------------------
 
     @outside_inference
     def predict(
@@ -436,8 +428,6 @@ class Laplace:
         if self.watch is not None:
             self.watch.require_unchanged(self.module, self.params)
 
-    # --- tuning ----------------------------------------------------------------------------------------------------
-
     @outside_inference
     def tune(
         self,
@@ -513,8 +503,6 @@ class Laplace:
             link=link,
             memory=self.options.memory,
         )
-
-    # --- reports and storage ---------------------------------------------------------------------------------------
 
     @outside_inference
     def summary(self) -> str:
