@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
-from lapwing.linalg.krylov import Policy, Solution
-from lapwing.linalg.krylov.results import dots
+from lapwing.linalg.krylov import Policy, dots
+from lapwing.linalg.solvers import Solution
 from lapwing.model import batch_size, take
 
 FLOOR = 1e-12  # share of the largest eigenvalue of a batch's kernel below which directions count as dependent

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.linalg.krylov import Estimate, Matvec, Policy, Sketch, Solution, lanczos, signs, spheres
-from lapwing.linalg.krylov.estimators import _leave_one_out
-from lapwing.linalg.krylov.lanczos import _orthonormal_rows
-from lapwing.linalg.krylov.results import dots
-from lapwing.linalg.tangent import tangent
+from lapwing.linalg.krylov import (
+    Estimate,
+    Matvec,
+    Policy,
+    _leave_one_out,
+    dots,
+    lanczos,
+    orthonormal_rows,
+    signs,
+    spheres,
+)
+from lapwing.linalg.solvers import Sketch, Solution
+from lapwing.linalg.spectrum import tangent
 
 
 def hutchinson(matvec: Matvec, probes: Tensor) -> Estimate:
@@ -28,7 +36,7 @@ def hutchpp(matvec: Matvec, like: Tensor, products: int, generator: torch.Genera
     The error falls like 1/products instead of 1/√products for positive semi-definite A.
     """
     k = max(1, products // 3)
-    basis = _orthonormal_rows(matvec(signs(k, like, generator)))
+    basis = orthonormal_rows(matvec(signs(k, like, generator)))
     inside = (basis.double() * matvec(basis).double()).sum() if len(basis) else torch.zeros((), dtype=torch.float64)
     z = signs(max(2, products - 2 * k), like, generator)
     z = z - dots(z, basis).to(z) @ basis

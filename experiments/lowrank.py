@@ -16,7 +16,8 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.linalg.krylov import largest_eigenpairs, nystrom
+from lapwing.linalg.krylov import largest_eigenpairs
+from lapwing.linalg.solvers import nystrom
 
 ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
 

@@ -28,7 +28,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.curvature import GGN
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.linalg.krylov import Solution
+from lapwing.linalg.solvers import Solution
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products
 

@@ -21,8 +21,8 @@ from experiments import _networks as networks
 from experiments import matrixfree
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg import Diagonal
-from lapwing.linalg.krylov import Preconditioner, conjugate_gradients, nystrom
 from lapwing.linalg.operator import Operator
+from lapwing.linalg.solvers import Preconditioner, conjugate_gradients, nystrom
 
 ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
 

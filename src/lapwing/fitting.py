@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,9 @@ from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.module import outside_inference
 from lapwing.model.stored import intact, require_same_module, restore_convention, restore_probe
 from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
+from lapwing.predictive.mixture import Mixture
 from lapwing.predictive.predictive import Options
-from lapwing.saving import read, restore_curvature, restore_params, restore_prior, restore_temperature
+from lapwing.saving import read, read_members, restore_curvature, restore_params, restore_prior, restore_temperature
 
 
 @known_options
@@ -180,7 +181,7 @@ def _resume(folder: Path, module: nn.Module, problem: Problem, chosen: Structure
     return Resume(folder, hashlib.sha256("\n".join(what).encode()).hexdigest())
 
 
-@outside_inference
+@overload
 def load(
     path: str | Path,
     model: nn.Module,
@@ -188,18 +189,57 @@ def load(
     data: Any = None,
     likelihood: str | Likelihood | None = None,
     split: Callable[[Any], tuple] | None = None,
-) -> Laplace:
+) -> Laplace: ...
+@overload
+def load(
+    path: str | Path,
+    model: Sequence[nn.Module],
+    *,
+    data: Any = None,
+    likelihood: str | Likelihood | None = None,
+    split: Callable[[Any], tuple] | None = None,
+) -> Mixture: ...
+@outside_inference
+def load(
+    path: str | Path,
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    data: Any = None,
+    likelihood: str | Likelihood | None = None,
+    split: Callable[[Any], tuple] | None = None,
+) -> Laplace | Mixture:
     """Read a posterior that `la.save(path)` wrote, for the same model with the same weights.
 
     `likelihood` is needed for a likelihood of your own that is not registered. `data` (and `split`) are the data of the
-    fit, which structure="matrixfree" reads again for every product.
+    fit, which structure="matrixfree" reads again for every product. A mixture takes the list of its members' models,
+    in the order in which they were mixed.
 
         la = lapwing.load("model.lapwing", model)
+        mixture = lapwing.load("mixture.lapwing", [model1, model2])
     """
     if isinstance(path, nn.Module):
         raise BadData("load takes the file first and then the model: lapwing.load('model.lapwing', model)")
-    path, module = Path(path), _module(model)
-    tensors, header = read(path)
+    path = Path(path)
+    if not isinstance(model, list | tuple):
+        return _restored(path, *read(path), _module(model), data, likelihood, split)
+    members, weights = read_members(path)
+    if len(members) != len(model):
+        raise BadData(f"{path.name!r} holds a mixture of {len(members)} posteriors, and {len(model)} models were given")
+    each = [_restored(path, *own, _module(m), data, likelihood, split) for own, m in zip(members, model)]
+    with intact(path):
+        return Mixture(each, weights if isinstance(weights, str) else torch.tensor(weights, dtype=torch.float64))
+
+
+def _restored(
+    path: Path,
+    tensors: dict[str, Tensor],
+    header: dict[str, Any],
+    module: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood | None,
+    split: Callable[[Any], tuple] | None,
+) -> Laplace:
+    """Make a posterior of the tensors and the header that a file holds of it."""
     with intact(path):
         require_same_module(header, module, path)
         probe = restore_probe(tensors, header, module, path)

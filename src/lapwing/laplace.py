@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lapwing.curvature import Curvature, extend_curvature, pose
 from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole
+from lapwing.evaluation.evaluate import require_names
 from lapwing.evidence import Rule, Tuning, check_logit_temperature, effective_parameters, evidence_of, stationarity
 from lapwing.evidence.curves import TemperatureCurve, temperature_curve
 from lapwing.evidence.sampled import sampled_curve
@@ -29,7 +30,8 @@ from lapwing.predictive.distilled import MOST, Distilled, distill
 from lapwing.predictive.predictive import Options, Predictive
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble
-from lapwing.saving import write
+from lapwing.saving import stored
+from lapwing.storage import write_file
 from lapwing.summary import html, summary
 from lapwing.tuning import Request, require_predictive, tune
 
@@ -351,7 +353,7 @@ class Laplace:
         epochs: int | None = None,
         most: int = MOST,
         perturb: bool = True,
-        ood: Mapping[str, Any] | None = None,
+        ood: Any = None,
         generator: torch.Generator | None = None,
     ) -> Distilled:
         """Return a predictor that gives this posterior's linearized predictions in about one forward pass.
@@ -492,6 +494,8 @@ class Laplace:
         """
         require_one_process("temperature_curve")
         require_predictive(predictive)
+        if ood is not None:
+            require_names("ood", ood, "{'noise': inputs}")
         self._require_unchanged()
         if predictive == "sampled":
             return sampled_curve(self._predictive, data, ood or {}, temperatures, link=link)
@@ -515,8 +519,12 @@ class Laplace:
 
         Folders on the way to it are made if they are missing.
         """
+        write_file(Path(path), *self.stored())
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what `save` writes: tensors by name, and a description that JSON takes."""
         self._require_unchanged()
-        write(Path(path), self)
+        return stored(self)
 
     if not TYPE_CHECKING:  # type checkers go on reporting unknown names
 

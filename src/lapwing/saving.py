@@ -15,11 +15,10 @@ from lapwing.curvature import Curvature, Factor, Problem, Structure
 from lapwing.curvature.matrixfree import require_same_data
 from lapwing.errors import BadData, CorruptFile
 from lapwing.linalg import Layout, unpack_sound
-from lapwing.linalg.validity import flaw_of_values
 from lapwing.model import Params
 from lapwing.model.stored import describe_module, intact
 from lapwing.posterior import Prior, Tempered
-from lapwing.storage import pack, prefixed, read_file, under, unpack, write_file
+from lapwing.storage import flaw_of_values, pack, prefixed, read_file, under, unpack
 
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("structure", "factor", "matrix", "prior", "likelihood", "parameters"), dict),
@@ -30,8 +29,11 @@ ENTRIES: dict[str, Any] = {
 }
 
 
-def write(path: Path, la: Any) -> None:
-    """Store a Laplace object: curvature, prior, temperature, likelihood and the fingerprint of the module."""
+def stored(la: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the header of a Laplace object's file.
+
+    They hold curvature, prior, temperature, likelihood and the fingerprint of the module.
+    """
     curvature = la.curvature
     parts = {
         "matrix": curvature.structure.stored(curvature.matrix),
@@ -68,7 +70,7 @@ def write(path: Path, la: Any) -> None:
         "tuned": la.tuned,
     }
     probe = None if la.watch is None else la.watch.probe
-    write_file(path, *describe_module(la.module, probe, tensors, header))
+    return describe_module(la.module, probe, tensors, header)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -78,9 +80,23 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise BadData(
             f"{path.name!r} holds a distilled predictor: lapwing.Distilled.load({str(path)!r}, model) reads it"
         )
+    if "mixture" in header:
+        raise BadData(f"{path.name!r} holds a mixture: lapwing.load({str(path)!r}, [model1, model2, ...]) reads it")
     with intact(path):
         _require_header(header)
     return tensors, header
+
+
+def read_members(path: Path) -> tuple[list[tuple[dict[str, Tensor], dict[str, Any]]], Any]:
+    """Read tensors and header of each member of a mixture's file, and the weights of the members."""
+    tensors, header = read_file(path)
+    if "mixture" not in header:
+        raise BadData(f"{path.name!r} holds one posterior, which takes one model: lapwing.load({str(path)!r}, model)")
+    with intact(path):
+        headers, weights = header["mixture"]["members"], header["mixture"]["weights"]
+        for each in headers:
+            _require_header(each)
+        return [(under(f"{k}.", tensors), each) for k, each in enumerate(headers)], weights
 
 
 def _require_header(header: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""One file format for all that is stored, and the list of classes that can be stored in it.
+"""One file format for all that is stored, the list of classes that can be stored in it, and checks of what it holds.
 
 A file is safetensors with a JSON header and a checksum of both, written atomically; there is no pickle. Posteriors,
 checkpoints of a training and interrupted fits are such files. An object is stored as its tensors and a description in
 JSON (`pack`), by the fields of its class, which registers itself where it is defined (`register`).
+What is read may have been changed by anyone: `flaw_of_values` and the like say in words what is wrong with numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ MISFITS = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeE
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
 Kind = Callable[..., T]  # a class, which may be abstract
-
-# --- classes --------------------------------------------------------------------------------------------------------
 
 _classes: dict[str, list[type]] = {}
 _names: dict[type, str] = {}
@@ -113,9 +112,6 @@ def _class(name: Any, kind: Any) -> Any:
         f"the file names {name!r}, which is no registered {kind.__name__} (these are {known}). Save it again, or, if "
         "it is your own, import the module that defines it before you load the file."
     )
-
-
-# --- objects --------------------------------------------------------------------------------------------------------
 
 
 def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
@@ -243,9 +239,6 @@ def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {prefix + name: value for name, value in tensors.items()}
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 def write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors and a JSON-able header, atomically. Tensors that share memory are written once."""
     tensors, aliases = once(tensors)
@@ -318,9 +311,6 @@ def _tree_digest(tensors: Mapping[str, Tensor], text: str) -> str:
     return digest.hexdigest()
 
 
-# --- trees of plain values ------------------------------------------------------------------------------------------
-
-
 def save_tree(path: Path, tree: Any) -> None:
     """Write dicts, lists, tuples, numbers, strings, None and tensors (the state of an optimizer, say), atomically."""
     tensors: dict[str, Tensor] = {}
@@ -380,3 +370,60 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return found
+
+
+def flaw_of_values(name: str, values: Any, *, signed: bool = False) -> str:
+    """Say what is wrong with values that should be finite and, unless `signed`, not negative."""
+    values = torch.as_tensor(values)
+    if not values.is_floating_point():
+        return f"{name} is of type {values.dtype}"
+    bad = ~values.isfinite() if signed else ~(values.isfinite() & (values >= 0))
+    return f"{name} holds {values[bad].reshape(-1)[0].item()}" if bool(bad.any()) else ""
+
+
+def flaw_of_scalar(name: str, value: Any) -> str:
+    """Say what is wrong with a value that should be one number that is not negative."""
+    shape = tuple(torch.as_tensor(value).shape)
+    return f"{name} has shape {shape}" if shape else flaw_of_values(name, value)
+
+
+def flaw_of_symmetric(name: str, matrix: Tensor, *, signed: bool = False) -> str:
+    """Say what is wrong with matrices (*b, n, n) that should be symmetric and, unless `signed`, semi-definite."""
+    if found := flaw_of_values(name, matrix, signed=True):
+        return found
+    matrix = matrix if matrix.dtype.itemsize >= 4 else matrix.float()
+    largest = matrix.abs().max() if matrix.numel() else matrix.new_zeros(())
+    if not float(largest):
+        return ""
+    unit = matrix / largest
+    rounding = torch.finfo(matrix.dtype).eps ** 0.5
+    if bool(((unit - unit.mT).abs() > rounding).any()):
+        return f"{name} is not symmetric"
+    if signed:
+        return ""
+    slack = rounding * unit.diagonal(dim1=-2, dim2=-1).abs().sum(-1, keepdim=True) + 1e-30
+    _, failed = torch.linalg.cholesky_ex(unit + torch.diag_embed(slack.expand(unit.shape[:-1])))
+    return f"{name} has an eigenvalue below zero" if bool(failed.any()) else ""
+
+
+def flaw_of_basis(name: str, rows: Tensor, values: Tensor | None = None) -> str:
+    """Say what is wrong with rows (*b, k, n) that should be orthonormal; rows of small `values` (k,) count less."""
+    if found := flaw_of_values(name, rows, signed=True):
+        return found
+    rows = rows if rows.dtype.itemsize >= 4 else rows.float()
+    each = torch.ones(rows.shape[-2]) if values is None or not len(values) else values / values.max().clamp(min=1e-300)
+    each = each.to(rows)
+    rows = rows * each.sqrt()[:, None]
+    off = rows @ rows.mT - torch.diag(each)
+    return f"{name} is not orthonormal" if bool((off.abs() > torch.finfo(rows.dtype).eps ** 0.5).any()) else ""
+
+
+def flaw_of_ranks(ranks: Any) -> str:
+    """Say what is wrong with a pair of ranks, each of which should be None or a whole number from zero."""
+    fine = len(ranks) == 2 and all(rank is None or (type(rank) is int and rank >= 0) for rank in ranks)
+    return "" if fine else f"the ranks are {ranks}"
+
+
+def first_flaw(*found: str) -> str:
+    """Return the first message that is not empty."""
+    return next(filter(None, found), "")

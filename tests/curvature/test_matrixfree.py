@@ -13,8 +13,8 @@ from lapwing.curvature import GGN, pose
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Diagonal
-from lapwing.linalg.krylov import Sketch
 from lapwing.linalg.operator import Operator
+from lapwing.linalg.solvers import Sketch
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products
 from tests.noise import unit_noise

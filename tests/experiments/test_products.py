@@ -18,7 +18,8 @@ from tests.linalg.test_krylov import Counted, curvature, generator, orthogonal, 
 from torch import Tensor
 
 from lapwing.errors import NotConverged
-from lapwing.linalg.krylov import Sketch, signs, xdiag
+from lapwing.linalg.krylov import signs, xdiag
+from lapwing.linalg.solvers import Sketch
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.5])

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NotConverged, NotPositiveDefinite
-from lapwing.linalg.krylov import (
-    Preconditioner,
-    Sketch,
-    conjugate_gradients,
-    differentiable_solve,
-    lanczos,
-    largest_eigenpairs,
-    nystrom,
-    slq_logdet,
-    xdiag,
-)
+from lapwing.linalg.krylov import lanczos, largest_eigenpairs, slq_logdet, xdiag
+from lapwing.linalg.solvers import Preconditioner, Sketch, conjugate_gradients, differentiable_solve, nystrom
 
 P = 120
 

@@ -40,6 +40,9 @@ class Member:
     def log_evidence(self) -> Tensor:
         return torch.tensor(self.evidence, dtype=torch.float64)
 
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        raise NotImplementedError
+
 
 def members(likelihood: Likelihood, outputs: int) -> list[Member]:
     return [Member(seed, likelihood, outputs, float(-seed)) for seed in range(3)]
@@ -103,6 +106,34 @@ def test_values() -> None:
     assert mixed.entropy.shape == (5,)
 
 
+def test_members_keep_their_own_noise() -> None:
+    own = [Member(0, Gaussian(0.1), 2), Member(1, Gaussian(torch.tensor([0.2, 2.0])), 2), Member(2, Gaussian(0.5), 2)]
+    mixed = Mixture(own, WEIGHTS).predict(None)
+    noise = torch.tensor([[0.1, 0.1], [0.2, 2.0], [0.5, 0.5]], dtype=torch.float64)
+    torch.testing.assert_close(mixed.aleatoric, (WEIGHTS @ noise.square()).expand(5, 2))
+    y = torch.randn(5, 2, dtype=torch.float64)
+    laws = []
+    for k in range(3):
+        f = function(k, 2)
+        laws.append(MultivariateNormal(f.mean, f.covariance + noise[k].square().diag()))
+    torch.testing.assert_close(mixed.log_prob(y).exp(), sum(w * law.log_prob(y).exp() for w, law in zip(WEIGHTS, laws)))
+    draws = mixed.sample(100_000, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(draws.var(0), mixed.variance, rtol=0.03, atol=0)
+    torch.testing.assert_close(mixed[1:3].variance, mixed.variance[1:3])
+    low, high = mixed.interval(0.9)
+    inside = ((draws >= low) & (draws <= high)).double().mean(0)
+    torch.testing.assert_close(inside, torch.full_like(inside, 0.9), atol=0.004, rtol=0)
+
+
+def test_entropy_of_members_that_do_not_overlap() -> None:
+    """H = Σ_k w_k (H_k − log w_k) where the members have nothing in common; here they differ in scale by 64."""
+    eye, f = torch.eye(2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    parts = [predict_targets(GaussianFunction(100.0 * k * f, 0.1 * 4**k * eye[None]), Gaussian(0.5)) for k in range(4)]
+    for weights in (torch.full((4,), 0.25), torch.tensor([0.1, 0.2, 0.3, 0.4])):
+        expected = sum(w * (part.entropy - w.log()) for w, part in zip(weights.double(), parts))
+        torch.testing.assert_close(mix(parts, weights.double()).entropy, expected, atol=0.05, rtol=0)
+
+
 @pytest.mark.parametrize(("likelihood", "outputs"), [(HeteroscedasticGaussian(), 2), (Poisson(), 1)])
 def test_intervals_of_members_without_a_closed_form(likelihood: Likelihood, outputs: int) -> None:
     mixed = Mixture(members(likelihood, outputs)).predict(None)
@@ -135,8 +166,7 @@ def test_refusals() -> None:
         Mixture(members(Categorical(), 3), "best")
     with pytest.raises(ValueError, match="3 weights"):
         Mixture(members(Categorical(), 3), torch.ones(2))
-    different = [Member(0, Gaussian(0.1), 2), Member(1, Gaussian(0.2), 2)]
-    with pytest.raises(UnsupportedOperation, match=r"replace\(likelihood"):
-        Mixture(different).predict(None)
+    with pytest.raises(BadData, match="different likelihoods"):
+        Mixture([Member(0, Gaussian(0.1), 2), Member(1, Poisson(), 2)]).predict(None)
     with pytest.raises(BadData, match="different things"):
         mix([Member(0, Categorical(), 2).predict(None), Member(0, Gaussian(), 2).predict(None)], torch.ones(2) / 2)

@@ -13,7 +13,7 @@ from lapwing.errors import BadData, require_generator, require_whole
 from lapwing.evaluation.scoring import device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Params
-from lapwing.model.convention import Convention
+from lapwing.model.batches import Convention
 from lapwing.model.inputs import Inputs
 from lapwing.model.module import borrowed, call, explained, output_tensor, outside_inference
 from lapwing.predictive import Prediction, SampledFunction, predict_targets

@@ -11,8 +11,7 @@ from lapwing.errors import BadData, UnsupportedOperation, brief, warn
 from lapwing.evaluation.scoring import device_of, point_prediction
 from lapwing.evidence.heldout import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches
-from lapwing.model.convention import Convention
+from lapwing.model.batches import Batches, Convention
 from lapwing.model.inputs import Inputs
 from lapwing.model.module import borrowed, call, output_tensor, outside_autocast, outside_inference
 from lapwing.predictive import Prediction

@@ -17,8 +17,7 @@ from lapwing.evaluation.scoring import device_of
 from lapwing.evidence.loop import Shuffled, count_data
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batches, Params, select_names, unwrap
-from lapwing.model.batches import Batch
-from lapwing.model.convention import Convention
+from lapwing.model.batches import Batch, Convention
 from lapwing.model.inputs import as_tensors
 from lapwing.model.module import borrowed, call, in_use, output_tensor
 from lapwing.posterior import resolve_prior

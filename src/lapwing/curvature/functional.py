@@ -17,7 +17,7 @@ from lapwing.curvature.product import totals_of, whole_factor
 from lapwing.errors import TooLarge, UnsupportedOperation, require_whole
 from lapwing.linalg import Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
-from lapwing.linalg.krylov import Sketch
+from lapwing.linalg.solvers import Sketch
 from lapwing.model import Batch, Batches, Plan, batch_size, take
 from lapwing.model.products import Products
 from lapwing.storage import register

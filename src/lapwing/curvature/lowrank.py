@@ -16,7 +16,8 @@ from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
 from lapwing.errors import BadData, require_whole
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
-from lapwing.linalg.krylov import largest_eigenpairs, nystrom
+from lapwing.linalg.krylov import largest_eigenpairs
+from lapwing.linalg.solvers import nystrom
 from lapwing.model import Plan
 from lapwing.model.products import Products
 from lapwing.storage import register

@@ -20,13 +20,13 @@ from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, require_whole
 from lapwing.linalg import PSD, Jacobian
-from lapwing.linalg.krylov import Policy, Sketch, nystrom
+from lapwing.linalg.krylov import Policy
 from lapwing.linalg.operator import Operator, Solver
 from lapwing.linalg.rows import chunks
-from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_values
+from lapwing.linalg.solvers import Sketch, nystrom
 from lapwing.model import Network, Plan
 from lapwing.model.products import Products
-from lapwing.storage import register
+from lapwing.storage import first_flaw, flaw_of_scalar, flaw_of_values, register
 
 NEGLIGIBLE = 1e-4  # share of the curvature in output space, then of the trace of rows, that the sketch leaves out
 

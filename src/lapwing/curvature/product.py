@@ -13,9 +13,9 @@ from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
 from lapwing.linalg import Jacobian
-from lapwing.linalg.krylov import Policy, Solution, xdiag
-from lapwing.linalg.krylov.results import dots
+from lapwing.linalg.krylov import Policy, dots, xdiag
 from lapwing.linalg.operator import Product, Solver
+from lapwing.linalg.solvers import Solution
 from lapwing.model import Batch
 from lapwing.model.products import Keep, Products
 

@@ -19,8 +19,7 @@ from torch import Tensor, distributed
 from lapwing import errors
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.model import Batch, Batches, Plan, PlanChanged, batch_size
-from lapwing.model.batches import NoSamples
-from lapwing.model.convention import Convention
+from lapwing.model.batches import Convention, NoSamples
 from lapwing.model.inputs import map_tensors
 
 

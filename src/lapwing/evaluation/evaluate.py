@@ -61,9 +61,9 @@ def evaluate(
         >>> print(report.table("accuracy", "nll", "ece", "auroc notMNIST"))
     """
     require_one_process("evaluate")
-    _require_names("the models", models, "{'MAP': model, 'Laplace': la}")
+    require_names("the models", models, "{'MAP': model, 'Laplace': la}")
     if ood is not None:
-        _require_names("ood", ood, "{'noise': inputs}")
+        require_names("ood", ood, "{'noise': inputs}")
     if not models:
         raise BadData("evaluate needs at least one model: pass {'MAP': model, 'Laplace': la}")
     shared = find_likelihood(models, likelihood)
@@ -86,9 +86,10 @@ def evaluate(
     return Report(results, bins, data_facts(data, ood or {}, results))
 
 
-def _require_names(what: str, given: Any, example: str) -> None:
+def require_names(what: str, given: Any, example: str) -> None:
+    """Refuse an argument that is not a dict from names to what they name."""
     if not isinstance(given, Mapping):
-        raise BadData(f"evaluate takes {what} by name, as in {example}, got a {type(given).__name__}")
+        raise BadData(f"{what} is a dict by name, as in {what}={example}, got a {type(given).__name__}")
 
 
 def split_of(model: Any) -> Callable[[Any], tuple] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.errors import NotConverged, brief
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD
-from lapwing.linalg.krylov import conjugate_gradients
+from lapwing.linalg.solvers import conjugate_gradients
 from lapwing.model import Batches, Network
 from lapwing.model.batches import Batch
 from lapwing.model.products import Products

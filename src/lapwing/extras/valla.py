@@ -21,7 +21,7 @@ from lapwing.evidence.groups import Groups
 from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
-from lapwing.linalg.krylov.lanczos import _complement, _orthonormal_rows
+from lapwing.linalg.krylov import complement, orthonormal_rows
 from lapwing.model import Plan, batch_size, take
 from lapwing.posterior import Belief
 from lapwing.storage import register
@@ -115,15 +115,15 @@ class VaLLA(Structure):
         greedy = self.choice == "greedy"
         rows = self._rows(problem, POOL * self.inducing if greedy else self.inducing)  # one (r, P) an input
         if not greedy or len(rows) <= self.inducing:
-            return _orthonormal_rows(torch.cat(rows[: self.inducing]))
+            return orthonormal_rows(torch.cat(rows[: self.inducing]))
         basis = rows[0][:0]
         left = list(rows)
         for _ in range(self.inducing):
             best = int(torch.stack([part.double().square().sum() for part in left]).argmax())
-            fresh = _orthonormal_rows(_complement(left[best], basis) if len(basis) else left[best])
+            fresh = orthonormal_rows(complement(left[best], basis) if len(basis) else left[best])
             basis = torch.cat([basis, fresh])
             left = [part - (part @ fresh.T) @ fresh for part in left]
-        return _orthonormal_rows(basis)
+        return orthonormal_rows(basis)
 
     def _rows(self, problem: Problem, points: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)

@@ -12,8 +12,7 @@ from lapwing.errors import NotPositiveDefinite, brief
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, not_positive, require_positive, require_shifts
 from lapwing.linalg.rows import DenseRows, Rows
 from lapwing.linalg.spectrum import Spectrum
-from lapwing.linalg.validity import first_flaw, flaw_of_scalar, flaw_of_symmetric, flaw_of_values
-from lapwing.storage import register
+from lapwing.storage import first_flaw, flaw_of_scalar, flaw_of_symmetric, flaw_of_values, register
 
 
 @register

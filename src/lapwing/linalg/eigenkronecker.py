@@ -11,10 +11,8 @@ from lapwing.errors import IncompatiblePrior, brief
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive, require_shifts
 from lapwing.linalg.rows import DenseRows, Rows, chunks
 from lapwing.linalg.simultaneous import SimultaneousKronecker, add, logdet_ratio
-from lapwing.linalg.spectrum import sum_log1p
-from lapwing.linalg.tangent import tangent
-from lapwing.linalg.validity import first_flaw, flaw_of_basis, flaw_of_values
-from lapwing.storage import register
+from lapwing.linalg.spectrum import sum_log1p, tangent
+from lapwing.storage import first_flaw, flaw_of_basis, flaw_of_values, register
 
 
 def first_order(matrix: PSD, prior: Diagonal) -> Tensor:

@@ -15,10 +15,8 @@ from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
 from lapwing.linalg.simultaneous import SimultaneousKronecker, add, logdet_ratio
-from lapwing.linalg.spectrum import PIECE, Spectrum, sum_log1p
-from lapwing.linalg.tangent import tangent
-from lapwing.linalg.validity import first_flaw, flaw_of_ranks, flaw_of_scalar, flaw_of_symmetric
-from lapwing.storage import register
+from lapwing.linalg.spectrum import PIECE, Spectrum, sum_log1p, tangent
+from lapwing.storage import first_flaw, flaw_of_ranks, flaw_of_scalar, flaw_of_symmetric, register
 
 
 @register

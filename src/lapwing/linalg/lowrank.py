@@ -13,8 +13,7 @@ from torch import Tensor
 from lapwing.errors import NotPositiveDefinite, brief
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive, require_shifts
 from lapwing.linalg.rows import Rows, chunks
-from lapwing.linalg.validity import first_flaw, flaw_of_values
-from lapwing.storage import register
+from lapwing.storage import first_flaw, flaw_of_values, register
 
 NEXT_TO_NOTHING = 1e-100
 

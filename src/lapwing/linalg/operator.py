@@ -14,19 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from lapwing.errors import UnsupportedOperation, brief
 from lapwing.linalg.dense import Dense
-from lapwing.linalg.krylov import (
-    Estimate,
-    Policy,
-    Preconditioner,
-    Sketch,
-    Solution,
-    conjugate_gradients,
-    differentiable_solve,
-    slq_logdet,
-    spheres,
-)
+from lapwing.linalg.krylov import Estimate, Policy, slq_logdet, spheres
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, chunks
+from lapwing.linalg.solvers import Preconditioner, Sketch, Solution, conjugate_gradients, differentiable_solve
 
 FORMED = 2048  # weights up to which many shifts are served by the matrix itself
 

@@ -15,8 +15,7 @@ from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite, 
 from lapwing.linalg.layout import Layout
 from lapwing.linalg.rows import DenseRows, Jacobian, Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
-from lapwing.linalg.validity import flaw_of_values
-from lapwing.storage import move, nbytes, register, unpack
+from lapwing.storage import flaw_of_values, move, nbytes, register, unpack
 
 Scalar = float | Tensor
 """A number or a tensor without dimensions; gradients flow through the latter."""

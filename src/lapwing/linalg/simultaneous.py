@@ -11,8 +11,7 @@ from lapwing.errors import NotPositiveDefinite, brief
 from lapwing.linalg.psd import PSD, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows
 from lapwing.linalg.spectrum import sum_log1p
-from lapwing.linalg.validity import first_flaw, flaw_of_values
-from lapwing.storage import register
+from lapwing.storage import first_flaw, flaw_of_values, register
 
 STEPS = 50  # of the alternation that finds the nearest product, which converges linearly
 SAME = 1e-7  # relative difference up to which a share of the sum, or of a logarithm, is rounding

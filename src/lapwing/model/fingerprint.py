@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel, brief
-from lapwing.model.adapters import WRAPPERS, active_adapters, adapter_containers, adapter_names, without_wrappers
 from lapwing.model.copies import written_by_forward
 from lapwing.model.inputs import Inputs, batch_size, close, map_tensors, take, tensors_in
 from lapwing.model.module import borrowed, call, output_tensor
-from lapwing.model.params import Params
+from lapwing.model.params import WRAPPERS, Params, active_adapters, adapter_containers, adapter_names, without_wrappers
 from lapwing.model.unmoved import SPREAD, WHOLE, glance, unmoved
 
 PROBED = 2  # samples whose outputs are kept

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import CorruptFile, LapwingError, UnsupportedModel
-from lapwing.model.convention import Convention
+from lapwing.model.batches import Convention
 from lapwing.model.fingerprint import Probe, fingerprint, written
 from lapwing.storage import full, lean, prefixed, under
 

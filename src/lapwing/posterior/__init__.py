@@ -1,7 +1,13 @@
 """Priors, tempering, the belief that they form with a curvature, and the Gaussian posterior over the weights."""
 
-from lapwing.posterior.belief import Belief, Tempered, resolve_temperature
-from lapwing.posterior.posterior import Posterior, factored_precision, make_posterior
+from lapwing.posterior.posterior import (
+    Belief,
+    Posterior,
+    Tempered,
+    factored_precision,
+    make_posterior,
+    resolve_temperature,
+)
 from lapwing.posterior.prior import Prior, resolve_prior
 
 __all__ = [

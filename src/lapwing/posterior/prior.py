@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, nearest
 from lapwing.linalg import PSD, Diagonal, unpack_sound
-from lapwing.posterior.posterior import Posterior
 from lapwing.storage import pack, prefixed, under, unpack
 
 Scalar = float | Tensor
@@ -69,9 +68,10 @@ class Prior:
             lapwing.train(model, tuesday, "classification", prior=prior, structure="kron")
         """
         found = getattr(posterior, "posterior", posterior)
-        if not isinstance(found, Posterior):
+        precision, mean = getattr(found, "precision", None), getattr(found, "mean", None)
+        if not (isinstance(precision, PSD) and isinstance(mean, Tensor)):
             raise IncompatiblePrior(f"expected a posterior, la.posterior or la, got {type(posterior).__name__}")
-        return cls(found.precision, found.mean.detach())
+        return cls(precision, mean.detach())
 
     @classmethod
     def per_block(

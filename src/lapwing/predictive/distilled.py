@@ -21,7 +21,7 @@ from lapwing.errors import BadData, UnsupportedOperation, positive, require_whol
 from lapwing.likelihoods import Likelihood, likelihood_from_spec
 from lapwing.metrics import auroc
 from lapwing.model import Network, batch_size, take, tensors_in
-from lapwing.model.convention import Convention
+from lapwing.model.batches import Convention
 from lapwing.model.fingerprint import Probe
 from lapwing.model.inputs import Inputs, as_tensors, map_tensors
 from lapwing.model.module import arguments, outside_inference, placed, unwrap

@@ -498,3 +498,11 @@ def base_points(n: int, dim: int, like: Tensor, seed: int = SEED) -> Tensor:
 def fixed_generator(device: torch.device) -> torch.Generator:
     """Return the generator that stands in where none is given."""
     return torch.Generator(device).manual_seed(SEED)
+
+
+def shares(weights: Tensor, n: int) -> list[int]:
+    """Divide n draws among the parts of a mixture in proportion to their weights, rounded by largest remainder."""
+    exact = weights.detach().double() * n
+    counts = exact.floor().long()
+    counts[(exact - counts).argsort(descending=True)[: n - int(counts.sum())]] += 1
+    return counts.tolist()

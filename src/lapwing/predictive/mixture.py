@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation, brief
 from lapwing.model.module import outside_autocast
-from lapwing.predictive.function import FunctionDistribution, fixed_generator
+from lapwing.predictive.function import FunctionDistribution, fixed_generator, shares
 from lapwing.predictive.prediction import Prediction
+from lapwing.storage import prefixed, write_file
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -77,11 +79,8 @@ class MixtureFunction(FunctionDistribution):
         return draws
 
     def blocks(self, n: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
-        """Yield a share of n points per part in proportion to its weight (rounded by largest remainder)."""
-        exact = self.weights.detach().double() * n
-        counts = exact.floor().long()
-        counts[(exact - counts).argsort(descending=True)[: n - int(counts.sum())]] += 1
-        for part, count in zip(self.parts, counts.tolist()):
+        """Yield a share of n points per part in proportion to its weight."""
+        for part, count in zip(self.parts, shares(self.weights, n)):
             if count:
                 yield from part.blocks(count, generator)
 
@@ -89,9 +88,13 @@ class MixtureFunction(FunctionDistribution):
 class Component(Protocol):
     """A member of a mixture, such as a `Laplace` object."""
 
-    def predict(self, x: Any, **options: Any) -> Prediction: ...
+    @property
+    def predict(self) -> Callable[..., Prediction]: ...
 
-    def log_evidence(self) -> Tensor: ...
+    @property
+    def log_evidence(self) -> Callable[[], Tensor]: ...
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +104,11 @@ class Mixture:
     `weights` are "uniform", "evidence" (w_k ∝ p(D|M_k), for members fitted to the same data) or a tensor (K,).
     `predict` takes the options of `Laplace.predict` and mixes the members' predictions exactly: probabilities and
     densities by weight, uncertainties by the laws of total entropy and of total variance, so that disagreement between
-    members counts as epistemic. Members share one likelihood, noise included.
+    members counts as epistemic. Members have likelihoods of one family; each keeps its own noise.
 
-    Example: `Mixture([la1, la2, la3]).predict(x).probs`.
+        mixture = Mixture([la1, la2, la3])
+        mixture.predict(x).probs
+        mixture.save("mixture.lapwing");  mixture = lapwing.load("mixture.lapwing", [model1, model2, model3])
     """
 
     __repr__ = brief
@@ -148,6 +153,20 @@ class Mixture:
         each = torch.stack([member.log_evidence() for member in self.members])
         return (each + self.probabilities.log().to(each)).logsumexp(0)
 
+    def save(self, path: str | Path) -> None:
+        """Write all members into one file (safetensors), atomically; `lapwing.load(path, models)` reads it.
+
+        mixture.save("mixture.lapwing")
+        """
+        tensors: dict[str, Tensor] = {}
+        headers = []
+        for k, member in enumerate(self.members):
+            own, header = member.stored()
+            tensors |= prefixed(f"{k}.", own)
+            headers.append(header)
+        weights = self.weights.tolist() if isinstance(self.weights, Tensor) else self.weights
+        write_file(Path(path), tensors, {"mixture": {"weights": weights, "members": headers}})
+
 
 def mix(parts: Sequence[Prediction], weights: Tensor) -> Prediction:
     """Mix predictions of the same kind at the same inputs: Σ_k w_k p_k(y)."""
@@ -155,11 +174,9 @@ def mix(parts: Sequence[Prediction], weights: Tensor) -> Prediction:
     kinds = {type(part).__name__ for part in parts}
     if len(kinds) > 1 or any(part.function.mean.shape != first.function.mean.shape for part in parts):
         raise BadData(f"members predict different things ({', '.join(sorted(kinds))}): mix those of one problem")
-    if any(part.likelihood.spec() != first.likelihood.spec() for part in parts):
-        raise UnsupportedOperation(
-            f"members have different likelihoods ({'; '.join(str(part.likelihood.spec()) for part in parts)}): give "
-            "them one, with la.replace(likelihood=...)"
-        )
+    families = {type(part.likelihood).__name__ for part in parts}
+    if len(families) > 1:
+        raise BadData(f"members have different likelihoods ({', '.join(sorted(families))}): mix those of one problem")
     weights = weights.to(first.function.mean)
     return type(first)(
         MixtureFunction([part.function for part in parts], weights),

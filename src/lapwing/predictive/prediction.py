@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator
 from lapwing.likelihoods import Likelihood
-from lapwing.model.convention import are_tokens, shift
+from lapwing.likelihoods.marginal import log_mix
+from lapwing.model.batches import are_tokens, shift
 from lapwing.model.inputs import as_tensors
 from lapwing.model.module import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
@@ -286,7 +287,11 @@ class Prediction(ABC):
         """
         require_generator(generator, self.function.mean.device)
         generator = fixed_generator(self.function.mean.device) if generator is None else generator
-        return self._outside(self.likelihood.sample_target(self.function.sample(n, generator), generator))
+        if self.weights is None:
+            return self._outside(self.likelihood.sample_target(self.function.sample(n, generator), generator))
+        which = torch.multinomial(self.weights.detach(), n, replacement=True, generator=generator)
+        each = [member.sample(int((which == k).sum()), generator) for k, member in enumerate(self.members)]
+        return torch.cat(each)[which.argsort(stable=True).argsort()]
 
     def _outside(self, values: Tensor) -> Tensor:
         """Drop the last dimension where the network returned (B,), whose targets are (B, 1) inside."""
@@ -308,6 +313,8 @@ class Prediction(ABC):
     @outside_autocast
     def _mixture_log_prob(self, y: Tensor) -> Tensor:
         """Return log (1/S) Σ_s p(y | f_s) for canonical targets."""
+        if self.weights is not None:
+            return log_mix([member._mixture_log_prob(y) for member in self.members], self.weights)
         points = self._points
         parts = self.likelihood.log_prob(points, y[None])
         return parts.logsumexp(0) - math.log(len(points))

@@ -15,8 +15,7 @@ from tqdm import tqdm
 from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Plan, batch_size, take, tensors_in
-from lapwing.model.batches import Batch
-from lapwing.model.convention import Convention
+from lapwing.model.batches import Batch, Convention
 from lapwing.model.inputs import Inputs, as_tensors, finite
 from lapwing.model.module import placed
 from lapwing.model.products import Products

@@ -16,7 +16,7 @@ from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import BlendedMarginal, Marginal, MixtureMarginal, sample_crps
 from lapwing.model.inputs import as_tensors
 from lapwing.model.module import outside_autocast
-from lapwing.predictive.function import fixed_generator
+from lapwing.predictive.function import fixed_generator, shares
 from lapwing.predictive.links import inner_law, law_of
 from lapwing.predictive.prediction import MOST_WORDS, Prediction
 
@@ -44,8 +44,7 @@ class ValuePrediction(Prediction):
     @outside_autocast
     def _marginal(self) -> Marginal:
         marginal: Marginal | None = None
-        if self.members:
-            assert self.weights is not None
+        if self.weights is not None:
             return BlendedMarginal.of([member._marginal for member in self.members], self.weights)
         if self.link in ("exact", "quadrature"):
             marginal = self.likelihood.marginal(self.function)
@@ -148,7 +147,9 @@ class ValuePrediction(Prediction):
         value = self._marginal.entropy()
         if value is None:
             refuse_export("the entropy of several such numbers cannot be exported, since it takes draws")
-            value = -torch.stack([self._log_prob(y) for y in self._targets[:512]]).mean(0)
+            value = torch.zeros((), device=self.function.mean.device)
+            for weight, part in [(1.0, self)] if self.weights is None else zip(self.weights, self.members):
+                value = value - weight * torch.stack([self._log_prob(y) for y in part._targets[:512]]).mean(0)
         return value
 
     @cached_property
@@ -157,8 +158,12 @@ class ValuePrediction(Prediction):
         """Draws y_s ~ p(y | f_s), (S, *shape of y): the same random numbers for every item, whatever its batch.
 
         Where f has fewer points than `TARGETS` (a network without a posterior has one), each point gets equally many
-        draws.
+        draws. A mixture takes a share of each member's draws.
         """
+        if self.weights is not None:
+            each = [member._targets for member in self.members]
+            counts = shares(self.weights, min(map(len, each)))
+            return torch.cat([own[:: max(1, len(own) // count)][:count] for own, count in zip(each, counts) if count])
         points = self._points
         points = points.repeat(-(-TARGETS // len(points)), *[1] * (points.ndim - 1))
         items = points.reshape(len(points), -1, points.shape[-1])
