@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
+from lapwing.curvature.shards import filled, require_same, together
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole
 from lapwing.evaluation.evaluate import require_names
 from lapwing.evidence import Rule, Tuning, check_logit_temperature, effective_parameters, evidence_of, stationarity
@@ -21,9 +22,9 @@ from lapwing.evidence.sampled import sampled_curve
 from lapwing.extras.linear_mode import LinearMode, linear_mode
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan
+from lapwing.model.batches import require_one_process, sharded
+from lapwing.model.calls import Inputs, as_tensors, outside_inference
 from lapwing.model.fingerprint import Watch
-from lapwing.model.inputs import Inputs, as_tensors
-from lapwing.model.module import outside_inference
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
 from lapwing.predictive.distilled import MOST, Distilled, distill
@@ -210,7 +211,6 @@ class Laplace:
         return replace(self, belief=belief)
 
     @outside_inference
-    @together()
     def update(self, data: Any, *, generator: torch.Generator | None = None) -> Laplace:
         """Add data to the curvature, as if it were fitted on the union (diag, blockdiag, kron, full).
 
@@ -220,25 +220,27 @@ class Laplace:
 
             la = la.update(more_data)
         """
-        self._require_unchanged()
-        require_generator(generator, self.params.device)
-        batches = filled(self.batches(data))
-        if sharded():
-            require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
-        problem = pose(
-            self.network,
-            batches,
-            self.likelihood,
-            self.curvature.factor,
-            closed=self.curvature.structure.closed_form,
-            generator=generator,
-            memory=self.options.memory,
-            progress=self.options.progress,
-        )
-        curvature = extend_curvature(problem, self.curvature)
-        likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
-        belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
-        return replace(self, belief=belief, plan=problem.plan)
+        with together() if sharded() else nullcontext():
+            self._require_unchanged()
+            require_generator(generator, self.params.device)
+            batches = self.batches(data)
+            if sharded():
+                batches = filled(batches)
+                require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
+            problem = pose(
+                self.network,
+                batches,
+                self.likelihood,
+                self.curvature.factor,
+                closed=self.curvature.structure.closed_form,
+                generator=generator,
+                memory=self.options.memory,
+                progress=self.options.progress,
+            )
+            curvature = extend_curvature(problem, self.curvature)
+            likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
+            belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
+            return replace(self, belief=belief, plan=problem.plan)
 
     def to(self, device: torch.device | str) -> Laplace:
         """Return the same posterior on another device. Move the module there first: it is read, not copied.

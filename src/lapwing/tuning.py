@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lapwing.curvature.shards import require_one_process, sharded
 from lapwing.errors import BadData, UnsupportedOperation, nearest, warn
 from lapwing.evidence import (
     Groups,
@@ -26,6 +25,7 @@ from lapwing.evidence.sampled import tune_sampled
 from lapwing.extras.loo import keep_if_shown, tune_loo
 from lapwing.extras.valla import tune_bound, variational_bound
 from lapwing.likelihoods import Likelihood
+from lapwing.model.batches import require_one_process, sharded
 from lapwing.predictive.predictive import Labeled, Predictive
 
 METHODS = ("auto", "validation", "evidence", "loo")

@@ -103,15 +103,45 @@ def test_a_tiny_matrix_free_posterior_is_tuned_as_the_full_one(likelihood: str) 
     torch.testing.assert_close(free.tuning.scores, full.tuning.scores, rtol=1e-2, atol=1e-2)
 
 
-def test_a_matrix_free_posterior_asks_for_a_narrower_grid_where_solves_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_matrix_free_posterior_leaves_out_settings_that_it_cannot_solve(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Products are rounded to ε times the largest eigenvalue: no solve converges far below."""
     monkeypatch.setattr("lapwing.linalg.operator.FORMED", 0)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    x, y = torch.randn(20, 3), torch.randn(20, 2)
-    la = lapwing.fit(net, (x, y), "regression", structure="matrixfree")
+    net = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3)).to(dtype)
+    x, y = 3 * torch.randn(100, 3, dtype=dtype), torch.randint(3, (100,))
+    val = 3 * torch.randn(6, 3, dtype=dtype), torch.randint(3, (6,))
+    free, full = (lapwing.fit(net, (x, y), "classification", structure=s) for s in ("matrixfree", "full"))
+    grid = {"prior": (1e-6, 0.1, 100.0), "temperature": (1.0, 1e4)}
+    learn = ("prior", "temperature")
+    tuned, every = (la.tune(val, learn=learn, grid=grid).tuning for la in (free, full))
+    exact = {(each.narrow, each.temperature): score for each, score in zip(every.settings, every.scores)}
+    tried = [k for k, each in enumerate(tuned.settings) if not each.deterministic]
+    assert 0 < len(tried) < 6
+    for k in tried:
+        there = (tuned.settings[k].narrow, tuned.settings[k].temperature)
+        assert tuned.scores[k].item() == pytest.approx(exact[there].item(), abs=1e-3)
+        chosen = free.replace(prior=there[0], temperature=there[1]).predict(val[0])  # what is tried can be used
+        assert -chosen.log_prob(val[1]).mean().item() == pytest.approx(tuned.scores[k].item(), abs=1e-2)
+    assert any(f"{6 - len(tried)} settings of the grid were left out" in text for text in tuned.messages)
+    with pytest.raises(NotConverged, match="larger priors"):
+        free.tune(val, learn=("prior",), grid={"prior": (1e-12,)})
     with pytest.raises(NotConverged, match="narrower grid"):
-        la.tune((x, y))
-    assert la.tune((x, y), grid={"prior": (1.0, 10.0), "temperature": (1.0,), "noise": (1.0,)}).tuning.score > 0
+        free.replace(prior=1e-12).temperature_curve(val, temperatures=(1.0, 10.0))
+
+
+def test_a_large_matrix_free_posterior_in_float32_is_tuned_on_the_usual_grid() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 90), nn.Tanh(), nn.Linear(90, 2))
+    x = torch.randn(60, 20)
+    y = (x[:, 0] > 0).long()
+    la = lapwing.fit(net, (x, y), "classification", structure="matrixfree")
+    assert la.params.size > 2048
+    tuning = la.tune((x[:4], y[:4]), learn=("prior", "temperature")).tuning
+    assert len(tuning.settings) > 20
+    assert bool(tuning.scores.isfinite().all())
 
 
 def test_a_choice_of_no_posterior_is_still_one_after_loading(tmp_path):

@@ -18,7 +18,7 @@ from lapwing.baselines.training import Task, TaskOptions
 from lapwing.errors import BadData, positive, require_whole
 from lapwing.likelihoods import Likelihood
 from lapwing.model.batches import Batch
-from lapwing.model.inputs import tensors_in
+from lapwing.model.calls import tensors_in
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation, brief, warn
 from lapwing.evaluation.scoring import device_of, point_prediction
 from lapwing.evidence.heldout import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches, Convention
-from lapwing.model.inputs import Inputs
-from lapwing.model.module import borrowed, call, output_tensor, outside_autocast, outside_inference
+from lapwing.model.batches import Batches, Convention, require_one_process
+from lapwing.model.calls import Inputs, call, output_tensor, outside_autocast, outside_inference
+from lapwing.model.copies import borrowed
 from lapwing.predictive import Prediction
 from lapwing.predictive.predictive import prepared
 

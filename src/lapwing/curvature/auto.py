@@ -11,8 +11,8 @@ from lapwing.curvature.functional import Functional
 from lapwing.curvature.kron import Kron
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.shards import sharded
 from lapwing.model import Plan
+from lapwing.model.batches import sharded
 from lapwing.storage import named, register
 
 FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights

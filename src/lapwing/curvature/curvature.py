@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,10 +18,11 @@ from lapwing.curvature.closed import Head
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.shards import require_same, sharded, together
+from lapwing.curvature.shards import require_same, together
 from lapwing.errors import BadData, TooLarge, UnsupportedOperation, brief, nearest
 from lapwing.linalg import PSD, Jacobian, Layout, Places
 from lapwing.model import Block, Network, Params, Plan, PlanChanged, dynamic_plan
+from lapwing.model.batches import sharded
 from lapwing.storage import name_of, named, pack
 
 OTHER_OPERATIONS = "the new data use other operations of the network than the data of the fit"
@@ -262,7 +264,8 @@ def estimate_curvature(problem: Problem, structure: Structure, n_data: float | N
     structure, why = structure.chosen(problem)
     notes = (f"structure: {why}",) if why else ()
     _require(problem, structure)
-    require_same({"structure": repr(structure)})
+    if sharded():
+        require_same({"structure": repr(structure)})
     problem, estimate = _robustly(problem, structure, structure.estimate)
     notes = (*notes, *problem.plan.notes, *estimate.notes, *estimate.totals.notes)
     return _finish(problem, structure, estimate, n_data, notes)
@@ -313,7 +316,7 @@ def _robustly(
 ) -> tuple[Problem, Estimate]:
     """Estimate, and start over without the tape where the operations change from batch to batch."""
     try:
-        with together():
+        with together() if sharded() else nullcontext():
             return problem, estimate(problem)
     except PlanChanged:
         problem.batches.require_reiterable("a network whose operations change from batch to batch")

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.shards import place, sharded
+from lapwing.curvature.shards import place
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
 from lapwing.model import Batch
-from lapwing.model.inputs import described
+from lapwing.model.batches import sharded
+from lapwing.model.calls import described
 from lapwing.storage import load_tree, save_tree
 from lapwing.writing import remove_leftovers, require_writable
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, warn
 from lapwing.evaluation.examples import Describe, Viewer
 from lapwing.evaluation.report import Report
 from lapwing.evaluation.scoring import Asked, Reader, Result, evaluate_one, run_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches
-from lapwing.model.module import outside_autocast
+from lapwing.model.batches import Batches, require_one_process
+from lapwing.model.calls import outside_autocast
 
 BELIEF = ("likelihood", "prior", "temperature", "logit_temperature", "tuned", "n_data")  # settings of a posterior
 

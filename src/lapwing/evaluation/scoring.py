@@ -17,8 +17,8 @@ from lapwing.evaluation.meter import Cost, measure
 from lapwing.evaluation.strangeness import Mahalanobis, features_of, strangeness
 from lapwing.likelihoods import Likelihood
 from lapwing.model.batches import Batches
-from lapwing.model.inputs import Inputs, as_tensors, batch_size
-from lapwing.model.module import borrowed, call, explained, output_tensor
+from lapwing.model.calls import Inputs, as_tensors, batch_size, call, explained, output_tensor
+from lapwing.model.copies import borrowed
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 
 Items = Mapping[str, Tensor]  # the scores of all items, by name

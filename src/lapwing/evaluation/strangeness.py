@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
 from lapwing.model import last_layer
-from lapwing.model.module import borrowed, call, explained
+from lapwing.model.calls import call, explained
+from lapwing.model.copies import borrowed
 from lapwing.predictive import Prediction
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, nearest
+from lapwing.errors import BadData, NotConverged, nearest
 from lapwing.evidence.heldout import (
     SCALING,
     Batch,
@@ -93,7 +93,8 @@ class Candidates:
     Without logit temperatures, one is fitted to each point of the grid. `dispersion`, `logit_temperature` and
     `temperature` are the values in force, used where they are not learned. `optional` names are learned only where
     that helps; `given` names take no values but the user's candidates. `unit` is the
-    name of the dispersion and the power of it that users read.
+    name of the dispersion and the power of it that users read. Settings whose ρ = τ φ^k/T lies below `least` are left
+    out: a matrix-free curvature cannot be solved with there.
     """
 
     learned: tuple[str, ...]
@@ -107,6 +108,7 @@ class Candidates:
     optional: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     unit: tuple[str, float] = ("noise", 0.5)
+    least: float = 0.0
 
     @classmethod
     def of(
@@ -189,7 +191,35 @@ class Candidates:
         divisors = self.logit_temperatures or (1.0,)
         product = itertools.product(self.precisions, self.temperatures, self.dispersions, divisors)
         found = [Setting(tau, T, phi, logit_temperature=s, unit=self.unit) for tau, T, phi, s in product]
+        found = self.solvable(sweep, found)
+        if not found:
+            raise NotConverged(
+                f"no candidate has a prior precision of at least {self.least:.2g} times its temperature, below which "
+                "products with this matrix-free curvature are too inexact to solve with: try larger priors, or a "
+                "network in float64"
+            )
         return found if self.logit_temperatures else self._with_logits(sweep, found, rivals, near)
+
+    @property
+    def count(self) -> int:
+        """How many settings the grid has."""
+        return math.prod(
+            map(len, (self.precisions, self.temperatures, self.dispersions, self.logit_temperatures or (1,)))
+        )
+
+    def solvable(self, sweep: Sweep, settings: Sequence[Setting]) -> list[Setting]:
+        """Return the settings at which the curvature can be solved."""
+        if not self.least:
+            return list(settings)
+        return [each for each, rho in zip(settings, sweep.rho(settings)) if float(rho.min()) >= self.least]
+
+    def unsolved(self, count: int) -> str:
+        """Say that so many settings of the grid were left out, and why."""
+        return (
+            f"{count} settings of the grid were left out: with a prior precision below {self.least:.2g} times the "
+            "temperature, products with this matrix-free curvature are too inexact to solve with. A network in float64 "
+            "reaches smaller ones"
+        )
 
     def near(self, held: Labeled) -> float:
         """Return the logit temperature of temperature scaling if it is learned, else the one in force."""
@@ -208,14 +238,14 @@ class Candidates:
         few = sweep.subset(SUBSET)
         whole, part = near, self.near(few)
         bar = HOPELESS * rivals[SCALING].mean().item()
-        length = len(settings) // len(self.precisions)
-        chains = [list(settings[k : k + length]) for k in range(0, len(settings), length)]  # one per precision
+        chains = [list(alike) for _, alike in itertools.groupby(settings, key=lambda each: id(each.precision))]
         guesses = [part] * len(chains)
-        for k in reversed(range(length)):  # from narrow (hot) to wide, each from its neighbor
-            column = [replace(chain[k], logit_temperature=s) for chain, s in zip(chains, guesses)]
-            guesses = [each.logit_temperature for each in fit_logits(few, column, bar, part)]
-            for chain, s in zip(chains, guesses):
-                chain[k] = replace(chain[k], logit_temperature=s * whole / part)
+        for k in reversed(range(max(map(len, chains)))):  # from narrow (hot) to wide, each from its neighbor
+            there = [c for c, chain in enumerate(chains) if k < len(chain)]
+            column = [replace(chains[c][k], logit_temperature=guesses[c]) for c in there]
+            for c, each in zip(there, fit_logits(few, column, bar, part)):
+                guesses[c] = each.logit_temperature
+                chains[c][k] = replace(each, logit_temperature=each.logit_temperature * whole / part)
         return [setting for chain in chains for setting in chain]
 
 

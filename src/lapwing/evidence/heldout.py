@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lapwing.errors import BadData, IncompatiblePrior, NotConverged, TooLarge, UnsupportedOperation, positive
+from lapwing.errors import (
+    BadData,
+    IncompatiblePrior,
+    NotConverged,
+    NotPositiveDefinite,
+    TooLarge,
+    UnsupportedOperation,
+    positive,
+)
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.lines import chebyshev, enough, lines_of
 from lapwing.evidence.tuning import Setting
@@ -335,7 +343,9 @@ def collect(
             )
         try:
             part = _grams(matrix, groups, rows, nodes, f, split)
-        except NotConverged as error:
+        except (NotConverged, NotPositiveDefinite) as error:
+            if not matrix.iterative:
+                raise
             raise NotConverged(
                 f"tuning on held-out data solves with shifts from {nodes.shifts[0]:.1g} to {nodes.shifts[-1]:.1g}, and "
                 f"products with this curvature are too inexact for the smallest ({error}) Pass a narrower grid, as in "

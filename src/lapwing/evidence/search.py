@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lapwing.errors import NotConverged
 from lapwing.evidence.candidates import (
     GRID,
     Candidates,
@@ -21,6 +22,8 @@ from lapwing.evidence.candidates import (
 from lapwing.evidence.drawn import collect_draws, nodes_of_draws
 from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import (
+    PADDING,
+    PER_DECADE,
     Batch,
     GramSweep,
     Nodes,
@@ -86,14 +89,21 @@ def tune_validation(
         shown, batches = dispersion_grid(batches, belief.likelihood)
         usual = {**GRID, "dispersion": shown}
     candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, optional, usual)
+    # some nodes lie below every setting, and they must be solved too
+    candidates = replace(candidates, least=belief.curvature.matrix.least_shift() * 10 ** (PADDING / PER_DECADE))
     box = candidates.box if prepare is None else candidates.including(now).box
-    nodes = nodes_spanning(belief, box)
+    nodes = nodes_spanning(belief, box, candidates.least)
     sweep: Sweep
     if draws is not None:
         nodes = nodes_of_draws(nodes, belief.curvature.matrix.largest_eigenvalue())
         sweep = collect_draws(belief, groups, draws, nodes, memory=memory)
     else:
         kept = collect(belief, groups, batches, nodes, score=score or linked(), memory=memory)
+        if prepare is not None and not candidates.solvable(kept, [now]):
+            raise NotConverged(
+                f"the prior in force is below {candidates.least:.2g} times the temperature, where products with this "
+                "matrix-free curvature are too inexact to solve with: start from a larger prior, la.replace(prior=...)"
+            )
         sweep = kept if prepare is None else prepare(kept, now)
     found = search(sweep, candidates, rule=rule, steps=steps)
     return Tuning.of(
@@ -132,14 +142,16 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     learned, free = candidates.learned, candidates.free
     near = candidates.near(sweep)
     settings = candidates.settings(sweep, rivals, near)
+    left_out = candidates.count - len(settings)
     losses = sweep.losses(settings)
     iterations = 0
     scores = losses.mean(1).tolist()
     if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):
         start = settings[scores.index(min(scores))]
         refined, iterations = descend(sweep, start, candidates.box, free, steps, near)
-        settings.append(refined)
-        losses = torch.cat([losses, sweep.losses([refined])])
+        if candidates.solvable(sweep, [refined]):
+            settings.append(refined)
+            losses = torch.cat([losses, sweep.losses([refined])])
     if "prior" in candidates.given and len(settings[0].precision) > 1:
         settings, losses = by_group(sweep.losses, candidates, settings, losses)
     trials = with_limits(sweep, candidates, settings, losses, rivals, near)
@@ -158,7 +170,8 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
         f"{len(trials.settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
         f"{sweep.nodes.error(used):.1g}; {rivals_of(trials)}"
     )
-    messages = (*_settled(sweep, given, learned), *messages_of(trials, best, candidates), told, *sweep.notes)
+    about = (*_settled(sweep, given, learned), *messages_of(trials, best, candidates), told, *sweep.notes)
+    messages = (*([candidates.unsolved(left_out)] if left_out else []), *about)
     return Found(trials, best, iterations, messages)
 
 
@@ -234,12 +247,12 @@ def _span(box: Mapping[str, tuple[float, float]], power: int, tempers_prior: boo
     return low * quiet**power / most, high * loud**power / least
 
 
-def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]]) -> Nodes:
-    """Return nodes for every setting in the box; for a damped belief they also serve damped factors."""
+def nodes_spanning(belief: Belief, box: Mapping[str, tuple[float, float]], least: float = 0.0) -> Nodes:
+    """Return nodes for settings in the box with ρ ≥ least; for a damped belief they also serve damped factors."""
     matrix, split = belief.curvature.matrix, belief.split
-    span = _span(box, belief.power, belief.temperature.prior)
+    low, high = (max(each, least) for each in _span(box, belief.power, belief.temperature.prior))
     largest_factor = None if split is None else matrix.largest_damped(split)
-    return Nodes.spanning(*span, matrix.largest_eigenvalue(), largest_factor)
+    return Nodes.spanning(low, high, matrix.largest_eigenvalue(), largest_factor)
 
 
 def nodes_for(belief: Belief, precision: Tensor, temperatures: Sequence[float]) -> Nodes:

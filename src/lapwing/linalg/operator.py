@@ -20,6 +20,7 @@ from lapwing.linalg.rows import Rows, chunks
 from lapwing.linalg.solvers import Preconditioner, Sketch, Solution, conjugate_gradients, differentiable_solve
 
 FORMED = 2048  # weights up to which many shifts are served by the matrix itself
+RESOLVED = 0.05  # the smallest shift that solves are trusted with, in parts of ε·λ/tolerance; they fail near 0.005
 
 
 class Product(ABC):
@@ -365,6 +366,22 @@ class Operator(PSD):
     def smallest_eigenvalue(self) -> Tensor:
         return self._shift.min()
 
+    def least_shift(self) -> float:
+        """The shift below which solves do not converge: products are rounded to ε times the largest eigenvalue λ.
+
+        In directions without curvature that is an error of ε·λ/ρ, relative to the right-hand side, which must stay
+        below the tolerance. The sketch knows λ; without one the answer is 0, as where no solves are made.
+        """
+        if self._is_formed or self.solver.predictive == "sketch" or not len(self.sketch.values):
+            return 0.0
+        largest = float(self._factor.detach() * self.sketch.values.max())
+        return RESOLVED * torch.finfo(self.dtype).eps * largest / self.solver.tolerance
+
+    @property
+    def _is_formed(self) -> bool:
+        """Whether many shifts are served by the matrix itself."""
+        return self.size <= FORMED and self.solver.predictive == "solve"
+
     # --- variances of outputs --------------------------------------------------------------------------------------
 
     def whiten(self, rows: Rows) -> Tensor:
@@ -393,7 +410,7 @@ class Operator(PSD):
 
         It is also exact for shifts far below the rounding of the products, where no iteration converges.
         """
-        if self.size > FORMED or self.solver.predictive != "solve":
+        if not self._is_formed:
             return super().shifted_products(rows, shifts, pairs, split)
         if "formed" not in self.memo:
             with torch.no_grad():

@@ -125,6 +125,10 @@ class PSD(ABC):
         values = self.eigenvalues()
         return self.trace().item() if values is None else values.max().item()
 
+    def least_shift(self) -> float:
+        """The smallest ρ at which A + ρ I can be solved; 0 where a factorization serves every ρ."""
+        return 0.0
+
     def largest_damped(self, split: float) -> float:
         """A number that no eigenvalue of a factor of `damped` exceeds; 0 where nothing is damped by factors."""
         return 0.0
@@ -143,8 +147,7 @@ class PSD(ABC):
         """
         found = self.in_eigenbasis(rows)
         if found is None:
-            ones = torch.ones(self.size, dtype=torch.float64, device=self.device)
-            each = [(self + Diagonal(rho * ones)).quadratic(rows) for rho in shifts]
+            each = [(self + Diagonal(rho.expand(self.size))).quadratic(rows) for rho in shifts.double().to(self.device)]
             return torch.stack([gram[:, pairs[0], pairs[1]] for gram in each])
         values, rotated = found
         require_shifts(values, shifts)

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from lapwing.errors import UnsupportedOperation
+from lapwing.model.calls import Inputs, batch_size, call, close, output_tensor, take, tolerance
 from lapwing.model.copies import written_by_forward
-from lapwing.model.inputs import Inputs, batch_size, close, take, tolerance
 from lapwing.model.linearization import Outputs, pull
-from lapwing.model.module import call, output_tensor
 from lapwing.model.network import Network
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Source, Step, make_plan
@@ -161,24 +160,9 @@ def features_of(network: Network, example: Inputs) -> Features | None:
     return _FOUND[network]
 
 
-def last_linear(network: Network) -> nn.Linear | None:
-    """Return the linear layer whose weight, or weight and bias, are all that is selected."""
-    names = network.params.names
-    if network.params.index is not None or len(names) > 2 or not names[0].endswith("weight"):
-        return None
-    owner = names[0].rpartition(".")[0]
-    layer = network.module.get_submodule(owner)
-    own = [f"{owner}." * bool(owner) + name for name in ("weight", "bias")]
-    plain = type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
-    if not plain or list(names) != own[: len(names)] or "forward" in vars(layer):
-        return None
-    uses = [id(p) for _, p in network.module.named_parameters(remove_duplicate=False)]
-    return layer if all(uses.count(id(p)) == 1 for p in layer.parameters()) else None  # type: ignore[return-value]
-
-
 def _look(network: Network, example: Inputs) -> Features | None:
     """Copy the network and look at what follows its last layer. What cannot be copied has no features."""
-    layer, module = last_linear(network), network.module
+    layer, module = network.last_linear, network.module
     if layer is None or any(written_by_forward(each) for each in module.modules()):
         return None  # a forward pass that writes to its module is not for several threads
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}

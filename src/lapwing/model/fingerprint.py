@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import UnsupportedModel, brief
-from lapwing.model.copies import written_by_forward
-from lapwing.model.inputs import Inputs, batch_size, close, map_tensors, take, tensors_in
-from lapwing.model.module import borrowed, call, output_tensor
+from lapwing.model.calls import Inputs, batch_size, call, close, map_tensors, output_tensor, take, tensors_in
+from lapwing.model.copies import borrowed, written_by_forward
 from lapwing.model.params import WRAPPERS, Params, active_adapters, adapter_containers, adapter_names, without_wrappers
 from lapwing.model.unmoved import SPREAD, WHOLE, glance, unmoved
 

@@ -13,8 +13,9 @@ import types
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from itertools import chain
-from operator import attrgetter, eq, is_, methodcaller
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import numpy as np
@@ -54,19 +55,22 @@ def unmoved(module: nn.Module, state: Sequence[Tensor]) -> Callable[[nn.Module],
     collections, tensors, others = _sorted_out(value for _, entries in (*quiet, *busy) for value in entries[1::2])
     if not {id(t) for t in state} <= {id(t) for t in tensors}:  # another thread has just replaced one
         return None
+    whole = sum(t.nbytes for t in state) <= WHOLE
+    read = {id(t) for t in state} if whole else set()
     checks = (
         _same_parts(parts),
         _same_dicts([*quiet, *(pair for pair in collections if type(pair[0]) in DICTS)], busy),
+        _same_order([part._modules for part in parts if len(part._modules) > 1]),
         _same_lists([pair for pair in collections if type(pair[0]) in LISTS]),
-        _same_places(tensors),
+        _same_places(tensors, [t for t in tensors if id(t) not in read]),
         _same_descriptions(others),
-        _same_values(state),  # the last: tensors that have moved may have left their memory
+        _same_values(state, whole),  # the last: tensors that have moved may have left their memory
     )
 
     def still(asked: nn.Module) -> bool:
         try:
             return asked is module and all(check() for check in checks)
-        except RuntimeError:  # another thread is adding an attribute
+        except Exception:  # another thread is adding an attribute, or a new value cannot be compared with the old one
             return False
 
     return still
@@ -121,43 +125,48 @@ def _entries(collection: Any) -> list:
 def _same_parts(parts: list[nn.Module]) -> Check:
     """Check that every submodule has its class and its dict of attributes."""
     kinds, homes = list(map(type, parts)), list(map(vars, parts))
-    return lambda: all(map(is_, map(type, parts), kinds)) and all(map(is_, map(vars, parts), homes))
+    return lambda: list(map(type, parts)) == kinds and all(map(is_, map(vars, parts), homes))
 
 
-def _same_dicts(dicts: Entries, busy: Entries) -> Check:
-    """Check the entries of dicts, and the attributes of submodules except those that their forward pass writes."""
-    empty = [d for d, entries in dicts if not entries]
-    full = [d for d, entries in dicts if entries]
-    before = [entries for _, entries in (*dicts, *busy) if entries]
-    lengths = [len(entries) // 2 for entries in before]
-    keys, values = ([x for entries in before for x in entries[k::2]] for k in (0, 1))
-    writing, values_of = [part for part, _ in busy], methodcaller("values")
+def _same_dicts(dicts: Entries, busy: list[tuple[nn.Module, list]]) -> Check:
+    """Check the entries of dicts, and the attributes of submodules except those that their forward pass writes.
 
-    def same() -> bool:
-        now = [*full, *map(own_attributes, writing)]
-        return (
-            not any(empty)
-            and list(map(len, now)) == lengths
-            and all(map(is_, chain.from_iterable(now), keys))
-            and all(map(is_, chain.from_iterable(map(values_of, now)), values))
-        )
+    `dict ==` looks at identity before it asks values whether they are equal, and needs half the time of a loop.
+    """
+    empty, full = ([d for d, entries in dicts if bool(entries) is filled] for filled in (False, True))
+    writing = [part for part, _ in busy]
+    before = [dict(zip(each[::2], each[1::2])) for _, each in (*dicts, *busy) if each]
+    return lambda: not any(empty) and all(map(eq, (*full, *map(own_attributes, writing)), before))
 
-    return same
+
+def _same_order(tables: list[dict]) -> Check:
+    """Check the order of the children of submodules, which decides what a sequence computes."""
+    names = list(chain.from_iterable(tables))
+    return lambda: list(chain.from_iterable(tables)) == names
 
 
 def _same_lists(lists: Entries) -> Check:
     """Check the values of lists and sets."""
     now = [each for each, _ in lists]
-    lengths, values = [len(entries) for _, entries in lists], [x for _, entries in lists for x in entries]
-    return lambda: list(map(len, now)) == lengths and all(map(is_, chain.from_iterable(now), values))
+    before = list(map(copy, now))
+    return lambda: now == before
 
 
-def _same_places(tensors: list[Tensor]) -> Check:
-    """Check that tensors have their memory, layout, type and version."""
-    marks = attrgetter("shape", "dtype", "_version")
-    look = lambda: [list(map(of, tensors)) for of in (Tensor.data_ptr, Tensor.stride, marks)]  # noqa: E731
-    before = look()
-    return lambda: look() == before
+def _same_places(tensors: list[Tensor], unread: list[Tensor]) -> Check:
+    """Check that tensors have their memory and layout, and those whose values are not all read their version."""
+    version = attrgetter("_version")
+    pointers, strides, shapes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors)), _shapes(tensors)
+    versions = list(map(version, unread))
+    return lambda: (
+        list(map(Tensor.data_ptr, tensors)) == pointers
+        and list(map(Tensor.stride, tensors)) == strides
+        and _shapes(tensors) == shapes
+        and list(map(version, unread)) == versions
+    )
+
+
+def _shapes(tensors: list[Tensor]) -> list[torch.Size]:
+    return list(map(Tensor.size, tensors))
 
 
 def _same_descriptions(values: list) -> Check:
@@ -166,13 +175,15 @@ def _same_descriptions(values: list) -> Check:
     return lambda: described(values) == before
 
 
-def _same_values(state: Iterable[Tensor]) -> Check:
+def _same_values(state: Sequence[Tensor], whole: bool) -> Check:
     """Check the bytes of tensors against a copy: all of them, or some of each tensor of a large module."""
     state = [t for t in state if t.numel()]
-    whole = sum(t.nbytes for t in state) <= WHOLE
     views = [_bytes_of(t, 1 if whole else max(1, t.numel() // SPREAD)) for t in state]
-    copies = list(map(bytearray, views))
-    return lambda: all(map(eq, copies, map(np.ascontiguousarray, views)))  # a bytearray compares by memcmp
+    copies = list(map(bytearray, views))  # which compare by memcmp
+    if whole:
+        now = [view.data for view in views]
+        return lambda: all(map(eq, copies, now))
+    return lambda: all(map(eq, copies, map(np.ascontiguousarray, views)))
 
 
 def _bytes_of(t: Tensor, step: int) -> np.ndarray:

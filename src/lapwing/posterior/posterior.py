@@ -25,7 +25,7 @@ from lapwing.errors import (
 )
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal
-from lapwing.model.module import outside_autocast
+from lapwing.model.calls import outside_autocast
 from lapwing.posterior.prior import Prior, resolve_prior
 
 DENSE_BYTES = 2 * 1024**3

@@ -16,8 +16,7 @@ from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Batch, Convention
-from lapwing.model.inputs import Inputs, as_tensors, finite
-from lapwing.model.module import placed
+from lapwing.model.calls import Inputs, as_tensors, finite, placed
 from lapwing.model.products import Products
 from lapwing.posterior import Belief
 from lapwing.predictive.lastlayer import LastLayer, last_layer_of
@@ -70,6 +69,8 @@ class Predictive:
     @cached_property
     def last_layer(self) -> LastLayer | None:
         """The short path to predictions, where the posterior is one over the linear layer that produces the outputs."""
+        if self.example is None or self.network.last_linear is None:
+            return None
         return last_layer_of(self.network, self.belief.posterior.precision, self.options.memory, self.example)
 
     @cached_property
