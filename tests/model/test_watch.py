@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lapwing
 from lapwing.model import fingerprint
 from lapwing.model import unmoved as room
-from lapwing.model.unmoved import unmoved
+from lapwing.model.watch import unmoved
 from tests.model.test_changed_modules import CHANGES, HARMLESS, X, Y, make
 
 
