@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lapwing.baselines.mixing import known_likelihood, mixed
 from lapwing.errors import UnsupportedModel, require_generator, require_whole
-from lapwing.evaluation.temperature import device_of
+from lapwing.evaluation.scoring import device_of
 from lapwing.likelihoods import Likelihood
 from lapwing.model.calls import Inputs, batch_size, call, output_tensor, outside_inference
 from lapwing.model.copies import borrowed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, require_generator, require_whole
-from lapwing.evaluation.temperature import device_of
+from lapwing.evaluation.scoring import device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Params
 from lapwing.model.batches import Convention

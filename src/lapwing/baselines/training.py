@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lapwing.baselines.mixing import known_likelihood
 from lapwing.errors import BadData, IncompatiblePrior, NotConverged, nearest, positive, require_generator, require_whole
-from lapwing.evaluation.temperature import device_of
+from lapwing.evaluation.scoring import device_of
 from lapwing.evidence.loop import Shuffled, count_data
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batches, Params, select_names, unwrap

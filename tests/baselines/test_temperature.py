@@ -5,8 +5,8 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import nn
 
+from lapwing.baselines.temperature import TemperatureScaled, best_temperature
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evaluation.temperature import TemperatureScaled, best_temperature
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 
 
