@@ -270,7 +270,7 @@ def main(given: Any) -> None:
 
 
 if __name__ == "__main__":
-    tiny = {"train": 100, "val": 20, "test": 60, "epochs": 1, "curvature": 20, "passes": 1, "samples": 3, "settings": 1}
+    tiny = {"train": 100, "val": 6, "test": 60, "epochs": 1, "curvature": 20, "passes": 1, "samples": 3, "settings": 1}
     parser = Experiment(
         __doc__,
         smoke=tiny,
