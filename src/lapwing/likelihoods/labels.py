@@ -186,6 +186,8 @@ class Bernoulli(Likelihood):
     """p(y_k = 1 | f) = sigmoid(f_k), independent over the C labels given f. Λ = diag(p(1−p)).
 
     Targets: 0 or 1, or soft labels between, of the shape of f; (B, *event) too where there is one logit.
+
+        la = lapwing.fit(model, (x, y), lapwing.Bernoulli());  la.predict(x).probs  # or "binary"
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc", "probit")

@@ -26,6 +26,8 @@ class BradleyTerry(Likelihood):
 
     A network that also takes single items and returns one reward for each, (B,) or (B, 1), predicts the distribution of
     these rewards: `la.predict(items).mean` and `.stddev`.
+
+        la = lapwing.fit(reward_model, (pairs, preferred), lapwing.BradleyTerry())  # or "preference"
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
