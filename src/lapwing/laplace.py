@@ -24,7 +24,7 @@ from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan
 from lapwing.model.batches import require_one_process, sharded
 from lapwing.model.calls import Inputs, as_tensors, outside_inference
-from lapwing.model.fingerprint import Watch
+from lapwing.model.watch import Watch
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
 from lapwing.predictive.distilled import MOST, Distilled, distill

@@ -143,7 +143,7 @@ def require_dense(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
+def key_of(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
     """Return a key that two nested inputs share if they have the same structure and the same plain values.
 
     The structure is the type of every container and the names of a mapping in their order; `tensor` returns the part of
@@ -152,9 +152,9 @@ def described(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
     if isinstance(tree, Tensor):
         return ("tensor", tensor(tree))
     if isinstance(tree, Mapping):
-        return ("mapping", *((repr(key), described(value, tensor)) for key, value in tree.items()))
+        return ("mapping", *((repr(key), key_of(value, tensor)) for key, value in tree.items()))
     if isinstance(tree, (tuple, list)):
-        return (type(tree).__name__, *(described(value, tensor) for value in tree))
+        return (type(tree).__name__, *(key_of(value, tensor) for value in tree))
     if isinstance(tree, PLAIN):
         return (type(tree).__name__, repr(tree))
     raise TypeError(f"an object of type {type(tree).__name__}")
@@ -196,7 +196,7 @@ def detached(inputs: Inputs) -> Inputs:
 
 
 def concatenate(pieces: Sequence[Inputs]) -> Inputs:
-    """Concatenate inputs with equal `described` keys, every tensor along its first dimension."""
+    """Concatenate inputs with equal keys (`key_of`), every tensor along its first dimension."""
     streams = [iter(list(tensors_in(piece))) for piece in pieces]
     return map_tensors(lambda _: torch.cat([next(stream) for stream in streams]), pieces[0])
 
