@@ -27,6 +27,7 @@ ROOMS = (
     "saving",
     "extras",
     "summary",
+    "tuning",
     "laplace",
     "fitting",
     "training",

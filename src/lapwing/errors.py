@@ -46,7 +46,7 @@ def require_whole(name: str, value: object, least: int = 1) -> None:
 
 
 def positive(name: str, value: Any) -> float:
-    """A finite number above 0 (a number, or a tensor or array that holds one) as a float; refuse anything else."""
+    """Return a finite number above 0, which a tensor or an array may hold, as a float; refuse anything else."""
     number = isinstance(value, Real) or getattr(value, "shape", None) == ()
     if isinstance(value, bool) or not number or not 0 < float(value) < math.inf:
         raise BadData(f"{name} must be positive and finite, got {value!r}")

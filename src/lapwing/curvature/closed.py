@@ -91,7 +91,7 @@ class Reader:
                 if found is None:
                     raise PlanChanged
                 f, a = found
-                problem.network.compare(batch.inputs, f)
+                problem.network.require_apart(batch.inputs, f)
                 y = problem.prepare(batch, f)
             # parts wait for each other, and a loader may fill its tensors with the next batch
             inputs = self.features.with_ones(a, problem.network.params.dtype)

@@ -238,7 +238,7 @@ class KronAccumulator(KroneckerSums):
         to zero. Without the share, rounding would choose the eigenvectors there, and with them the moments.
         """
         if self.sharing == "reduce" and problem.reader is None:
-            few = problem.head
+            few = problem.remembered_alone
             shared = self._shared(few)
             if shared:
                 other = KronAccumulator(few, "expand", self.factor)

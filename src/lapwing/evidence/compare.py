@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData
 from lapwing.evidence.evidence import effective_parameters, evidence_of, stationarity
 from lapwing.model import Network, Params
-from lapwing.model.batches import Batches
+from lapwing.model.batches import Batches, require_one_process
 from lapwing.posterior import Belief
 from lapwing.predictive import Prediction
 

@@ -10,7 +10,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD
 from lapwing.linalg.rows import added
 from lapwing.linalg.spectrum import PIECE
-from lapwing.model.module import outside_inference
+from lapwing.model.calls import outside_inference
 from lapwing.posterior import Belief, Tempered
 
 

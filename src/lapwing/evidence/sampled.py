@@ -24,7 +24,7 @@ from lapwing.evidence.heldout import baselines, counted, held_near
 from lapwing.evidence.search import by_group, messages_of, rivals_of, with_limits
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.likelihoods import Likelihood
-from lapwing.model.inputs import Inputs, map_tensors
+from lapwing.model.calls import Inputs, map_tensors
 from lapwing.posterior import Belief, Tempered
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 from lapwing.predictive.predictive import SAMPLED_DRAWS, Predictive

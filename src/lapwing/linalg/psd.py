@@ -69,7 +69,7 @@ class PSD(ABC):
 
     @property
     def damps(self) -> bool:
-        """Whether `damped` is anything else than the exact sum."""
+        """Whether `damped` differs from the exact sum."""
         return False
 
     def constant(self) -> Tensor | None:
@@ -204,7 +204,7 @@ class PSD(ABC):
 
     @property
     def nbytes(self) -> int | None:
-        """The memory of what A is kept in; None where it is in its products alone."""
+        """The bytes that A takes; None where A is known by its products alone."""
         return nbytes(self)
 
     def to(self, device: torch.device | str) -> PSD:

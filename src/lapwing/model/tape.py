@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lapwing.errors import UnsupportedModel
-from lapwing.model.inputs import Inputs, tensors_in
+from lapwing.model.calls import Inputs, call, output_tensor, tensors_in
 from lapwing.model.kernels import WRITTEN_OUT, fixed_batch_norm
-from lapwing.model.module import call, output_tensor
 
 SHUFFLING = ("nonzero", "argwhere", "where", "masked_select", "unique", "unique_consecutive", "_pack_padded_sequence")
 READING = ("index_select", "gather", "take", "take_along_dim", "repeat_interleave")

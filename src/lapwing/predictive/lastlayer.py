@@ -12,8 +12,8 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, DenseRows, Jacobian, MatrixRows, Term
 from lapwing.model import Network
+from lapwing.model.calls import Inputs
 from lapwing.model.features import Features, features_of
-from lapwing.model.inputs import Inputs
 from lapwing.predictive.function import GaussianFunction
 from lapwing.predictive.linearized import CLOSED_FORM, output_spread
 from lapwing.predictive.novelty import information_bound, information_gain
@@ -191,12 +191,12 @@ class LastLayer(nn.Module):
         return information_gain(f, gram(white).to(f), likelihood)
 
 
-def last_layer_of(network: Network, precision: PSD, memory: int, example: Inputs | None) -> LastLayer | None:
+def last_layer_of(network: Network, precision: PSD, memory: int, example: Inputs) -> LastLayer | None:
     """The short path for a posterior over one linear layer that produces the outputs; None where there is none.
 
     `example` are inputs of the network, for a look at what follows the layer.
     """
-    features = None if example is None else features_of(network, example)
+    features = features_of(network, example)
     root = None if features is None else root_of(precision, features, memory)
     return None if features is None or root is None else LastLayer(features, root).eval()
 
