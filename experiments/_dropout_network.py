@@ -158,12 +158,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that both experiments share."""
     add = parser.add_argument
     add("--train", type=int, default=55_000, help="training images")
-    add("--val", type=int, default=1000, help="validation images")
-    add("--test", type=int, default=10_000, help="test images")
+    add("--val", type=int, default=500, help="validation images")
+    add("--test", type=int, default=2000, help="test images")
     add("--width", type=int, default=1024, help="hidden units per layer")
-    add("--epochs", type=int, default=20, help="(the paper trains for 250)")
+    add("--epochs", type=int, default=10, help="(the paper trains for 250)")
     add("--rate", type=float, default=0.05, help="of SGD at the start (the paper has 0.01)")
-    add("--curvature", type=int, default=10_000, help="training images of which curvature is computed")
+    add("--curvature", type=int, default=5000, help="training images of which curvature is computed")
     add("--passes", type=int, default=1, help="binarized draws of each of them (the paper takes 1,000)")
     add("--samples", type=int, default=50, help="networks or masks per prediction (the paper takes 100)")
 

@@ -264,8 +264,8 @@ def main(given: Any) -> None:
         .with_rows(rows)
         .with_claims(*claims(each, mean))
         .with_sentence(
-            f"The best test log-likelihood of {len(mean)} is that of “{ordered[0]}”, "
-            f"{mean[ordered[0]]['log-likelihood']:.3g}; the worst is “{ordered[-1]}”, "
+            f"Of {len(mean)} methods, “{ordered[0]}” has the highest test log-likelihood, "
+            f"{mean[ordered[0]]['log-likelihood']:.3g}, and “{ordered[-1]}” the lowest, "
             f"{mean[ordered[-1]]['log-likelihood']:.3g}."
         )
         .with_notes(

@@ -167,8 +167,10 @@ def main(given: Any) -> None:
         result.with_rows(rows)
         .with_claims(*claims(mean, sum(effective) / len(effective)))
         .with_sentence(
-            f"Weights by evidence make {given.members} networks count as {sum(effective) / len(effective):.2f}; beside "
-            "equal weights and single networks."
+            f"With weights by evidence, {given.members} networks count as {sum(effective) / len(effective):.2f} on "
+            "average: one network has nearly all the weight."
+            if sum(effective) / len(effective) < 1.1
+            else f"With weights by evidence, {given.members} networks count as {sum(effective) / len(effective):.2f}."
         )
         .with_notes(
             "Changed after a smoke run: priors were first tuned by the evidence, and are now those of the training.",

@@ -188,8 +188,8 @@ def sentence(mean: Mapping[str, Mapping[str, float]]) -> str:
     pairs = [(name, f"{name} and Laplace") for name in mean if not name.endswith("Laplace")]
     more = sum(mean[with_it][cover] > mean[without][cover] for without, with_it in pairs)
     return (
-        f"At the data the best of eight is “{best}” (log-likelihood {mean[best]['log-likelihood']:.3g}); outside, "
-        f"intervals cover more with Laplace than without in {more} of {len(pairs)} pairs."
+        f"Of eight methods, “{best}” has the highest log-likelihood at the data, {mean[best]['log-likelihood']:.3g}; "
+        f"outside, intervals cover more with Laplace than without in {more} of {len(pairs)} pairs."
     )
 
 

@@ -60,7 +60,8 @@ Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 SCALING = "temperature scaling"
 OVERFLOW = 80.0  # exponents beyond this overflow in float32, with room for a sum
-NODE, WIDEST = 10, 5.2  # the rule for one logit uses every tenth node, up to this many standard deviations
+NODE, LOWEST, WIDEST = 10, -3.3, 5.2  # the rule for one logit: every tenth node, between so many standard deviations.
+# Below the lowest lie 5e-4 of the mass, where the probability, which grows with the logit, is smallest.
 RELATIVE = 0.02  # the largest error, in parts of a probability, for which pairs of classes do
 JITTER = 1e-6  # share of the mean variance added to the diagonal: the covariance of f may be singular
 
@@ -205,13 +206,12 @@ class Sweep(ABC):
         """Return −log p(y) of every item that counts under every setting, (S, N) float64.
 
         Many settings that differ in a common factor of their precisions alone are interpolated between a few of them:
-        the losses are smooth functions of its logarithm, as the kernel 1/(e + ρ) is. Some are computed as well, and all
-        of them where these are not met to `AGREE` nats.
+        the losses are smooth functions of its logarithm, as the kernel 1/(e + ρ) is.
         """
         found: dict[int, Tensor] = {}
         for line in lines_of(settings):
             own = [settings[k] for k in line]
-            if len(own) >= 2 * enough(own):
+            if len(own) >= 3 * enough(own):
                 found |= dict(zip(line, self._along(own)))
         others = [k for k in range(len(settings)) if k not in found]
         if others:
@@ -219,18 +219,28 @@ class Sweep(ABC):
         return torch.stack([found[k] for k in range(len(settings))])
 
     def _along(self, line: Sequence[Setting]) -> Tensor:
-        """Return the losses of settings in the order of their precisions, interpolated between some, (S, N)."""
+        """Return the losses of settings in the order of their precisions, interpolated between some, (S, N).
+
+        Some settings are computed as well. Where the interpolation misses the mean loss of one by more than `AGREE`
+        nats, as many nodes again are put between the first ones; where that is not enough, all settings are computed.
+        """
         u = torch.tensor([each.narrow for each in line], dtype=torch.float64).log()
-        nodes, matrix = chebyshev(u, enough(line))
-        factors = (nodes - u[0]).exp()
-        known = self.exact_losses([replace(line[0], precision=factor * line[0].precision) for factor in factors])
-        found = matrix.to(known) @ known
         tried = [round(k * (len(line) - 1) / (TRIED + 1)) for k in range(1, TRIED + 1)]
         exact = self.exact_losses([line[k] for k in tried])
-        if not bool(((found[tried] - exact).mean(1).abs() <= AGREE).all()):
-            return self.exact_losses(line)
-        found[tried] = exact
-        return found
+        count, known = enough(line), exact[:0]
+        for _ in range(2):
+            nodes, matrix = chebyshev(u, count)
+            new = nodes[1::2] if len(known) else nodes  # every second node is one of the first
+            factors = (new - u[0]).exp()
+            values = self.exact_losses([replace(line[0], precision=factor * line[0].precision) for factor in factors])
+            if len(known):
+                values = torch.stack([*known, *values])[_interleaved(len(known))]
+            found = matrix.to(values) @ values
+            if bool(((found[tried] - exact).mean(1).abs() <= AGREE).all()):
+                found[tried] = exact
+                return found
+            count, known = 2 * count - 1, values
+        return self.exact_losses(line)
 
     def exact_losses(self, settings: Sequence[Setting]) -> Tensor:
         """Return the losses of settings one by one: those that share a dispersion together, as fit into a chunk."""
@@ -245,6 +255,11 @@ class Sweep(ABC):
                     found[few.to(found.device)] = torch.cat(list(parts), 1)
         mask = self.likelihood.mask(self.f, self.y)
         return found if mask is None else found[:, mask.reshape(-1)]
+
+
+def _interleaved(count: int) -> list[int]:
+    """Return the places of `count` first nodes, with as many new ones less one put between them."""
+    return [k // 2 if k % 2 == 0 else count + k // 2 for k in range(2 * count - 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,15 +306,17 @@ class GramSweep(Sweep):
         f, y = self.flat
         several = len(coefficients)
         plain = not logits.requires_grad and bool((logits == 1.0).all())
+        divisor = logits.to(f)[:, None, None]
+        if self.adjust is None and not plain:  # cheaper than to divide every covariance
+            coefficients = coefficients / logits.to(coefficients)[:, None, None].square()
         for start in range(0, len(f), self._step):
             part = slice(start, min(len(f), start + self._step))
             covariance = self.covariance(coefficients, part.start, part.stop)
+            mean = f[part].expand(several, -1, -1)
+            mean = mean if plain else mean / divisor
             if self.adjust is not None:
                 covariance = self.adjust(covariance, scale, part)
-            mean = f[part].expand(several, -1, -1)
-            if not plain:
-                divisor = logits.to(mean)[:, None, None]
-                mean, covariance = mean / divisor, covariance / divisor.square()[..., None]
+                covariance = covariance if plain else covariance / divisor.square()[..., None]
             targets = y[part].expand(several, *y[part].shape)
             flat = (mean.flatten(0, 1), covariance.flatten(0, 1), targets.flatten(0, 1))
             yield -self.score(*flat, likelihood).double().unflatten(0, (several, -1))
@@ -461,19 +478,26 @@ def _log_prob_by_points(mean: Tensor, covariance: Tensor, y: Tensor, samples: in
     spread = spread.add_((center[:, :-1] - center[:, -1:]).T[:, :, None])  # (C − 1, N, S): f_c − E[f_y | others]
     nodes, log_weights = own_nodes(mean)
     steps = root[:, -1, -1][:, None, None] * nodes  # (N, 1, Q): f_y − E[f_y | others]
-    if spread.detach().amax() > OVERFLOW:
-        inner = logsigmoid(steps - spread.logsumexp(0)[..., None]) + log_weights
-        value = inner.flatten(1).logsumexp(1) - math.log(samples)
-    else:
-        inner = (spread.exp_().sum(0)[..., None] * (-steps).exp()).add_(1).reciprocal_()
-        value = (inner.mean(1) @ log_weights.exp()).log()
-    return value
+    far = (spread.detach().amax((0, 2)) > OVERFLOW).nonzero()[:, 0]
+    if not len(far):
+        return _by_exponentials(spread, steps, log_weights)
+    inner = logsigmoid(steps[far] - spread[:, far].logsumexp(0)[..., None]) + log_weights
+    exact = inner.flatten(1).logsumexp(1) - math.log(samples)
+    if len(far) == len(mean):
+        return exact
+    return _by_exponentials(spread.clamp(max=OVERFLOW), steps, log_weights).index_put((far,), exact)
+
+
+def _by_exponentials(spread: Tensor, steps: Tensor, log_weights: Tensor) -> Tensor:
+    """Average the sigmoids of f_y − log Σ exp(f_c) over points and nodes; `spread` is overwritten."""
+    inner = (spread.exp_().sum(0)[..., None] * (-steps).exp()).add_(1).reciprocal_()
+    return (inner.mean(1) @ log_weights.exp()).log()
 
 
 def own_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
     """Return coarse nodes (Q,) and log weights for N(0, 1); the integrand is smooth, so that few suffice."""
     nodes, log_weights = normal_nodes(like)
-    likely = nodes.abs() < WIDEST
+    likely = (nodes > LOWEST) & (nodes < WIDEST)
     return nodes[likely][::NODE], log_weights[likely][::NODE].log_softmax(0)
 
 

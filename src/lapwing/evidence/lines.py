@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.evidence.tuning import Setting
 
-PER_DECADE = 3.0  # settings of a line that are computed
+PER_DECADE = 1.4  # settings of a line that are computed at first
 
 
 def lines_of(settings: Sequence[Setting]) -> list[list[int]]:
@@ -24,9 +24,9 @@ def lines_of(settings: Sequence[Setting]) -> list[list[int]]:
 
 
 def enough(line: Sequence[Setting]) -> int:
-    """Return how many settings of a line are enough to interpolate the others."""
+    """Return from how many settings of a line the others are interpolated at first."""
     decades = 0.0 if len(line) < 2 else math.log10(line[-1].narrow / line[0].narrow)
-    return math.ceil(PER_DECADE * decades) + 4
+    return math.ceil(PER_DECADE * decades) + 3
 
 
 def chebyshev(u: Tensor, count: int) -> tuple[Tensor, Tensor]:

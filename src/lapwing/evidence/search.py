@@ -295,8 +295,13 @@ def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[st
 
 
 def rivals_of(trials: Trials) -> str:
-    """Return the mean losses of the baselines as one line."""
-    return describe({name: losses.mean().item() for name, losses in trials.baselines.items()})
+    """Return the mean losses of the network without a posterior as one line."""
+    means = {name: losses.mean().item() for name, losses in trials.baselines.items()}
+    said = f"the network alone: {describe(means)}"
+    own = [score for score, each in zip(trials.scores.tolist(), trials.settings) if each.deterministic]
+    if min(means.values()) < min(own, default=-math.inf) - 1e-6:
+        said += " (fitted to these data without restraint; what is tuned is held near the values in force)"
+    return said
 
 
 def messages_of(trials: Trials, best: int, candidates: Candidates) -> tuple[str, ...]:

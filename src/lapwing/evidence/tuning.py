@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Setting:
     logit_temperature: float = 1.0
     unit: tuple[str, float] = ("noise", 0.5)  # the name of the dispersion, and the power at which users read it
 
-    @property
+    @cached_property
     def narrow(self) -> float:
         """The geometric mean of the precisions, infinite for the network without a posterior: large means narrow."""
         return float("inf") if self.deterministic else self.precision.double().log().mean().exp().item()
