@@ -45,7 +45,7 @@ class PSD(ABC):
     @abstractmethod
     def device(self) -> torch.device: ...
 
-    # --- questions that other rooms ask instead of looking at the class ---------------------------------------------
+    # Questions that other rooms ask instead of looking at the class of a matrix.
 
     @property
     def iterative(self) -> bool:
@@ -210,8 +210,6 @@ class PSD(ABC):
     def to(self, device: torch.device | str) -> PSD:
         """A on another device, without graph and caches."""
         return move(self, device)
-
-    # --- algebra ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
