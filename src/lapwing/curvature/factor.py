@@ -273,7 +273,10 @@ class MCFisher(Factor):
 @register(name="empirical")
 @dataclass(frozen=True, eq=False)
 class EmpiricalFisher(Factor):
-    """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare."""
+    """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare.
+
+    la = lapwing.fit(model, loader, "classification", factor=lapwing.EmpiricalFisher())
+    """
 
     dispersion_power = 2
 

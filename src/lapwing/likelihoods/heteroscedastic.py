@@ -48,6 +48,8 @@ class HeteroscedasticGaussian(Likelihood):
     "mean": f = (μ, log σ²), Λ = diag(1/σ², ½).
 
     Λ is the Fisher information and does not depend on y. Targets: (B, *event, K), without the K where it is 1.
+
+        la = lapwing.fit(model, (x, y), lapwing.HeteroscedasticGaussian(parametrization="mean"))
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
