@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, NotConverged, nearest
-from lapwing.evidence.heldout import (
-    SCALING,
-    Batch,
-    Sweep,
-    best_logit_temperature,
-    held_near,
-    require_logits,
-)
+from lapwing.evidence.heldout import Batch, Sweep
+from lapwing.evidence.scores import SCALING, best_logit_temperature, held_near, require_logits
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 
