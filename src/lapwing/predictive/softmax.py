@@ -74,6 +74,15 @@ class Spread(ABC):
 
     @property
     @abstractmethod
+    def variance(self) -> Tensor:
+        """Var(f_k − the average of f), (n, K)."""
+
+    @abstractmethod
+    def times(self, v: Tensor) -> Tensor:
+        """The covariance of f − its average, times vectors (n, T, K)."""
+
+    @property
+    @abstractmethod
     def chunk(self) -> int:
         """How many items to work on at a time."""
 
@@ -122,6 +131,13 @@ class DenseSpread(Spread):
 
     def own(self, z: Tensor) -> Tensor:
         return _product(z, self._parts[1])
+
+    @property
+    def variance(self) -> Tensor:
+        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0)
+
+    def times(self, v: Tensor) -> Tensor:
+        return v @ self.covariance
 
     def take(self, items: Tensor) -> DenseSpread:
         part = DenseSpread(self.covariance[items])
@@ -172,13 +188,25 @@ class SharedSpread(Spread):
     def apart(self, pivot: Tensor) -> Tensor:
         if self.spread.shape[-1] <= SOME:
             return self.root(pivot).square().sum(-1)
-        left, square = self.left - self.left.mean(0), self.spread.square()
+        left, square = self._centered, self.spread.square()
         at = left[pivot[:, 0]]  # (n, K)
         found = square @ left.square().mT - 2 * (square * at) @ left.mT + (square * at.square()).sum(-1, keepdim=True)
         return found.scatter(1, pivot, 0.0).clamp(min=0)
 
+    @cached_property
+    def _centered(self) -> Tensor:
+        """R minus its average over the logits."""
+        return self.left - self.left.mean(0)
+
+    @property
+    def variance(self) -> Tensor:
+        return self.spread.square() @ self._centered.square().mT
+
+    def times(self, v: Tensor) -> Tensor:
+        return ((v @ self._centered) * self.spread.square().unsqueeze(1)) @ self._centered.mT
+
     def steps(self, z: Tensor) -> Tensor:
-        return (z[:, None] * self.spread) @ (self.left - self.left.mean(0)).mT
+        return (z[:, None] * self.spread) @ self._centered.mT
 
     def own(self, z: Tensor) -> Tensor:
         along = self._precision[0].to(self.spread)
