@@ -39,7 +39,7 @@ NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as go
 CLOSE = 3e-4
 """The largest stated error for which pairs of classes, or a few points, do."""
 SOME = 64  # classes below which a few points, with an exact covariance, are tried
-STAGES = ((1, 3.0), (16, 1.5))
+STAGES = ((2, 3.0), (16, 1.5))
 """How many times as many points as the first ones, and how many times the error that the difference of two sequences of
 them suggests is stated: two small ones may agree by chance."""
 
@@ -238,13 +238,15 @@ def spread_of(function: FunctionDistribution) -> Spread | None:
 class Softmax:
     """Probabilities (n, K), the expected entropy of softmax(f) and the estimated error of the probabilities, (n,).
 
-    `logs` computes the logarithms of the probabilities, also of those that underflow.
+    `logs` computes the logarithms of the probabilities, also of those that underflow. `close`: no error is above
+    `CLOSE`.
     """
 
     probs: Tensor
     entropy: Tensor
     error: Tensor
     logs: Callable[[Tensor], Tensor]
+    close: bool = False
 
     @property
     def log_probs(self) -> Tensor:
@@ -280,22 +282,19 @@ class _Chunk:
         if samples is not None:
             return self._by_levels(samples)
         pairs = Pairs.of(self.mean, self.spread.apart)
-        probs, entropy, error = pairs.alone()
+        probs, entropy, error = *pairs.alone(), pairs.least()
         if bool((error <= CLOSE).all()):
-            return Softmax(probs, entropy, error, self._logs)
-        found = Softmax(probs, entropy, torch.minimum(error, pairs.bound()), self._logs)
-        return self._again(found, lambda rest, items: rest._by_points(pairs.take(items)))
-
-    def _by_points(self, pairs: Pairs, stage: int = 0) -> Softmax:
-        """Take a few points, more for items of which these are not sure, and levels for what is left."""
-        if not self._few_do or stage == len(STAGES):
-            return self._by_levels(None)
-        size = max(1, BLOCK // (self.mean.shape[-1] * len(self._few_points(stage))))
-        every = torch.arange(len(self.mean), device=self.mean.device).split(size)
-        parts = [self._take(some)._some_points(pairs if len(every) == 1 else pairs.take(some), stage) for some in every]
-        probs, entropy, error = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        found = Softmax(probs, entropy, error, self._logs)
-        return self._again(found, lambda rest, k: rest._by_points(pairs.take(k), stage + 1))
+            return Softmax(probs, entropy, error, self._logs, close=True)
+        error = torch.minimum(error, pairs.bound())
+        items = (~(error <= CLOSE)).nonzero()[:, 0]
+        for stage in range(len(STAGES)) if self._few_do else ():
+            for some in items.split(self._at_once(stage)) if len(items) else ():
+                probs[some], entropy[some], error[some] = self._take(some)._some_points(pairs.take(some), stage)
+            items = items[~(error[items] <= CLOSE)]
+        if len(items):
+            rest = self._take(items)._by_levels(None)
+            probs[items], entropy[items], error[items] = rest.probs, rest.entropy, rest.error
+        return Softmax(probs, entropy, error, self._logs, close=not len(items))
 
     def _some_points(self, pairs: Pairs, stage: int) -> Estimate:
         return pairs.with_points(self.spread.root(pairs.pivot), self._few_points(stage), STAGES[stage][1])
@@ -305,22 +304,13 @@ class _Chunk:
         """Whether there are few enough classes for points with an exact covariance."""
         return self.mean.shape[-1] < SOME
 
+    def _at_once(self, stage: int) -> int:
+        """Return how many items take the points of a stage at a time."""
+        return max(1, BLOCK // (self.mean.shape[-1] * len(self._few_points(stage))))
+
     def _few_points(self, stage: int) -> Tensor:
         points = matched_points(self.mean.shape[-1], STAGES[stage][0], self.seed + 2 * stage, self.mean.dtype)
         return points.to(self.mean.device)
-
-    def _again(self, found: Softmax, way: Callable[[_Chunk, Tensor], Softmax]) -> Softmax:
-        """Replace what has too large an error by what another way finds."""
-        open_ = (~(found.error <= CLOSE)).nonzero()[:, 0]
-        if not len(open_):
-            return found
-        rest = way(self._take(open_), open_)
-        if len(open_) == len(self.mean):
-            return rest
-        probs, entropy, error = (
-            getattr(found, name).index_put((open_,), getattr(rest, name)) for name in ("probs", "entropy", "error")
-        )
-        return Softmax(probs, entropy, error, self._logs)
 
     def _by_levels(self, samples: int | None) -> Softmax:
         """Take new levels of points for the items whose error is too large still."""
@@ -366,7 +356,7 @@ class _Chunk:
             done += now
         pairs = Pairs.of(self.mean, self.spread.apart)
         stages = reversed(range(len(STAGES))) if self._few_do else ()
-        alone = *pairs.alone()[:2], torch.minimum(pairs.alone()[2], pairs.bound())
+        alone = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound())
         ways = [*(self._some_points(pairs, stage) for stage in stages), alone]
         for p, h, e in ways if samples is None else ():
             near = e <= CLOSE
