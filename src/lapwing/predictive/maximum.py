@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lapwing.predictive.pairs import Estimate
 
-NODES = 20  # of the integral over t
+STEPS = 20  # nodes of the integral over t
 QUANTILES = 12.0, math.log(2), 2e-5  # −log F at the first node, at the median and at the last node
 EXCESS, CHERNOFF = 10.0, 13.0  # how far the last one lies beyond where a normal law, or a sum of exponentials, puts it
 EULER = 0.5772156649015329  # the mean of a Gumbel number
@@ -39,11 +39,6 @@ _HERMITE = (
 """Weights and nodes for the standard normal law."""
 
 _MIXTURES = (
-    (6.0, (
-        (0.660438226, 0.32260191, 0.016959864),
-        (-0.027219885, 1.641904995, 3.862712848),
-        (0.509760231, 1.366776017, 4.552602161),
-    )),
     (2.0, (
         (0.311647689, 0.488462759, 0.174473155, 0.024116716, 0.001299681),
         (-0.506492833, 0.595295597, 2.001241071, 3.649825429, 5.460598698),
@@ -65,49 +60,40 @@ Times = Callable[[Tensor], Tensor]
 def by_maximum(mean: Tensor, variance: Tensor, times: Times) -> Estimate:
     """Return probabilities, expected entropy and the estimated error for logits with this mean and variance (n, K).
 
-    What C changes is a small part, for which every other node does.
+    What C changes is a small part, for which every other node does. The terms of log F in C² are
+    T = ½ Σ_j r_j′ (C r)_j² and L = ¼ Σ_ij C_ij² r_i′ r_j′. Signs at random estimate the sums over C_ij²: well for a sum
+    over all classes, such as the entropy, but not for a single one. T is smaller by far and only adds to the error.
     """
     variance = variance.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)
     first, middle, last = _range(mean, variance)
     shift = _shift(mean, variance, middle, times)
     variance = variance + 2 * shift
-    step = (last - first) / NODES  # (n, 1)
-    t = first + step * (torch.arange(NODES, dtype=mean.dtype, device=mean.device) + 0.5)  # (n, T)
-    height, density, slope, heat, warming = _gumbel_sums(t.unsqueeze(-1) - mean.unsqueeze(1), variance.unsqueeze(1))
-    rate, cooling = density / height, heat / height  # (n, T, K)
+    step = (last - first) / STEPS  # (n, 1)
+    t = first + step * (torch.arange(STEPS, dtype=mean.dtype, device=mean.device) + 0.5)  # (n, T)
+    height, density, heat, slope, warming = _gumbel_sums(t.unsqueeze(-1) - mean.unsqueeze(1), variance.unsqueeze(1))
     below = height.log().sum(-1)  # log F(t) for independent logits
+    rate, cooling = density / height, heat / height  # (n, T, K)
     weight = below.exp() * step
     probs, entropy = _weighted(weight, rate), _weighted(weight, cooling).sum(-1)
-    half = slice(0, None, 2)
-    r, q, h = rate[:, half], cooling[:, half], height[:, half]
-    b, c = slope[:, half] / h - r.square(), warming[:, half] / h - q * r  # the derivatives of r and q
-
-    def crossed(v: Tensor) -> Tensor:
-        """C v."""
-        along = (shift.unsqueeze(1) * v).sum(-1, keepdim=True)
-        return times(v) - variance.unsqueeze(1) * v + shift.unsqueeze(1) * v.sum(-1, keepdim=True) + along
-
-    move = crossed(r)
-    weight = 2 * step * (below[:, half] + (r * move).sum(-1) / 2).exp()
-    before = 2 * step * below[:, half].exp()
-    moved, heated = torch.addcmul(r, b, move), torch.addcmul(q, c, move)
-    probs = probs + _weighted(weight, moved) - _weighted(before, r)
-    entropy = entropy + _weighted(weight, heated).sum(-1) - _weighted(before, q).sum(-1)
-    total = probs.sum(-1, keepdim=True)
-
-    # T = ½ Σ_j r_j′ (C r)_j² and L = ¼ Σ_ij C_ij² r_i′ r_j′, the terms of log F in C². The sums over C_ij² are estimated
-    # with signs at random: well for a sum over all classes, but not for a single one.
+    below, height, r, q = (each[:, ::2] for each in (below, height, rate, cooling))
+    b, c = slope / height - r.square(), warming / height - q * r  # the derivatives of r and q
     bend = b.clamp(max=0)
-    twice, spread = crossed(torch.cat([b * move, (-bend).sqrt() * _signs(r.shape[1], r.shape[2]).to(r)], 1)).split(
-        r.shape[1], 1
-    )
-    square = move.square() - spread.square()  # the latter has the mean Σ_j C_kj² (−r_j′) over signs
-    term = (bend * (move.square() / 2 - spread.square() / 4)).sum(-1)
-    entropy = entropy + _weighted(weight * term, heated).sum(-1)
-    entropy = entropy + _weighted(weight, torch.addcmul(_slope(c, step) * square / 2, c, twice)).sum(-1)
+    vectors = torch.cat([r, (-bend).sqrt() * _signs(r.shape[1], r.shape[2]).to(r)], 1)
+    along = (shift.unsqueeze(1) * vectors).sum(-1, keepdim=True)
+    crossed = times(vectors) - variance.unsqueeze(1) * vectors  # times C
+    move, wide = (crossed + shift.unsqueeze(1) * vectors.sum(-1, keepdim=True) + along).split(r.shape[1], 1)
+    before, weight = 2 * step * below.exp(), 2 * step * (below + (r * move).sum(-1) / 2).exp()
+    moved, heated = torch.addcmul(r, b, move), torch.addcmul(q, c, move)
+    square = wide.square()  # its mean over signs is Σ_j C_kj² (−r_j′)
+    term = weight * (bend * square).sum(-1) / -4
+    probs = probs + _weighted(weight, moved) - _weighted(before, r)
+    entropy = entropy + (_weighted(weight + term, heated) - _weighted(before, q)).sum(-1)
+    entropy = entropy - _weighted(weight, _slope(c, step) * square / 2).sum(-1)
+    total = probs.sum(-1, keepdim=True)
     with torch.no_grad():
-        more = _weighted(weight * term, moved) + _weighted(weight, torch.addcmul(_slope(b, step) * square / 2, b, twice))
-        error = more.abs().sum(-1) / 2 + (total.squeeze(-1) - 1).abs() - probs.clamp(max=0).sum(-1) + ROUNDING
+        more = _weighted(term, moved) - _weighted(weight, _slope(b, step) * square / 2)
+        tree = (weight * r.sum(-1) * (bend * move.square()).sum(-1) / -2).sum(-1)
+        error = (more.abs().sum(-1) + tree) / 2 + (total.squeeze(-1) - 1).abs() - probs.clamp(max=0).sum(-1) + ROUNDING
     probs, entropy = (probs / total).clamp(min=0), (entropy / total.squeeze(-1) - EULER).clamp(min=0)
     return probs, entropy, torch.where(error.isfinite(), error, torch.inf)
 
@@ -132,7 +118,7 @@ def _signs(count: int, classes: int) -> Tensor:
 
 def prepare_maximum(classes: int) -> None:
     """Make the tensors that a traced form will hold: tracing itself can make none."""
-    _signs(-(-NODES // 2), classes)
+    _signs(-(-STEPS // 2), classes)
 
 
 def _shift(mean: Tensor, variance: Tensor, middle: Tensor, times: Times) -> Tensor:
@@ -179,57 +165,57 @@ def _normal_rates(t: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Te
 
 
 def _gumbel_sums(x: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
-    """Return H, H′, H″, −∂H/∂τ and its derivative at x = t − μ (n, T, K), for N(0, variance) + τ · Gumbel at τ = 1."""
-    if torch.compiler.is_compiling():
-        low, high = 0.0, math.inf
-    else:
-        low, high = (float(each) ** 0.5 for each in variance.detach().aminmax())
-    if high < NARROW:
-        return _by_hermite(x, variance)
-    wide = _by_mixture(x, variance, low)
-    if low >= NARROW:
-        return wide
-    few = variance < NARROW**2
-    return tuple(map(lambda a, b: torch.where(few, a, b), _by_hermite(x, variance.clamp(max=NARROW**2)), wide))
+    """Return H, H′ and −∂H/∂τ at x = t − μ (n, T, K), for N(0, variance) + τ · Gumbel at τ = 1.
+
+    Then come H″ and the derivative of −∂H/∂τ at every other node, (n, T/2, K).
+
+    The smallest variance of an item says which mixture serves it, so that what it gets does not depend on others.
+    """
+    (wide, few), (_, many) = _MIXTURES
+    low = variance.detach().amin(-1, keepdim=True)  # (n, 1, 1)
+    ways = [
+        (torch.ones_like(low) > 0, lambda: _by_mixture(x, variance, few)),
+        (low < wide**2, lambda: _by_mixture(x, variance.clamp(min=NARROW**2), many)),
+        (variance < NARROW**2, lambda: _by_hermite(x, variance.clamp(max=NARROW**2))),
+    ]
+    found: tuple[Tensor, ...] = ()
+    for number, (where, way) in enumerate(ways):
+        if not torch.compiler.is_compiling():  # a way that no item takes, or whose values are replaced, is left out
+            if not bool(where.any()) or any(bool(later.all()) for later, _ in ways[number + 1 :]):
+                continue
+        part = way()
+        found = tuple(torch.where(where, new, old) for new, old in zip(part, found)) if found else part
+    return found
 
 
-def _by_mixture(x: Tensor, variance: Tensor, low: float) -> tuple[Tensor, ...]:
+def _by_mixture(x: Tensor, variance: Tensor, table: tuple[tuple[float, ...], ...]) -> tuple[Tensor, ...]:
     """Use Gumbel = Σ w N(m, v), which makes H = Σ w Φ(u) with u = (x − m) / √(v + variance)."""
-    table = next((table for least, table in _MIXTURES if low >= least), _MIXTURES[-1][1])
-    variance = variance.clamp(min=NARROW**2)
-    height: Tensor | float = 0.5
-    density: Tensor | float = 0.0
-    slope: Tensor | float = 0.0
-    heat: Tensor | float = 0.0
-    warming: Tensor | float = 0.0
+    height, density, heat, slope, warming = (x.new_zeros(()) for _ in range(5))
     for w, m, v in zip(*table, strict=True):
-        inverse = (variance + v).rsqrt()
-        u = (x - m) * inverse
-        own = (u.square() / -2).exp() * (inverse * (w / math.sqrt(2 * math.pi)))  # w φ(u) / √(v + variance)
-        tilt = own * u
-        height = height + (w / 2) * (u * math.sqrt(0.5)).erf()
+        inverse = (2 * (variance + v)).rsqrt()
+        u = torch.addcmul(-m * inverse, x, inverse)  # over √2
+        own = torch.addcmul((inverse * (w / math.sqrt(math.pi))).log(), u, u, value=-1).exp()  # w φ / √(v + variance)
+        tilt, part = own * u, 2 * v * inverse
+        height = torch.add(height, u.erf(), alpha=w / 2)
         density = density + own
-        slope = slope - tilt * inverse
-        heat = heat + m * own + tilt * (v * inverse)
-        warming = warming + ((own - tilt * u) * (v * inverse) - m * tilt) * inverse
-    return height, density, slope, heat, warming  # type: ignore[return-value]
+        heat = torch.addcmul(torch.add(heat, own, alpha=m), tilt, part)
+        own, tilt, u = own[:, ::2], tilt[:, ::2], u[:, ::2]
+        slope = torch.addcmul(slope, tilt, inverse, value=-2)
+        warming = torch.addcmul(warming, torch.addcmul(own, tilt, u, value=-2) * part - 2 * m * tilt, inverse)
+    return height + 0.5, density, heat, slope, warming
 
 
 def _by_hermite(x: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
     """Use H = E[exp(−e^{−y})] with y = x − s ε over the nodes ε of the rule of Gauss and Hermite."""
     deviation = variance.sqrt()
-    height: Tensor | float = 0.0
-    density: Tensor | float = 0.0
-    slope: Tensor | float = 0.0
-    heat: Tensor | float = 0.0
-    warming: Tensor | float = 0.0
+    height, density, heat, slope, warming = (x.new_zeros(()) for _ in range(5))
     for w, node in zip(*_HERMITE, strict=True):
         y = x - node * deviation
         e = (-y).clamp(max=30).exp()
         own = w * (-e).exp()
-        height = height + own
-        own = own * e
-        tilt = own * (e - 1)
-        density, slope = density + own, slope + tilt
-        heat, warming = heat + y * own, warming + own + y * tilt
-    return height, density, slope, heat, warming  # type: ignore[return-value]
+        height, own = height + own, own * e
+        density, heat = density + own, torch.addcmul(heat, y, own)
+        own, y = own[:, ::2], y[:, ::2]
+        tilt = own * (e[:, ::2] - 1)
+        slope, warming = slope + tilt, torch.addcmul(warming + own, y, tilt)
+    return height, density, heat, slope, warming

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
+from lapwing.predictive.maximum import STEPS, by_maximum, prepare_maximum
 from lapwing.predictive.pairs import Estimate, Pairs, matched_points, prepare_pairs
 
 ENOUGH = 6e-3
@@ -188,9 +189,8 @@ class SharedSpread(Spread):
     def apart(self, pivot: Tensor) -> Tensor:
         if self.spread.shape[-1] <= SOME:
             return self.root(pivot).square().sum(-1)
-        left, square = self._centered, self.spread.square()
-        at = left[pivot[:, 0]]  # (n, K)
-        found = square @ left.square().mT - 2 * (square * at) @ left.mT + (square * at.square()).sum(-1, keepdim=True)
+        own = (self._centered[pivot[:, 0]] * self.spread.square()) @ self._centered.mT  # covariances with the pivot
+        found = self.variance + self.variance.gather(1, pivot) - 2 * own
         return found.scatter(1, pivot, 0.0).clamp(min=0)
 
     @cached_property
@@ -198,7 +198,7 @@ class SharedSpread(Spread):
         """R minus its average over the logits."""
         return self.left - self.left.mean(0)
 
-    @property
+    @cached_property
     def variance(self) -> Tensor:
         return self.spread.square() @ self._centered.square().mT
 
@@ -214,8 +214,10 @@ class SharedSpread(Spread):
         return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
 
     def take(self, items: Tensor) -> SharedSpread:
-        part = SharedSpread(self.left, self.spread[items], self.inverse)
-        part.__dict__["_dual"] = self._dual
+        part = replace(self, spread=self.spread[items])
+        part.__dict__.update({name: self.__dict__[name] for name in ("_dual", "_centered") if name in self.__dict__})
+        if "variance" in self.__dict__:
+            part.__dict__["variance"] = self.variance[items]
         return part
 
     @property
@@ -239,7 +241,7 @@ class Softmax:
     """Probabilities (n, K), the expected entropy of softmax(f) and the estimated error of the probabilities, (n,).
 
     `logs` computes the logarithms of the probabilities, also of those that underflow. `close`: no error is above
-    `CLOSE`.
+    `ENOUGH`.
     """
 
     probs: Tensor
@@ -278,7 +280,10 @@ class _Chunk:
     seed: int
 
     def run(self, samples: int | None) -> Softmax:
-        """Take pairs of classes where they do, a few points where these do, and levels of points for what is left."""
+        """Take pairs of classes where they do, and levels of points for what is left.
+
+        In between come a few points for few classes, and the law of the maximum for many.
+        """
         if samples is not None:
             return self._by_levels(samples)
         pairs = Pairs.of(self.mean, self.spread.apart)
@@ -287,14 +292,30 @@ class _Chunk:
             return Softmax(probs, entropy, error, self._logs, close=True)
         error = torch.minimum(error, pairs.bound())
         items = (~(error <= CLOSE)).nonzero()[:, 0]
-        for stage in range(len(STAGES)) if self._few_do else ():
-            for some in items.split(self._at_once(stage)) if len(items) else ():
-                probs[some], entropy[some], error[some] = self._take(some)._some_points(pairs.take(some), stage)
-            items = items[~(error[items] <= CLOSE)]
+        for way, size, enough in self._ways(pairs):
+            for some in items.split(size) if len(items) else ():
+                probs[some], entropy[some], error[some] = way(some)
+            items = items[~(error[items] <= enough)]
         if len(items):
             rest = self._take(items)._by_levels(None)
-            probs[items], entropy[items], error[items] = rest.probs, rest.entropy, rest.error
+            better = ~(error[items] <= rest.error)
+            some = items[better]
+            probs[some], entropy[some], error[some] = rest.probs[better], rest.entropy[better], rest.error[better]
         return Softmax(probs, entropy, error, self._logs, close=not len(items))
+
+    def _ways(self, pairs: Pairs) -> list[tuple[Callable[[Tensor], Estimate], int, float]]:
+        """Return what to try on items before levels of points, on how many at a time, and up to which error it does."""
+        if not self._few_do:
+            size = max(1, BLOCK // (STEPS * self.mean.shape[-1]))
+            return [(lambda some: self._take(some)._by_maximum(), size, ENOUGH)]
+
+        def points(stage: int) -> Callable[[Tensor], Estimate]:
+            return lambda some: self._take(some)._some_points(pairs.take(some), stage)
+
+        return [(points(stage), self._at_once(stage), CLOSE) for stage in range(len(STAGES))]
+
+    def _by_maximum(self) -> Estimate:
+        return by_maximum(self.mean, self.spread.variance, self.spread.times)
 
     def _some_points(self, pairs: Pairs, stage: int) -> Estimate:
         return pairs.with_points(self.spread.root(pairs.pivot), self._few_points(stage), STAGES[stage][1])
@@ -356,10 +377,11 @@ class _Chunk:
             done += now
         pairs = Pairs.of(self.mean, self.spread.apart)
         stages = reversed(range(len(STAGES))) if self._few_do else ()
-        alone = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound())
-        ways = [*(self._some_points(pairs, stage) for stage in stages), alone]
-        for p, h, e in ways if samples is None else ():
-            near = e <= CLOSE
+        ways = [(*self._some_points(pairs, stage), CLOSE) for stage in stages]
+        ways += [] if self._few_do else [(*self._by_maximum(), ENOUGH)]
+        alone = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound()), CLOSE
+        for p, h, e, enough in [*ways, alone] if samples is None else ():
+            near = e <= enough
             probs = torch.where(near[:, None], p, probs)
             entropy, error = torch.where(near, h, entropy), torch.where(near, e, error)
         return Softmax(probs, entropy, error, lambda p: p.clamp(min=torch.finfo(p.dtype).tiny).log())
@@ -410,6 +432,8 @@ class _Chunk:
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     """Make the points that a traced form will hold: tracing itself can make none."""
     prepare_pairs(classes, [size for size, _ in STAGES] if classes < SOME else (), SEED, dtype)
+    if classes >= SOME:
+        prepare_maximum(classes)
     for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
         for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
             kept_points(size, classes, seed, dtype)
