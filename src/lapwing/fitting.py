@@ -45,8 +45,8 @@ from lapwing.model import (
 )
 from lapwing.model.batches import sharded
 from lapwing.model.calls import outside_inference
-from lapwing.model.fingerprint import Watch, checksum
 from lapwing.model.stored import intact, require_same_module, restore_convention, restore_probe
+from lapwing.model.watch import Watch, checksum
 from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive.mixture import Mixture
 from lapwing.predictive.predictive import Options

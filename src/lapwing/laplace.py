@@ -17,14 +17,13 @@ from lapwing.curvature.shards import filled, require_same, together
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole
 from lapwing.evaluation.evaluate import require_names
 from lapwing.evidence import Rule, Tuning, check_logit_temperature, effective_parameters, evidence_of, stationarity
-from lapwing.evidence.curves import TemperatureCurve, temperature_curve
-from lapwing.evidence.sampled import sampled_curve
+from lapwing.evidence.curves import TemperatureCurve, sampled_curve, temperature_curve
 from lapwing.extras.linear_mode import LinearMode, linear_mode
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan
 from lapwing.model.batches import require_one_process, sharded
 from lapwing.model.calls import Inputs, as_tensors, outside_inference
-from lapwing.model.fingerprint import Watch
+from lapwing.model.watch import Watch
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
 from lapwing.predictive.distilled import MOST, Distilled, distill

@@ -149,7 +149,7 @@ def _told(online: Online) -> str:
 def _optimizer(module: nn.Module, optimizer: Any) -> Optimizer:
     if optimizer is None:
         optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], 1e-3)
-    elif not isinstance(optimizer, Optimizer):
+    elif callable(optimizer):
         optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise BadData(f"optimizer is a torch optimizer or a function that makes one, got {type(optimizer).__name__}")

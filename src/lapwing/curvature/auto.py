@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from lapwing.curvature.curvature import Estimate, Structure
 from lapwing.curvature.ekfac import EKFAC
 from lapwing.curvature.entries import Diag, Full
-from lapwing.curvature.functional import Functional
 from lapwing.curvature.kron import Kron
+from lapwing.curvature.lowrank import Functional
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.problem import Problem
 from lapwing.model import Plan

@@ -74,10 +74,10 @@ class Structure(ABC):
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        """Memory of the curvature and its decomposition, for blocks as in the plan and numbers of so many bytes."""
+        """Return the bytes of the curvature and its decomposition, for these blocks and numbers of `itemsize` bytes."""
 
     def needed(self, problem: Problem) -> int | None:
-        """Memory in bytes for this problem; None where it depends on the number of data, which is not known."""
+        """Return the bytes for this problem; None where they depend on a number of data that is not known."""
         return self.bytes(problem.plan, problem.network.params.dtype.itemsize)
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Structure(ABC):
         return replace(more, matrix=matrix + more.matrix)
 
     def passes(self) -> int:
-        """How often the data are read."""
+        """Return how often the data are read."""
         return 1
 
     def factor(self, factor: Factor | None) -> Factor | None:
@@ -106,15 +106,15 @@ class Structure(ABC):
         return factor
 
     def stored(self, matrix: PSD) -> tuple[dict[str, Tensor], Any]:
-        """Tensors and a description of the matrix, for a file."""
+        """Return tensors and a description of the matrix, for a file."""
         return pack(matrix)
 
     def restored(self, tensors: Mapping[str, Tensor], description: Any, problem: Problem) -> PSD:
-        """The matrix of a file, where the structure reads its data; any other is restored without a problem."""
+        """Rebuild a matrix from a file, for structures that read the data of the fit again; others need no problem."""
         raise UnsupportedOperation(f"structure={self.name!r} does not read the data of the fit again")
 
     def moved(self, matrix: PSD, network: Network, device: torch.device | str) -> PSD:
-        """The matrix on another device, where the network is already."""
+        """Return the matrix on another device, where the network is already."""
         return matrix.to(device)
 
     @property
@@ -239,7 +239,7 @@ class Curvature:
         return self.matrix.size
 
     def dense(self) -> Tensor:
-        """The curvature as a (P, P) tensor in the flat order of the parameters."""
+        """Return the curvature as a (P, P) tensor in the flat order of the parameters."""
         return self.matrix.dense()
 
     def to(self, network: Network, device: torch.device | str) -> Curvature:

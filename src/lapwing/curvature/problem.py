@@ -124,8 +124,8 @@ class Problem:
         return replace(self, remembered=([], samples))
 
     @property
-    def head(self) -> Problem:
-        """The same problem with only the samples that this one remembers."""
+    def remembered_alone(self) -> Problem:
+        """The problem of the remembered samples alone."""
         assert self.remembered is not None
         (first, *others), _ = self.remembered
         return replace(self, first=first, rest=iter(others), remembered=None, resume=None, progress=False)

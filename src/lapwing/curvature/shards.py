@@ -23,7 +23,7 @@ from lapwing.model.batches import Convention, NoSamples
 from lapwing.model.calls import map_tensors
 
 
-def place() -> str:
+def process_name() -> str:
     """Name this process among all, such as "0-of-2"."""
     return f"{distributed.get_rank()}-of-{distributed.get_world_size()}"
 

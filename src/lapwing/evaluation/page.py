@@ -11,7 +11,6 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,10 +209,7 @@ def facts_of(report: Numbers, more: Mapping[str, str]) -> dict[str, str]:
     found["task"] = f"predictions of {report.kind.kind}"
     found |= more
     found["intervals"] = f"{RESAMPLES:,} resamples of the items, seed {SEED}"
-    try:
-        own = version("lapwing-torch")
-    except PackageNotFoundError:
-        own = str(getattr(importlib.import_module("lapwing"), "__version__", "unknown"))
+    own = importlib.import_module("lapwing").__version__
     found["versions"] = f"Lapwing {own}, torch {torch.__version__}, Python {platform.python_version()}"
     return found
 

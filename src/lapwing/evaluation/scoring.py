@@ -34,11 +34,6 @@ class Outside:
     count: int
     examples: Mapping[str, tuple[Example, ...]]
 
-    @property
-    def uncertainty(self) -> Tensor:
-        """The uncertainty of y, which every model has."""
-        return self.scores["uncertainty"]
-
 
 @dataclass(frozen=True, eq=False)
 class Result:
@@ -59,11 +54,6 @@ class Result:
     owners: Mapping[str, Tensor] = field(default_factory=dict)
     x: Tensor | None = None
     about: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def uncertainty(self) -> Tensor:
-        """The uncertainty of y, which every model has."""
-        return self.scores["uncertainty"]
 
     @property
     def novelty(self) -> Tensor | None:

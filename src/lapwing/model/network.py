@@ -52,7 +52,7 @@ SMALL_BATCH = 32
 """Samples up to which several weight vectors run together. A larger batch keeps the processor busy by itself: ten
 ResNet-20 then took twice as long together as one after another."""
 
-Run = Callable[[Inputs], Tensor]
+Forward = Callable[[Inputs], Tensor]
 """Outputs f (n, *event, c) of a network, without gradients."""
 
 
@@ -64,11 +64,11 @@ class Roles:
     dimension equals it may be either: a few samples are run without the others, and their outputs decide.
     """
 
-    shared: set[tuple[Path, int]] = field(default_factory=set)  # with their lengths
-    own: set[Path] = field(default_factory=set)
+    shared: set[tuple[Path, int]] = field(default_factory=set)  # tensors that all samples share, and lengths
+    own: set[Path] = field(default_factory=set)  # tensors with one entry per sample
     largest: int = FEW  # samples of the largest batch whose outputs were compared
 
-    def settle(self, inputs: Inputs, run: Run) -> None:
+    def settle(self, inputs: Inputs, run: Forward) -> None:
         """Mark the tensors that all samples share, so that they are not cut like samples."""
         n = batch_size(inputs)
         found = {path: t for path, t in named_tensors(inputs) if t.ndim}
@@ -83,7 +83,7 @@ class Roles:
             if (path, len(t)) in self.shared:
                 share(t)
 
-    def _find_out(self, inputs: Inputs, run: Run, doubtful: list[Path]) -> None:
+    def _find_out(self, inputs: Inputs, run: Forward, doubtful: list[Path]) -> None:
         """Run a few samples with every doubtful tensor cut, with one of them whole, with all of them whole."""
         n = batch_size(inputs)
         try:
@@ -92,7 +92,7 @@ class Roles:
             return  # the caller that runs the batch reports the error
         if len(whole) != n or lists_values(inputs, n) or not bool(whole.isfinite().all()):
             return
-        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # of one sample, the same twice
+        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # a batch of one: its sample twice
         for kept in chain([()], ((path,) for path in doubtful), [tuple(doubtful)]):
             few = self._cut(inputs, rows, {*kept})
             try:
@@ -120,7 +120,7 @@ class Roles:
 
         return map_named(cut, inputs)
 
-    def require_apart(self, inputs: Inputs, f: Tensor, run: Run) -> None:
+    def require_apart(self, inputs: Inputs, f: Tensor, run: Forward) -> None:
         """Refuse outputs f of a batch, larger than any before, if a few of its samples alone have other outputs."""
         n = batch_size(inputs)
         if n <= self.largest or len(f) != n or lists_values(inputs, n) or not bool(f.isfinite().all()):
@@ -146,7 +146,7 @@ def refusal(n: int, few: int, error: Exception) -> UnsupportedModel:
     )
 
 
-def _same(f: Tensor, few: Inputs, run: Run) -> bool:
+def _same(f: Tensor, few: Inputs, run: Forward) -> bool:
     """Whether a few samples alone have outputs f, within the precision that the network computes in."""
     alone = run(few)
     if close(f, alone, tolerance([f.dtype])):
@@ -176,8 +176,8 @@ class Network:
     module: nn.Module
     params: Params
     outputs: Outputs
-    _trusted: dict[str, bool] = field(default_factory=dict, init=False, repr=False)  # faster ways seen to be right
-    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # made for later inputs
+    _trusted: dict[str, bool] = field(default_factory=dict, init=False, repr=False)  # faster ways, once tried
+    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # plans of later inputs
     _roles: Roles = field(default_factory=Roles, init=False, repr=False)
 
     @contextmanager
@@ -218,7 +218,7 @@ class Network:
         """Return f (n, *event, c) without gradients."""
         self.settle(inputs)
         f = self.outputs(output_tensor(self.returned(inputs))).detach()
-        self._roles.require_apart(inputs, f, self._plain)
+        self.require_apart(inputs, f)
         return f
 
     def returned(self, inputs: Inputs) -> object:
@@ -241,14 +241,12 @@ class Network:
         """Find out which inputs all samples share. Call it before a batch is cut into samples."""
         self._roles.settle(inputs, self._plain)
 
-    def require_apart(self, inputs: Inputs) -> None:
-        """Refuse a batch, larger than those seen before, whose samples depend on each other."""
-        if batch_size(inputs) > self._roles.largest:
+    def require_apart(self, inputs: Inputs, f: Tensor | None = None) -> None:
+        """Refuse a batch, larger than those seen before, whose samples depend on each other; f are its outputs."""
+        if f is not None:
+            self._roles.require_apart(inputs, f, self._plain)
+        elif batch_size(inputs) > self._roles.largest:
             self.forward(inputs)
-
-    def compare(self, inputs: Inputs, f: Tensor) -> None:
-        """Refuse outputs f of a batch, larger than those seen before, whose samples depend on each other."""
-        self._roles.require_apart(inputs, f, self._plain)
 
     def _plain(self, inputs: Inputs) -> Tensor:
         with self.borrow(), torch.no_grad():
@@ -312,7 +310,7 @@ class Network:
         self.settle(inputs)
         with FixedNorms(), nullcontext() if values is None else Recording(values):
             f = self.functional(None, inputs)
-        self._roles.require_apart(inputs, f, self._plain)
+        self.require_apart(inputs, f)
         return f
 
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
@@ -408,7 +406,7 @@ class Network:
             if not unseen_names(finished, ids) <= set(plan.looped):
                 raise PlanChanged
         f = self.outputs(finished.outputs)
-        self._roles.require_apart(inputs, f, self._plain)
+        self.require_apart(inputs, f)
         recorded = RecordedPass(finished, plan, self.params, leaves, f.shape[0], create_graph)
         return Linearization(module, inputs, self.outputs, f, recorded)
 

@@ -160,7 +160,7 @@ class Tempered:
             raise BadData(f"temperature must be {'positive' if self.prior else 'at least 0'}, got {value.item()}")
 
     def likelihood_scale(self, dispersion: Tensor, power: int = 1) -> Tensor:
-        """T/φ^power: what multiplies the stored curvature, 0-d; gradients flow into T and φ."""
+        """Return T/φ^power, which multiplies the stored curvature, 0-d; gradients flow into T and φ."""
         return torch.as_tensor(self.T, dtype=dispersion.dtype, device=dispersion.device) / dispersion**power
 
     @property

@@ -140,7 +140,7 @@ class Predictive:
             layer = None if joint or differentiable or by_draws else self.last_layer
             found = None if layer is None else layer.read(inputs)
             if layer is not None and found is not None:
-                self.network.compare(inputs, found[0])
+                self.network.require_apart(inputs, found[0])
                 function, scale = layer.function(*found, belief.likelihood.shift_invariant, scale), 1.0
             else:
                 function = self.linearized(inputs).function(
@@ -169,7 +169,7 @@ class Predictive:
         found = None if layer is None else layer.read(inputs, differentiable)
         if layer is not None and found is not None:
             f, a = found
-            self.network.compare(inputs, f)
+            self.network.require_apart(inputs, f)
             with torch.set_grad_enabled(differentiable):
                 left = right = layer.root.across(a)
         else:

@@ -15,7 +15,7 @@ from lapwing.errors import brief, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network, batch_size, take
 from lapwing.model.calls import Inputs, outside_autocast, outside_inference
-from lapwing.model.fingerprint import Watch
+from lapwing.model.watch import Watch
 from lapwing.predictive.function import BLOCK, FunctionDistribution, fixed_generator
 from lapwing.predictive.links import inner_law, log_class_probs
 from lapwing.predictive.prediction import Prediction
