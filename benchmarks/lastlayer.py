@@ -112,11 +112,9 @@ def head(repeats: int, features: int = 2048, classes: int = 1000, n: int = 5000)
                 work(), ahead(), sketch()
                 times = [(cpu(work), cpu(ahead), cpu(sketch)) for _ in range(repeats)]
                 took, forwards, drawn = (1e3 * median(column) for column in zip(*times, strict=True))
-                print(
-                    f"head      prior {prior:g}, {what} {size}: {took:.1f} ms; forward {forwards:.2f} ms, {DRAWS} draws "
-                    f"{drawn:.1f} ms: {took / (3 * forwards + drawn):.2f} × (3 forwards + draws)  (target ≤ 1)",
-                    flush=True,
-                )
+                share = f"{took / (3 * forwards + drawn):.2f} × (3 forwards + draws)  (target ≤ 1)"
+                base = f"forward {forwards:.2f} ms, {DRAWS} draws {drawn:.1f} ms"
+                print(f"head      prior {prior:g}, {what} {size}: {took:.1f} ms; {base}: {share}", flush=True)
         distances(under, x[:FEW], f"head      prior {prior:g}")
 
 

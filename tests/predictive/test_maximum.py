@@ -59,7 +59,7 @@ def covariance(kind: str, classes: int) -> Tensor:
     return torch.diag(scales) + factors @ factors.mT
 
 
-@pytest.mark.parametrize("classes, lead", [(100, 0.0), (100, 6.0), (300, 0.0), (1000, 0.0)])
+@pytest.mark.parametrize(("classes", "lead"), [(100, 0.0), (100, 6.0), (300, 0.0), (1000, 0.0)])
 @pytest.mark.parametrize("kind", ["independent", "groups", "factors"])
 def test_long_monte_carlo_agrees(kind: str, classes: int, lead: float) -> None:
     """Also with a class that leads the others; the stated error holds."""
@@ -74,7 +74,7 @@ def test_long_monte_carlo_agrees(kind: str, classes: int, lead: float) -> None:
 
 @pytest.mark.parametrize("deviation", [0.0, 0.05, 0.4, 0.6, 1.5, 2.5, 8.0, 60.0])
 def test_independent_logits_by_quadrature(deviation: float) -> None:
-    """Against the integral over t itself, with distribution functions by many nodes; one class has half the deviation."""
+    """Against the integral over t itself, with distribution functions by many nodes; one class varies half as much."""
     mean, scale = 2 * dense.randn(80, seed=2), torch.full((80,), deviation).double()
     scale[0] /= 2
     probs, _, error = found_by(mean, torch.diag(scale.square()))

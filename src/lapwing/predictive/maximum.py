@@ -155,13 +155,15 @@ def _range(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normal_rates(t: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return r, −r′ and −log H at t with a normal law in place of the Gumbel law."""
+    """Return r, −r′ and −log H at t with a normal law in place of the Gumbel law, within a few percent."""
     inverse = (variance + math.pi**2 / 6).rsqrt()
     u = (t - mean - EULER) * inverse
-    above = 0.5 * torch.special.erfc(u * math.sqrt(0.5))
+    density = (u.square() / -2).exp() / math.sqrt(2 * math.pi)
+    tail = 4 * density / (3 * u + (u.square() + 8).sqrt())  # Sampford (1953); 1 − erf would be all rounding there
+    above = torch.where(u > 1, tail, 0.5 - 0.5 * (u * math.sqrt(0.5)).erf())
     height = (1 - above).clamp(min=torch.finfo(u.dtype).tiny)
-    rate = (u.square() / -2).exp() * (inverse / math.sqrt(2 * math.pi)) / height
-    return rate, rate * (u * inverse + rate), torch.where(u > 0, -torch.log1p(-above), -height.log())
+    rate = density * inverse / height
+    return rate, rate * (u * inverse + rate), torch.where(u > 1, -torch.log1p(-above), -height.log())
 
 
 def _gumbel_sums(x: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
