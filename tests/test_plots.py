@@ -13,7 +13,7 @@ import lapwing
 from lapwing import metrics, plots
 from lapwing.errors import BadData
 from lapwing.evidence import Setting, Tuning
-from lapwing.evidence.compare import Candidate, Comparison
+from lapwing.evidence.evidence import Candidate, Comparison
 from lapwing.likelihoods import Categorical
 from lapwing.posterior import Prior, Tempered
 

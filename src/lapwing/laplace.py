@@ -17,8 +17,7 @@ from lapwing.curvature.shards import filled, require_same, together
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole
 from lapwing.evaluation.evaluate import require_names
 from lapwing.evidence import Rule, Tuning, check_logit_temperature, effective_parameters, evidence_of, stationarity
-from lapwing.evidence.curves import TemperatureCurve, temperature_curve
-from lapwing.evidence.sampled import sampled_curve
+from lapwing.evidence.curves import TemperatureCurve, sampled_curve, temperature_curve
 from lapwing.extras.linear_mode import LinearMode, linear_mode
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan

@@ -21,7 +21,7 @@ from lapwing.storage import load_tree, save_tree
 from lapwing.writing import remove_leftovers, require_writable
 
 EVERY = 16  # batches between points at which no sample waits for others, from which a pass can go on exactly
-SECONDS = 20.0  # at least so long between two files
+SECONDS = 20.0  # time that lies between two files, at least
 
 
 class OtherBatches(Exception):

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from lapwing.curvature import Factor, Structure, estimate_curvature, pose, resolve_factor, resolve_structure
 from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.ascent import BOUNDS, Moved, move
 from lapwing.evidence.evidence import effective_parameters, evidence_of
-from lapwing.evidence.fixed_point import BOUNDS, Moved, move
 from lapwing.evidence.groups import KINDS, Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import Diagonal, Jacobian

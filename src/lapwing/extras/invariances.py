@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature import Kron, estimate_curvature, pose
 from lapwing.errors import BadData
-from lapwing.evidence.fixed_point import move
+from lapwing.evidence.ascent import move
 from lapwing.evidence.groups import Groups, partition
 from lapwing.evidence.online import bracket_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood

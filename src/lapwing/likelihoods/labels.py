@@ -187,6 +187,8 @@ class Bernoulli(Likelihood):
     """p(y_k = 1 | f) = sigmoid(f_k), independent over the C labels given f. Λ = diag(p(1−p)).
 
     Targets: 0 or 1, or soft labels between, of the shape of f; (B, *event) too where there is one logit.
+
+        la = lapwing.fit(model, (x, y), lapwing.Bernoulli());  la.predict(x).probs  # or "binary"
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc", "probit")
@@ -328,6 +330,8 @@ class BradleyTerry(Likelihood):
 
     A network that also takes single items and returns one reward for each, (B,) or (B, 1), predicts the distribution of
     these rewards: `la.predict(items).mean` and `.stddev`.
+
+        la = lapwing.fit(reward_model, (pairs, preferred), lapwing.BradleyTerry())  # or "preference"
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")

@@ -18,7 +18,7 @@ from lapwing.linalg.rows import DenseRows, Rows, chunks
 from lapwing.linalg.spectrum import sum_log1p, tangent
 from lapwing.storage import first_flaw, flaw_of_basis, flaw_of_values, register
 
-STEPS = 50  # of the alternation that finds the nearest product, which converges linearly
+STEPS = 50  # steps of the alternation that finds the nearest product; it converges linearly
 SAME = 1e-7  # relative difference up to which a share of the sum, or of a logarithm, is rounding
 
 

@@ -44,7 +44,7 @@ class NoSamples(BadData):
 
 
 def sharded() -> bool:
-    """Whether several processes fit together (under `torchrun`, after `init_process_group`)."""
+    """Whether several processes fit together, each with its own shard of the data (under `torchrun`)."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 

@@ -278,6 +278,15 @@ _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled"
 """Whether autocast is on for some device, where PyTorch tells it in one call."""
 
 
+def _without_autocast() -> ExitStack:
+    """Switch off autocast for every kind of device that has it on, until the stack is closed."""
+    stack = ExitStack()
+    for kind in (*_autocast_kinds(), torch._C._get_privateuse1_backend_name()):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
 def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function as if the caller had not switched on `torch.autocast`.
 
@@ -289,13 +298,7 @@ def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if not _any_autocast():
             return function(*args, **kwargs)
-        own = torch._C._get_privateuse1_backend_name()
-        on = [kind for kind in (*_autocast_kinds(), own) if torch.is_autocast_enabled(kind)]
-        if not on:
-            return function(*args, **kwargs)
-        with ExitStack() as stack:
-            for kind in on:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        with _without_autocast():
             return function(*args, **kwargs)
 
     return called
@@ -306,13 +309,15 @@ def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
 
     Its results may need gradients, and its sums the precision of the weights.
     """
-    function = outside_autocast(function)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.is_inference_mode_enabled():
+        if not (_any_autocast() or torch.is_inference_mode_enabled()):
             return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
+        with _without_autocast() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
             return function(*args, **kwargs)
 
     return called

@@ -29,8 +29,8 @@ from lapwing.model.rules import Samples
 from lapwing.model.tape import Pass, Record, parameters_behind
 
 PROBED = 4  # samples on which the way from the layer to the outputs is looked at
-SIZES = (1.0, -1.0, 100.0, -100.0)  # of shifts of the layer's outputs that must arrive multiplied by M
-MOST = 2**22  # entries of M, at most
+SIZES = (1.0, -1.0, 100.0, -100.0)  # sizes of shifts of the layer's outputs, which must arrive multiplied by M
+MOST = 2**22  # largest number of entries of M
 _FOUND: WeakKeyDictionary[Network, Features | None] = WeakKeyDictionary()
 _HERE = threading.local()
 

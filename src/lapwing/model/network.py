@@ -1,4 +1,8 @@
-"""A module and its selected parameters as functions: f(x), rows of its Jacobian, products with weight directions."""
+"""A module and its selected parameters as functions: f(x), rows of its Jacobian, products with weight directions.
+
+A batch is cut into samples only after it is known which of its tensors hold one entry per sample, and outputs are used
+only if those of a sample do not depend on the other samples of its batch (`Roles`).
+"""
 
 from __future__ import annotations
 
@@ -64,8 +68,8 @@ class Roles:
     dimension equals it may be either: a few samples are run without the others, and their outputs decide.
     """
 
-    shared: set[tuple[Path, int]] = field(default_factory=set)  # with their lengths
-    own: set[Path] = field(default_factory=set)
+    shared: set[tuple[Path, int]] = field(default_factory=set)  # tensors that all samples share, and lengths
+    own: set[Path] = field(default_factory=set)  # tensors with one entry per sample
     largest: int = FEW  # samples of the largest batch whose outputs were compared
 
     def settle(self, inputs: Inputs, run: Forward) -> None:
@@ -92,7 +96,7 @@ class Roles:
             return  # the caller that runs the batch reports the error
         if len(whole) != n or lists_values(inputs, n) or not bool(whole.isfinite().all()):
             return
-        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # of one sample, the same twice
+        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # a batch of one: its sample twice
         for kept in chain([()], ((path,) for path in doubtful), [tuple(doubtful)]):
             few = self._cut(inputs, rows, {*kept})
             try:
@@ -176,8 +180,8 @@ class Network:
     module: nn.Module
     params: Params
     outputs: Outputs
-    _trusted: dict[str, bool] = field(default_factory=dict, init=False, repr=False)  # faster ways seen to be right
-    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # made for later inputs
+    _trusted: dict[str, bool] = field(default_factory=dict, init=False, repr=False)  # faster ways, once tried
+    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # plans of later inputs
     _roles: Roles = field(default_factory=Roles, init=False, repr=False)
 
     @contextmanager

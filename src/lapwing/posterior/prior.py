@@ -24,6 +24,8 @@ class Prior:
     `precision` is a scalar; a dict from parameter names or globs to scalars (the first pattern that matches a
     parameter holds); a flat tensor with one value per weight; or a `PSD` such as the precision of another posterior.
     `mean` is a scalar or a flat tensor. Tensors that require gradients keep them through `resolve`.
+
+        la = lapwing.fit(model, loader, "classification", prior=lapwing.Prior({"*.bias": 0.1, "*": 10.0}))
     """
 
     precision: Precision = 1.0
