@@ -190,8 +190,8 @@ def claims(mean: Mapping[str, Row]) -> list[Claim]:
             "section 5.4, Fig. 5",
             f"Mean entropy where wrong: {told('entropy if wrong')}; where right: {told('entropy if right')}.",
             verdict(all(row["entropy if wrong"] > row["entropy if right"] for row in mean.values())),
-            "the mean entropy must be higher where a prediction is wrong than where it is right, for all networks and "
-            "methods.",
+            "the mean entropy must be higher where predictions are wrong than where they are right, for all networks "
+            "and methods.",
         ),
         Claim(
             "Both Dropout and the Laplace approximation similarly increase the uncertainty in the predictions, however "
@@ -249,6 +249,7 @@ def main(given: Any) -> None:
         + (" --bfloat16" if given.bfloat16 else ""),
         list(seeds),
     )
+    told = lambda key: ", ".join(f"{value:g}" for value in GRID[key][-given.settings :])  # noqa: E731
     settings = "; ".join(f"{kind}: {setting}" for kind, setting in runs[0][2].items())
     result = (
         result.with_rows([{"network, method": n, **{k: spread(v) for k, v in row.items()}} for n, row in each.items()])
@@ -264,9 +265,7 @@ def main(given: Any) -> None:
             "the test set, as in the paper.",
             f"Curvature from {given.passes} augmented draws of each of {given.curvature} images, rescaled to {given.train} "
             f"(the paper draws 5,000 per image). Chosen on validation images (seed {seeds[0]}): {settings}.",
-            f"Priors {', '.join(f'{value:g}' for value in GRID['prior'][-given.settings :])} and T "
-            f"{', '.join(f'{value:g}' for value in GRID['temperature'][-given.settings :])} were tried; the last of each "
-            "hardly differs from the network itself.",
+            f"Tried: prior precisions {told('prior')}; T {told('temperature')}.",
             f"An accuracy of {given.test} images has a standard error of at most {50 / given.test**0.5:.1f} points; "
             "methods are compared on the same images. ± is the standard deviation over seeds, where there are several."
             + (" Networks were trained in bfloat16 and predict in float32." if given.bfloat16 else ""),
