@@ -8,7 +8,7 @@ import torch
 from tests import dense
 from torch import Tensor
 
-from lapwing.predictive.pairs import Pairs, expected_entropy, expected_sigmoid, matched_points
+from lapwing.predictive.pairs import Pairs, expected_entropy, expected_sigmoid, matched_points, narrowness
 from lapwing.predictive.softmax import CLOSE, DenseSpread, SharedSpread, expected_softmax
 
 
@@ -22,8 +22,9 @@ def integral(mean: Tensor, variance: Tensor, function: Callable[[Tensor], Tensor
 def test_the_expected_sigmoid_and_its_entropy_are_right_at_every_width(dtype: torch.dtype) -> None:
     mean = torch.tensor([-40.0, -15.0, -5.0, -1.0, 0.0, 0.3, 3.0], dtype=torch.float64)[:, None].expand(-1, 5)
     variance = torch.tensor([0.0, 1e-3, 0.5, 4.0, 30.0], dtype=torch.float64).expand(7, -1)
-    core, tail = (part.double() for part in expected_sigmoid(mean.to(dtype), variance.to(dtype)))
-    value, entropy = core * tail.exp(), expected_entropy(mean.to(dtype), variance.to(dtype)).double()
+    narrow = narrowness(variance.to(dtype))
+    core, tail = (part.double() for part in expected_sigmoid(mean.to(dtype), variance.to(dtype), narrow))
+    value, entropy = core * tail.exp(), expected_entropy(mean.to(dtype), narrow).double()
     torch.testing.assert_close(value, integral(mean, variance, torch.sigmoid), rtol=2e-5, atol=1e-13)
     bits = lambda x: torch.nn.functional.softplus(x) - x * x.sigmoid()  # noqa: E731
     torch.testing.assert_close(entropy, integral(mean, variance, bits), rtol=0, atol=1e-6)
@@ -61,10 +62,10 @@ def test_items_that_pairs_or_a_few_points_answer_are_right(classes: int) -> None
     probs, entropy = truth_of(mean, root)
     spread = DenseSpread(root @ root.mT)
     pairs = Pairs.of(mean, spread.apart)
-    found, _, bound = pairs.alone()
+    (found, _), bound = pairs.alone(), pairs.least()
     distance = (found - probs).abs().sum(-1) / 2
     assert (distance <= bound + 3e-3).all()  # the rest is the error of the truth
-    ways = [(pairs.alone(), 3e-4, 2e-3)]
+    ways = [((*pairs.alone(), bound), 3e-4, 2e-3)]
     for times, caution in ((1, 3.0), (16, 1.5)):
         points = matched_points(classes, times, 2021, torch.float64)
         ways.append((pairs.with_points(spread.root(pairs.pivot), points, caution), 2e-3, 8e-3))

@@ -32,7 +32,7 @@ class _Labels(Prediction):
             assert self.weights is not None
             return ClassLaw.mixed([member._law for member in self.members], self.weights)
         law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
-        if self.kind == "classes" and self.samples is None and not torch.compiler.is_compiling():
+        if not law.close and self.kind == "classes" and self.samples is None and not torch.compiler.is_compiling():
             _warn_if_coarse(law.error)
         return law
 

@@ -14,7 +14,7 @@ from torch.distributions import Bernoulli as BernoulliLaw
 from torch.distributions import Categorical as CategoricalLaw
 from torch.distributions import Distribution, Independent
 from torch.distributions import Poisson as PoissonLaw
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, threshold
 
 from lapwing.errors import UnsupportedOperation, nearest
 from lapwing.likelihoods import Likelihood
@@ -28,13 +28,15 @@ class ClassLaw:
     """The law of labels: log_probs (..., C), a function for E_f[entropy of p(y | f)], (...), and the estimated total
     variation between the probabilities and their exact values, (...), where that is known.
 
-    `log_probs` may be a function, called when it is needed, where the probabilities themselves are `given`.
+    `log_probs` may be a function, called when it is needed, where the probabilities themselves are `given`. `close`:
+    the error is known to be small.
     """
 
     _log_probs: Tensor | Callable[[], Tensor]
     expected_entropy: Callable[[], Tensor]
     error: Tensor | None = None
     given: Tensor | None = None
+    close: bool = False
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -49,8 +51,7 @@ class ClassLaw:
         """−Σ p log p; probabilities below the root of the smallest number count as zero where they are given."""
         if self.given is None:
             return entropy(self.log_probs)
-        known = self.given > math.sqrt(torch.finfo(self.given.dtype).tiny)
-        return torch.special.entr(torch.where(known, self.given, 0.0)).sum(-1)
+        return torch.special.entr(threshold(self.given, math.sqrt(torch.finfo(self.given.dtype).tiny), 0.0)).sum(-1)
 
     @classmethod
     def mixed(cls, laws: Sequence[ClassLaw], weights: Tensor) -> ClassLaw:
@@ -210,7 +211,7 @@ def _softmax(mean: Tensor, spread: Spread, samples: int | None, generator: torch
     found = expected_softmax(mean.reshape(-1, mean.shape[-1]), spread, samples, seed)
     entropies, error = (part.reshape(mean.shape[:-1]) for part in (found.entropy, found.error))
     logs = lambda: found.log_probs.reshape(mean.shape)  # noqa: E731
-    return ClassLaw(logs, lambda: entropies, error, found.probs.reshape(mean.shape))
+    return ClassLaw(logs, lambda: entropies, error, found.probs.reshape(mean.shape), found.close)
 
 
 def binary_quadrature(mean: Tensor, variance: Tensor) -> ClassLaw:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from lapwing.predictive.function import base_points
 
@@ -27,34 +28,38 @@ _SCALES = (
 """sigmoid(x) = Σ w Φ(x/s) up to 4e-9 everywhere: such mixtures are due to Monahan and Stefanski (1992)."""
 
 PAIRS = 16  # pairs of points z, −z in each of two sequences, at least
+BELOW = -1e4  # a logit that adds nothing to any sum, and whose square is finite
 WIDEST = 36.0  # variance of a difference of logits beyond which a few points say nothing
 
 
-def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E[sigmoid(x)] for x ~ N(mean, variance) as c and a, with c · exp(a) its value.
+def narrowness(variance: Tensor) -> Tensor:
+    """Return 1/√(2(s² + variance)) for each term of the mixture, (..., 8)."""
+    return torch.add(_mixture(variance.dtype, variance.device)[0], variance.unsqueeze(-1), alpha=2).rsqrt()
+
+
+def expected_sigmoid(mean: Tensor, variance: Tensor, narrow: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E[sigmoid(x)] for x ~ N(mean, variance) as c and a, with c · exp(a) its value; `narrow` is `narrowness`.
 
     From sigmoid(x) = Σ w Φ(x/s) follows E[sigmoid(x)] = Σ w Φ(mean/u) with u² = s² + variance. Very small expectations
     keep their relative accuracy, and their logarithms, by E[sigmoid(x)] = exp(mean + variance/2) E[sigmoid(−x −
     variance)].
     """
     squares, weights, _ = _mixture(mean.dtype, mean.device)
-    inverse = torch.add(squares, variance.unsqueeze(-1), alpha=2).rsqrt()
     half = torch.add(mean, variance, alpha=0.5)
     at = torch.maximum(mean, torch.sub(mean, half, alpha=2))  # −mean − variance where half < 0
-    core = (at.unsqueeze(-1) * inverse).erf() @ weights + 0.5
+    core = (at.unsqueeze(-1) * narrow).erf() @ weights + 0.5
     if mean.dtype == torch.float64:  # exact without variance, where the 4e-9 of the mixture can be seen
         core = core + at.sigmoid() - (at.unsqueeze(-1) * squares.rsqrt()).erf() @ weights - 0.5
     return core, half.clamp(max=0)
 
 
-def expected_entropy(mean: Tensor, variance: Tensor) -> Tensor:
+def expected_entropy(mean: Tensor, narrow: Tensor) -> Tensor:
     """Return E[h(x)] for the entropy h(x) of a choice with probability sigmoid(x), x ~ N(mean, variance).
 
     h has the derivative −x · sigmoid′(x), so that h(x) = Σ w s² φ(x/s)/s for the same mixture.
     """
     squares, _, heights = _mixture(mean.dtype, mean.device)
-    inverse = torch.add(squares, variance.unsqueeze(-1), alpha=2).rsqrt()
-    found = ((mean.unsqueeze(-1) * inverse).square().neg().exp() * inverse) @ heights
+    found = ((mean.unsqueeze(-1) * narrow).square().neg().exp() * narrow) @ heights
     if mean.dtype == torch.float64:  # as for the expected sigmoid
         known = ((mean.unsqueeze(-1) * squares.rsqrt()).square().neg().exp() * squares.rsqrt()) @ heights
         below = -mean.abs()  # h is even, and its terms do not overflow here
@@ -80,13 +85,14 @@ Estimate = tuple[Tensor, Tensor, Tensor]
 class Pairs:
     """Logits (n, K) by their pairs with the pivot (n, 1): the sigmoid s_k of each, in expectation.
 
-    `center` and `apart` are mean and variance of f_k − f_pivot, and E[s_k] is `core` · exp(`tail`), each (n, K); those
-    of the pivot itself are 0, 0 and 1/2.
+    `center` and `apart` are mean and variance of f_k − f_pivot, and E[s_k] is `core` · exp(`tail`), each (n, K). The
+    pivot itself is so far below in `center` that it adds nothing to any sum.
     """
 
     pivot: Tensor
     center: Tensor
     apart: Tensor
+    narrow: Tensor
     core: Tensor
     tail: Tensor
 
@@ -94,50 +100,62 @@ class Pairs:
     def of(cls, mean: Tensor, apart: Callable[[Tensor], Tensor]) -> Pairs:
         """Return the pairs of logits with this mean, and Var(f_k − f_pivot) for any pivot."""
         highest, pivot = mean.max(-1, keepdim=True)
-        center, variance = mean - highest, apart(pivot)
-        return cls(pivot, center, variance, *expected_sigmoid(center, variance))
+        center, variance = (mean - highest).scatter(1, pivot, BELOW), apart(pivot)
+        narrow = narrowness(variance)
+        return cls(pivot, center, variance, narrow, *expected_sigmoid(center, variance, narrow))
 
     @cached_property
     def own(self) -> Tensor:
-        """E[s_k]."""
+        """E[s_k]; 0 for the pivot."""
         return self.core * self.tail.exp()
 
     @cached_property
     def entropy(self) -> Tensor:
-        """The expected entropy of each pair; log 2 for the pivot."""
-        return expected_entropy(self.center, self.apart)
+        """The sum of the expected entropies of the pairs, (n,)."""
+        return expected_entropy(self.center, self.narrow).sum(-1)
 
     def log_prob(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return log p of one class (n, 1) per item as `alone` has it, and the bound on its error, (n,)."""
         e = self.center.exp()
-        share = (e + 1) / e.sum(-1, keepdim=True)
-        rest = (self.own * share).scatter(1, self.pivot, 0.0).sum(-1, keepdim=True)
+        share = (e + 1) / (e.sum(-1, keepdim=True) + 1)
+        rest = (self.own * share).sum(-1, keepdim=True)
         others = (self.core.log() + self.tail + share.log()).gather(1, y)
         value = torch.where(y == self.pivot, (-rest).log1p(), others).squeeze(-1)
-        return value, torch.minimum(self._least(), self.bound())
+        return value, torch.minimum(self.least(), self.bound())
 
     def take(self, items: Tensor) -> Pairs:
         """Return the pairs of some items."""
-        return Pairs(*(each[items] for each in (self.pivot, self.center, self.apart, self.core, self.tail)))
+        part = Pairs(*(getattr(self, each.name)[items] for each in fields(self)))
+        part.__dict__.update(own=self.own[items], entropy=self.entropy[items])
+        return part
 
-    def alone(self) -> Estimate:
-        """Return the estimate with what third classes take from each pair as it is at the mean, exact without variance.
+    def alone(self) -> tuple[Tensor, Tensor]:
+        """Return probabilities and entropy with what third classes take from each pair as it is at the mean.
 
-        Class k loses s_k Σ_j p_j to the others j, where p_j ≤ s_j. Summed over k, that is at most twice the sum of all
-        E[s_j] but the largest, and so is its value at the mean, since s_j there is at most E[s_j]: this error is a
-        bound.
+        They are exact without variance. Class k loses s_k Σ_j p_j to the others j, where p_j ≤ s_j; `least` and `bound`
+        say how much that can be.
         """
         e = self.center.exp()
-        total = e.sum(-1, keepdim=True)
-        own = (self.own * ((e + 1) / total)).scatter(1, self.pivot, 0.0)
-        pairs = self.entropy - e.log1p() + self.center * self.center.sigmoid()  # expected, and at the mean
-        entropy = (total.log() - (e * self.center).sum(-1, keepdim=True) / total).squeeze(-1) + pairs.sum(-1)
-        return own.scatter(1, self.pivot, 1 - own.sum(-1, keepdim=True)), entropy, self._least()
+        grown, rest = e + 1, e.sum(-1, keepdim=True)
+        total, size = rest + 1, e * self.center
+        probs = self._with_pivot(self.own * (grown / total))
+        pairs = torch.addcdiv(grown.log(), size, grown, value=-1).sum(-1)  # their entropies at the mean
+        whole = torch.addcdiv(rest.log1p(), size.sum(-1, keepdim=True), total, value=-1).squeeze(-1)
+        return probs, whole + (self.entropy - pairs)
 
-    def _least(self) -> Tensor:
-        """Return twice the sum of all E[s_j] but the largest, (n,)."""
+    def _with_pivot(self, probs: Tensor) -> Tensor:
+        """Give the pivot what the other probabilities (n, K, ...) leave of 1; its own entry is 0."""
+        pivot = self.pivot.reshape(-1, *(1,) * (probs.ndim - 1)).expand(-1, 1, *probs.shape[2:])
+        return probs.scatter(1, pivot, 1 - probs.sum(1, keepdim=True))
+
+    def least(self) -> Tensor:
+        """Return a bound on the error of `alone`: twice the sum of all E[s_j] but the largest, (n,).
+
+        What class k loses to others, summed over k, is at most that, and so is its value at the mean, since s_j there
+        is at most E[s_j].
+        """
         own = self.own.detach()
-        return 2 * (own.sum(-1) - own.topk(2).values.sum(-1))
+        return 2 * (own.sum(-1) - own.amax(-1))
 
     def bound(self) -> Tensor:
         """Return another bound on the error of `alone`, (n,), which is the smaller one where variances are small.
@@ -145,7 +163,7 @@ class Pairs:
         It is Σ_{j≠k} E[s_j s_k]. Since s ≤ 1 and s ≤ exp(f − f_pivot), E[s_j s_k] ≤ b_j b_k with the smaller of 1 and
         exp(center + apart) as b.
         """
-        b = (self.center + self.apart).detach().clamp(max=0).exp().scatter(1, self.pivot, 0.0)
+        b = (self.center + self.apart).detach().clamp(max=0).exp()
         return b.sum(-1).square() - b.square().sum(-1)
 
     def with_points(self, root: Tensor, points: Tensor, caution: float) -> Estimate:
@@ -156,19 +174,16 @@ class Pairs:
         replaced by their expectations where there are few rivals to the pivot. The error is `caution` times what the
         difference of the sequences suggests, and infinite where variances are beyond `WIDEST`.
         """
-        f = root @ points.mT + self.center.unsqueeze(-1)  # (n, K, 2P)
-        e, s = f.exp(), f.sigmoid()
-        total = e.sum(1, keepdim=True)
-        p = e / total
+        f = linear(root, points) + self.center.unsqueeze(-1)  # (n, K, 2P)
+        e = f.exp()
+        grown, rest = e + 1, e.sum(1, keepdim=True)
+        p, s = e / (rest + 1), e / grown
         averages = _averages(len(points), f.dtype, f.device)  # of either sequence, and of both
-        few = (3 - 2 * self.own.sum(-1, keepdim=True)).clamp(0, 1)  # with many rivals, pairs say little
-        each = total.log().squeeze(1) - (p * f).sum(1) - few * (e.log1p() - s * f).sum(1)  # (n, 2P)
-        entropy = (each @ averages)[:, 2] + (few * self.entropy).sum(-1)
         share = (p @ averages) / (s @ averages).clamp(min=torch.finfo(f.dtype).tiny)  # (n, K, 3): left of each pair
-        pivot = self.pivot.unsqueeze(-1).expand(-1, 1, 3)
-        found = (self.own.unsqueeze(-1) * share).scatter(1, pivot, 0.0)
-        found = found.scatter(1, pivot, 1 - found.sum(1, keepdim=True))
-        one, other, probs = found.unbind(-1)
+        one, other, probs = self._with_pivot(self.own.unsqueeze(-1) * share).unbind(-1)
+        few = (2 - 2 * self.own.sum(-1)).clamp(0, 1)  # with many rivals, pairs say little
+        pairs = self.entropy - (grown.log() - s * f).sum(1).mean(-1)  # expected, minus their average over the points
+        entropy = (rest.squeeze(1).log1p() - (p * f).sum(1)).mean(-1) + few * pairs
         with torch.no_grad():
             error = caution / 4 * (one - other).abs().sum(-1)
             fine = (self.apart.amax(-1) <= WIDEST) & (probs.amin(-1) >= 0)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
+from lapwing.predictive.maximum import STEPS, by_maximum, prepare_maximum
 from lapwing.predictive.pairs import Estimate, Pairs, matched_points, prepare_pairs
 
 ENOUGH = 6e-3
@@ -39,7 +40,7 @@ NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as go
 CLOSE = 3e-4
 """The largest stated error for which pairs of classes, or a few points, do."""
 SOME = 64  # classes below which a few points, with an exact covariance, are tried
-STAGES = ((1, 3.0), (16, 1.5))
+STAGES = ((2, 3.0), (16, 1.5))
 """How many times as many points as the first ones, and how many times the error that the difference of two sequences of
 them suggests is stated: two small ones may agree by chance."""
 
@@ -71,6 +72,15 @@ class Spread(ABC):
     @abstractmethod
     def apart(self, pivot: Tensor) -> Tensor:
         """Var(f_k − f_p) for one class p (n, 1) per item, (n, K)."""
+
+    @property
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """Var(f_k − the average of f), (n, K)."""
+
+    @abstractmethod
+    def times(self, v: Tensor) -> Tensor:
+        """The covariance of f − its average, times vectors (n, T, K)."""
 
     @property
     @abstractmethod
@@ -123,6 +133,13 @@ class DenseSpread(Spread):
     def own(self, z: Tensor) -> Tensor:
         return _product(z, self._parts[1])
 
+    @property
+    def variance(self) -> Tensor:
+        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0)
+
+    def times(self, v: Tensor) -> Tensor:
+        return v @ self.covariance
+
     def take(self, items: Tensor) -> DenseSpread:
         part = DenseSpread(self.covariance[items])
         if "_parts" in self.__dict__:
@@ -172,13 +189,24 @@ class SharedSpread(Spread):
     def apart(self, pivot: Tensor) -> Tensor:
         if self.spread.shape[-1] <= SOME:
             return self.root(pivot).square().sum(-1)
-        left, square = self.left - self.left.mean(0), self.spread.square()
-        at = left[pivot[:, 0]]  # (n, K)
-        found = square @ left.square().mT - 2 * (square * at) @ left.mT + (square * at.square()).sum(-1, keepdim=True)
+        own = (self._centered[pivot[:, 0]] * self.spread.square()) @ self._centered.mT  # covariances with the pivot
+        found = self.variance + self.variance.gather(1, pivot) - 2 * own
         return found.scatter(1, pivot, 0.0).clamp(min=0)
 
+    @cached_property
+    def _centered(self) -> Tensor:
+        """R minus its average over the logits."""
+        return self.left - self.left.mean(0)
+
+    @cached_property
+    def variance(self) -> Tensor:
+        return self.spread.square() @ self._centered.square().mT
+
+    def times(self, v: Tensor) -> Tensor:
+        return ((v @ self._centered) * self.spread.square().unsqueeze(1)) @ self._centered.mT
+
     def steps(self, z: Tensor) -> Tensor:
-        return (z[:, None] * self.spread) @ (self.left - self.left.mean(0)).mT
+        return (z[:, None] * self.spread) @ self._centered.mT
 
     def own(self, z: Tensor) -> Tensor:
         along = self._precision[0].to(self.spread)
@@ -186,8 +214,10 @@ class SharedSpread(Spread):
         return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
 
     def take(self, items: Tensor) -> SharedSpread:
-        part = SharedSpread(self.left, self.spread[items], self.inverse)
-        part.__dict__["_dual"] = self._dual
+        part = replace(self, spread=self.spread[items])
+        part.__dict__.update({name: self.__dict__[name] for name in ("_dual", "_centered") if name in self.__dict__})
+        if "variance" in self.__dict__:
+            part.__dict__["variance"] = self.variance[items]
         return part
 
     @property
@@ -210,13 +240,15 @@ def spread_of(function: FunctionDistribution) -> Spread | None:
 class Softmax:
     """Probabilities (n, K), the expected entropy of softmax(f) and the estimated error of the probabilities, (n,).
 
-    `logs` computes the logarithms of the probabilities, also of those that underflow.
+    `logs` computes the logarithms of the probabilities, also of those that underflow. `close`: no error is above
+    `ENOUGH`.
     """
 
     probs: Tensor
     entropy: Tensor
     error: Tensor
     logs: Callable[[Tensor], Tensor]
+    close: bool = False
 
     @property
     def log_probs(self) -> Tensor:
@@ -248,26 +280,42 @@ class _Chunk:
     seed: int
 
     def run(self, samples: int | None) -> Softmax:
-        """Take pairs of classes where they do, a few points where these do, and levels of points for what is left."""
+        """Take pairs of classes where they do, and levels of points for what is left.
+
+        In between come a few points for few classes, and the law of the maximum for many.
+        """
         if samples is not None:
             return self._by_levels(samples)
         pairs = Pairs.of(self.mean, self.spread.apart)
-        probs, entropy, error = pairs.alone()
+        probs, entropy, error = *pairs.alone(), pairs.least()
         if bool((error <= CLOSE).all()):
-            return Softmax(probs, entropy, error, self._logs)
-        found = Softmax(probs, entropy, torch.minimum(error, pairs.bound()), self._logs)
-        return self._again(found, lambda rest, items: rest._by_points(pairs.take(items)))
+            return Softmax(probs, entropy, error, self._logs, close=True)
+        error = torch.minimum(error, pairs.bound())
+        items = (~(error <= CLOSE)).nonzero()[:, 0]
+        for way, size, enough in self._ways(pairs):
+            for some in items.split(size) if len(items) else ():
+                probs[some], entropy[some], error[some] = way(some)
+            items = items[~(error[items] <= enough)]
+        if len(items):
+            rest = self._take(items)._by_levels(None)
+            better = ~(error[items] <= rest.error)
+            some = items[better]
+            probs[some], entropy[some], error[some] = rest.probs[better], rest.entropy[better], rest.error[better]
+        return Softmax(probs, entropy, error, self._logs, close=not len(items))
 
-    def _by_points(self, pairs: Pairs, stage: int = 0) -> Softmax:
-        """Take a few points, more for items of which these are not sure, and levels for what is left."""
-        if not self._few_do or stage == len(STAGES):
-            return self._by_levels(None)
-        size = max(1, BLOCK // (self.mean.shape[-1] * len(self._few_points(stage))))
-        every = torch.arange(len(self.mean), device=self.mean.device).split(size)
-        parts = [self._take(some)._some_points(pairs if len(every) == 1 else pairs.take(some), stage) for some in every]
-        probs, entropy, error = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        found = Softmax(probs, entropy, error, self._logs)
-        return self._again(found, lambda rest, k: rest._by_points(pairs.take(k), stage + 1))
+    def _ways(self, pairs: Pairs) -> list[tuple[Callable[[Tensor], Estimate], int, float]]:
+        """Return what to try on items before levels of points, on how many at a time, and up to which error it does."""
+        if not self._few_do:
+            size = max(1, BLOCK // (STEPS * self.mean.shape[-1]))
+            return [(lambda some: self._take(some)._by_maximum(), size, ENOUGH)]
+
+        def points(stage: int) -> Callable[[Tensor], Estimate]:
+            return lambda some: self._take(some)._some_points(pairs.take(some), stage)
+
+        return [(points(stage), self._at_once(stage), CLOSE) for stage in range(len(STAGES))]
+
+    def _by_maximum(self) -> Estimate:
+        return by_maximum(self.mean, self.spread.variance, self.spread.times)
 
     def _some_points(self, pairs: Pairs, stage: int) -> Estimate:
         return pairs.with_points(self.spread.root(pairs.pivot), self._few_points(stage), STAGES[stage][1])
@@ -277,22 +325,13 @@ class _Chunk:
         """Whether there are few enough classes for points with an exact covariance."""
         return self.mean.shape[-1] < SOME
 
+    def _at_once(self, stage: int) -> int:
+        """Return how many items take the points of a stage at a time."""
+        return max(1, BLOCK // (self.mean.shape[-1] * len(self._few_points(stage))))
+
     def _few_points(self, stage: int) -> Tensor:
         points = matched_points(self.mean.shape[-1], STAGES[stage][0], self.seed + 2 * stage, self.mean.dtype)
         return points.to(self.mean.device)
-
-    def _again(self, found: Softmax, way: Callable[[_Chunk, Tensor], Softmax]) -> Softmax:
-        """Replace what has too large an error by what another way finds."""
-        open_ = (~(found.error <= CLOSE)).nonzero()[:, 0]
-        if not len(open_):
-            return found
-        rest = way(self._take(open_), open_)
-        if len(open_) == len(self.mean):
-            return rest
-        probs, entropy, error = (
-            getattr(found, name).index_put((open_,), getattr(rest, name)) for name in ("probs", "entropy", "error")
-        )
-        return Softmax(probs, entropy, error, self._logs)
 
     def _by_levels(self, samples: int | None) -> Softmax:
         """Take new levels of points for the items whose error is too large still."""
@@ -338,10 +377,11 @@ class _Chunk:
             done += now
         pairs = Pairs.of(self.mean, self.spread.apart)
         stages = reversed(range(len(STAGES))) if self._few_do else ()
-        alone = *pairs.alone()[:2], torch.minimum(pairs.alone()[2], pairs.bound())
-        ways = [*(self._some_points(pairs, stage) for stage in stages), alone]
-        for p, h, e in ways if samples is None else ():
-            near = e <= CLOSE
+        ways = [(*self._some_points(pairs, stage), CLOSE) for stage in stages]
+        ways += [] if self._few_do else [(*self._by_maximum(), ENOUGH)]
+        alone = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound()), CLOSE
+        for p, h, e, enough in [*ways, alone] if samples is None else ():
+            near = e <= enough
             probs = torch.where(near[:, None], p, probs)
             entropy, error = torch.where(near, h, entropy), torch.where(near, e, error)
         return Softmax(probs, entropy, error, lambda p: p.clamp(min=torch.finfo(p.dtype).tiny).log())
@@ -392,6 +432,8 @@ class _Chunk:
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     """Make the points that a traced form will hold: tracing itself can make none."""
     prepare_pairs(classes, [size for size, _ in STAGES] if classes < SOME else (), SEED, dtype)
+    if classes >= SOME:
+        prepare_maximum(classes)
     for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
         for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
             kept_points(size, classes, seed, dtype)
