@@ -264,7 +264,8 @@ def main(given: Any) -> None:
             "for WRN-28-8 on all of CIFAR-100 for 200 epochs. Validation and test images are the first and the last of "
             "the test set, as in the paper.",
             f"Curvature from {given.passes} augmented draws of each of {given.curvature} images, rescaled to "
-            f"{given.train} (the paper draws 5,000 per image). Chosen on validation images (seed {seeds[0]}): {settings}.",
+            f"{given.train} (the paper draws 5,000 per image). Chosen on validation images (seed {seeds[0]}): "
+            f"{settings}.",
             f"Tried: prior precisions {told('prior')}; T {told('temperature')}.",
             f"An accuracy of {given.test} images has a standard error of at most {50 / given.test**0.5:.1f} points; "
             "methods are compared on the same images. ± is the standard deviation over seeds, where there are several."
