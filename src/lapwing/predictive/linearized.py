@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from lapwing.errors import TooLarge
 from lapwing.linalg import PSD, Diagonal, Jacobian
@@ -301,14 +302,17 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
     if precision.is_diagonal:
         precision = Diagonal(block.places.take(precision.diagonal()))
     factors = precision.output_factors(at.f.shape[-1], a.shape[-1])
-    return None if factors is None else (factors[0], output_spread(*factors[1:], a[:, 0, 0].to(precision.dtype)))
+    if factors is None:
+        return None
+    left, right, variances = factors
+    inner = a[:, 0, 0].to(precision.dtype)
+    return left, spread_along(inner if right is None else inner @ right, variances)
 
 
-def output_spread(right: Tensor | None, variances: Tensor, a: Tensor) -> Tensor:
-    """Return s (..., o) = √(E (Rᵀa)²) for the inputs a (..., i) of a last layer (`PSD.output_factors`)."""
-    along = a if right is None else a @ right
-    square = along.square() @ variances.mT
-    return square.clamp(min=torch.finfo(square.dtype).tiny ** 0.5).sqrt()
+def spread_along(along: Tensor, variances: Tensor) -> Tensor:
+    """Return s (..., o) = √(E x²) for the inputs x = Rᵀa (..., i) of a last layer (`PSD.output_factors`)."""
+    floor = torch.finfo(variances.dtype).tiny ** 0.5  # where s has a derivative
+    return (linear(along.square(), variances) + floor).sqrt()
 
 
 def _last(at: Linearization, k: int) -> bool:

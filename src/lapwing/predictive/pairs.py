@@ -28,7 +28,7 @@ _SCALES = (
 """sigmoid(x) = Σ w Φ(x/s) up to 4e-9 everywhere: such mixtures are due to Monahan and Stefanski (1992)."""
 
 PAIRS = 16  # pairs of points z, −z in each of two sequences, at least
-BELOW = -1e4  # a logit that adds nothing to any sum, and whose square is finite
+BELOW = -80.0  # a logit that adds nothing to any sum, and whose exponential does not underflow
 WIDEST = 36.0  # variance of a difference of logits beyond which a few points say nothing
 
 
@@ -86,7 +86,7 @@ class Pairs:
     """Logits (n, K) by their pairs with the pivot (n, 1): the sigmoid s_k of each, in expectation.
 
     `center` and `apart` are mean and variance of f_k − f_pivot, and E[s_k] is `core` · exp(`tail`), each (n, K). The
-    pivot itself is so far below in `center` that it adds nothing to any sum.
+    pivot itself is so far below in `center` that it adds nothing to any sum: its E[s_k] is 0.
     """
 
     pivot: Tensor
@@ -144,9 +144,8 @@ class Pairs:
         return probs, whole + (self.entropy - pairs)
 
     def _with_pivot(self, probs: Tensor) -> Tensor:
-        """Give the pivot what the other probabilities (n, K, ...) leave of 1; its own entry is 0."""
-        pivot = self.pivot.reshape(-1, *(1,) * (probs.ndim - 1)).expand(-1, 1, *probs.shape[2:])
-        return probs.scatter(1, pivot, 1 - probs.sum(1, keepdim=True))
+        """Give the pivot what the other probabilities (n, K) leave of 1."""
+        return probs.scatter(1, self.pivot, 1 - probs.sum(1, keepdim=True))
 
     def least(self) -> Tensor:
         """Return a bound on the error of `alone`: twice the sum of all E[s_j] but the largest, (n,).
@@ -180,14 +179,17 @@ class Pairs:
         p, s = e / (rest + 1), e / grown
         averages = _averages(len(points), f.dtype, f.device)  # of either sequence, and of both
         share = (p @ averages) / (s @ averages).clamp(min=torch.finfo(f.dtype).tiny)  # (n, K, 3): left of each pair
-        one, other, probs = self._with_pivot(self.own.unsqueeze(-1) * share).unbind(-1)
-        few = (2 - 2 * self.own.sum(-1)).clamp(0, 1)  # with many rivals, pairs say little
-        pairs = self.entropy - (grown.log() - s * f).sum(1).mean(-1)  # expected, minus their average over the points
-        entropy = (rest.squeeze(1).log1p() - (p * f).sum(1)).mean(-1) + few * pairs
+        one, other, both = (self.own.unsqueeze(-1) * share).unbind(-1)
+        probs = self._with_pivot(both)
+        few = torch.rsub(self.own.sum(-1), 2, alpha=2).clamp(0, 1)  # with many rivals, pairs say little
+        pairs = torch.addcmul(grown.log(), s, f, value=-1).sum((1, 2)) / len(points)  # their entropy at the points
+        whole = (rest.log1p().sum((1, 2)) - (p * f).sum((1, 2))) / len(points)
         with torch.no_grad():
-            error = caution / 4 * (one - other).abs().sum(-1)
+            apart = one - other
+            error = caution / 4 * (apart.abs().sum(-1) + apart.sum(-1).abs())
             fine = (self.apart.amax(-1) <= WIDEST) & (probs.amin(-1) >= 0)
-            return probs, entropy, torch.where(fine, error, torch.inf)
+            error = torch.where(fine, error, torch.inf)
+        return probs, whole + few * (self.entropy - pairs), error
 
 
 @lru_cache(maxsize=64)

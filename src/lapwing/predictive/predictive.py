@@ -70,7 +70,8 @@ class Predictive:
     @cached_property
     def last_layer(self) -> LastLayer | None:
         """The short path to predictions, where the posterior is one over the linear layer that produces the outputs."""
-        return last_layer_of(self.network, self.belief.posterior.precision, self.options.memory, self.example)
+        precision, classes = self.belief.posterior.precision, self.belief.likelihood.shift_invariant
+        return last_layer_of(self.network, precision, self.options.memory, self.example, classes)
 
     @cached_property
     def novelty_layer(self) -> LastLayer | None:

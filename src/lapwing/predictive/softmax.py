@@ -147,6 +147,7 @@ class SharedSpread(Spread):
     left: Tensor
     spread: Tensor
     inverse: Tensor | None = None  # of the left side, where it is at hand
+    squares: Tensor | None = None  # (R_kj − R_pj)² as (p, k·j), for few classes, where it is at hand
 
     @cached_property
     def _dual(self) -> Tensor:
@@ -170,6 +171,9 @@ class SharedSpread(Spread):
         return (self.left - embedding(pivot, self.left)) * self.spread.unsqueeze(1)
 
     def apart(self, pivot: Tensor) -> Tensor:
+        if self.squares is not None:
+            each = embedding(pivot, self.squares).view(-1, *self.left.shape)
+            return (each * self.spread.square().unsqueeze(1)).sum(-1)
         if self.spread.shape[-1] <= SOME:
             return self.root(pivot).square().sum(-1)
         left, square = self.left - self.left.mean(0), self.spread.square()
@@ -186,8 +190,9 @@ class SharedSpread(Spread):
         return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
 
     def take(self, items: Tensor) -> SharedSpread:
-        part = SharedSpread(self.left, self.spread[items], self.inverse)
-        part.__dict__["_dual"] = self._dual
+        part = replace(self, spread=self.spread[items])
+        if self.inverse is None:
+            part.__dict__["_dual"] = self._dual
         return part
 
     @property
@@ -198,6 +203,8 @@ class SharedSpread(Spread):
 
 def spread_of(function: FunctionDistribution) -> Spread | None:
     """Return the roots of the covariances of all items, (items, C, C); None where there are only draws."""
+    if function.spread is not None:
+        return function.spread
     shared = function.shared_root
     if shared is not None:
         root, spread, *inverse = (part.to(function.mean) for part in shared)
