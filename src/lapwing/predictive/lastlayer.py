@@ -18,7 +18,7 @@ from lapwing.model import Network
 from lapwing.model.features import Features, features_of
 from lapwing.model.inputs import Inputs
 from lapwing.predictive.function import GaussianFunction
-from lapwing.predictive.linearized import CLOSED_FORM, spread_along
+from lapwing.predictive.linearized import CLOSED_FORM
 from lapwing.predictive.novelty import information_bound, information_gain
 from lapwing.predictive.softmax import ITEMS, SOME, DenseSpread, SharedSpread, Spread
 
@@ -80,7 +80,9 @@ class SharedRoot(nn.Module):
     inverse: Tensor | None
     squares: Tensor | None
     right: Tensor | None
+    shift: Tensor | None
     variances: Tensor
+    floor: Tensor
 
     def __init__(
         self, left: Tensor, right: Tensor | None, variances: Tensor, tail: Tensor | None = None, bias: bool = False
@@ -94,24 +96,26 @@ class SharedRoot(nn.Module):
         self.register_buffer("left", wide.to(left).contiguous())
         self.register_buffer("inverse", inverse.to(left).contiguous() if found and inverse is not None else None)
         self.register_buffer("squares", None if squares is None else squares.to(left))
-        self.register_buffer("right", None if right is None else right.detach().mT.contiguous())
+        _keep(self, ("right", "shift"), None if right is None else right.detach().mT, bias)
         self.register_buffer("variances", variances.detach().clone(memory_format=torch.contiguous_format))
+        floor = torch.finfo(variances.dtype).tiny ** 0.5  # of s², where its root has a derivative
+        self.register_buffer("floor", torch.full_like(variances[:, 0], floor))
 
     @property
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
     def forward(self, a: Tensor) -> Root:
-        spread = spread_along(self._along(a), self.variances)
+        spread = linear(self._along(a).square(), self.variances, self.floor).sqrt()
         if self.inverse is None:  # fewer outputs than the layer has, or a combination of them is fixed
             return Root(self.left * spread[..., None, :])
         return Root(shared=(self.left, spread, self.inverse))
 
     def _along(self, a: Tensor) -> Tensor:
         """Qᵀa."""
-        if self.right is None:
-            return pad(a, (0, 1), value=1.0) if self.bias else a
-        return linear(a, self.right[:, :-1], self.right[:, -1]) if self.bias else linear(a, self.right)
+        if self.right is not None:
+            return linear(a, self.right, self.shift)
+        return pad(a, (0, 1), value=1.0) if self.bias else a
 
     def spread(self, a: Tensor, root: Root) -> Spread | None:
         """The spread of classes, for items whose root is this one; None where covariances do as well."""
@@ -145,17 +149,11 @@ class DenseRoot(nn.Module):
     def __init__(self, white: Tensor, bias: bool = False, classes: bool = False) -> None:
         super().__init__()
         self.outputs = white.shape[0]
-        self._keep("", white.detach().mT.flatten(0, 1), bias)  # (o · P, i)
+        _keep(self, ("weight", "shift"), white.detach().mT.flatten(0, 1), bias)  # (o · P, i)
         between = None
         if classes and 2 < self.outputs < SOME:
             between = torch.stack([torch.linalg.qr((white - other).mT, mode="r").R.flatten(0, 1) for other in white])
-        self._keep("apart_", between, bias)  # (o, o · i, i)
-
-    def _keep(self, name: str, matrix: Tensor | None, bias: bool) -> None:
-        """Keep a matrix to multiply the inputs of the layer with, and its last column apart where that is the bias."""
-        weight, shift = (matrix, None) if matrix is None or not bias else (matrix[..., :-1], matrix[..., -1])
-        self.register_buffer(f"{name}weight", None if weight is None else weight.contiguous())
-        self.register_buffer(f"{name}shift", None if shift is None else shift.contiguous())
+        _keep(self, ("apart_weight", "apart_shift"), between, bias)  # (o, o · i, i)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,17 +174,25 @@ class DenseRoot(nn.Module):
 
     def apart(self, a: Tensor, pivot: Tensor) -> Tensor:
         """The variances of all outputs minus one, (n, o), for inputs a (n, i) and that one's number, (n, 1)."""
-        weight, shift = self.apart_weight, self.apart_shift
-        assert weight is not None
-        along = lambda a, p: linear(a, weight[p], None if shift is None else shift[p])  # noqa: E731
+        assert self.apart_weight is not None
+        weights = self.apart_weight.unbind()
+        shifts = [None] * self.outputs if self.apart_shift is None else self.apart_shift.unbind()
         if len(a) == 1:
-            found = along(a, int(pivot))
+            p = int(pivot)
+            found = linear(a, weights[p], shifts[p])
         else:  # items with the same pivot share a product
             order = pivot[:, 0].argsort()
-            counts = pivot[:, 0].bincount(minlength=self.outputs).tolist()
-            parts = [along(part, p) for p, part in enumerate(a[order].split(counts)) if len(part)]
-            found = torch.cat(parts)[order.argsort()]
+            parts = a[order].split(pivot[:, 0].bincount(minlength=self.outputs).tolist())
+            along = [linear(part, weight, shift) for part, weight, shift in zip(parts, weights, shifts) if len(part)]
+            found = torch.cat(along)[order.argsort()]
         return found.unflatten(-1, (self.outputs, -1)).square().sum(-1)
+
+    def between(self, a: Tensor) -> Tensor:
+        """The variances of the differences of any two outputs, (n, o, o), for inputs a (n, i)."""
+        assert self.apart_weight is not None
+        shift = None if self.apart_shift is None else self.apart_shift.flatten()
+        found = linear(a, self.apart_weight.flatten(0, 1), shift)
+        return found.unflatten(-1, (self.outputs, self.outputs, -1)).square().sum(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +205,10 @@ class FeatureSpread(Spread):
 
     @cached_property
     def _dense(self) -> DenseSpread:
-        return DenseSpread(gram(Root(lambda: self.layer.across(self.a), factor=self.factor).contrasts()))
+        """The covariance of f minus its average, which follows from the variances of all differences."""
+        half = -0.5 * self.factor**2 * self.layer.between(self.a)
+        half = half - half.mean(-1, keepdim=True)
+        return DenseSpread(half - half.mean(-2, keepdim=True))
 
     def apart(self, pivot: Tensor) -> Tensor:
         found = self.layer.apart(self.a, pivot)
@@ -325,6 +334,13 @@ def root_of(precision: PSD, features: Features, memory: int, classes: bool = Fal
         by_input = torch.cat([by_input, white[o * i :].reshape(o, 1, -1)], 1)
     by_input = by_input if tail is None else torch.einsum("co,oik->cik", tail.to(by_input), by_input)
     return DenseRoot(by_input, bias, classes)
+
+
+def _keep(module: nn.Module, names: tuple[str, str], matrix: Tensor | None, bias: bool) -> None:
+    """Keep a matrix (..., i) to multiply inputs of a layer with, and its last column apart where that is the bias."""
+    parts = (matrix, None) if matrix is None or not bias else (matrix[..., :-1], matrix[..., -1])
+    for name, part in zip(names, parts):
+        module.register_buffer(name, None if part is None else part.clone(memory_format=torch.contiguous_format))
 
 
 def gram(root: Tensor) -> Tensor:

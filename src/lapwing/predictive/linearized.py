@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from lapwing.errors import TooLarge
 from lapwing.linalg import PSD, Diagonal, Jacobian
@@ -306,13 +305,8 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
         return None
     left, right, variances = factors
     inner = a[:, 0, 0].to(precision.dtype)
-    return left, spread_along(inner if right is None else inner @ right, variances)
-
-
-def spread_along(along: Tensor, variances: Tensor) -> Tensor:
-    """Return s (..., o) = √(E x²) for the inputs x = Rᵀa (..., i) of a last layer (`PSD.output_factors`)."""
-    floor = torch.finfo(variances.dtype).tiny ** 0.5  # where s has a derivative
-    return (linear(along.square(), variances) + floor).sqrt()
+    square = (inner if right is None else inner @ right).square() @ variances.mT
+    return left, (square + torch.finfo(square.dtype).tiny ** 0.5).sqrt()
 
 
 def _last(at: Linearization, k: int) -> bool:

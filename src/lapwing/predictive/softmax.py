@@ -268,15 +268,17 @@ class _Chunk:
         items = (~(error <= CLOSE)).nonzero()[:, 0]
         for stage in range(len(STAGES)) if self._few_do else ():
             for some in items.split(self._at_once(stage)) if len(items) else ():
-                probs[some], entropy[some], error[some] = self._take(some)._some_points(pairs.take(some), stage)
+                probs[some], entropy[some], error[some] = self._some_points(pairs, stage, some)
             items = items[~(error[items] <= CLOSE)]
         if len(items):
             rest = self._take(items)._by_levels(None)
             probs[items], entropy[items], error[items] = rest.probs, rest.entropy, rest.error
         return Softmax(probs, entropy, error, self._logs, close=not len(items))
 
-    def _some_points(self, pairs: Pairs, stage: int) -> Estimate:
-        return pairs.with_points(self.spread.root(pairs.pivot), self._few_points(stage), STAGES[stage][1])
+    def _some_points(self, pairs: Pairs, stage: int, items: Tensor | None = None) -> Estimate:
+        """Return what the points of a stage find for some items, for all without them."""
+        spread, pivot = (self.spread, pairs.pivot) if items is None else (self.spread.take(items), pairs.pivot[items])
+        return pairs.with_points(spread.root(pivot), self._few_points(stage), STAGES[stage][1], items)
 
     @property
     def _few_do(self) -> bool:
