@@ -164,7 +164,7 @@ class DenseRoot(nn.Module):
 
     def spread(self, a: Tensor, root: Root) -> Spread | None:
         """The spread of classes, for items whose root is this one; None where covariances do as well."""
-        if self.apart_weight is None or torch.compiler.is_compiling():  # no choice may depend on numbers there
+        if self.apart_weight is None:
             return None
         return FeatureSpread(a if a.ndim == 2 else a.flatten(0, -2), self, root.factor)
 
@@ -175,6 +175,8 @@ class DenseRoot(nn.Module):
     def apart(self, a: Tensor, pivot: Tensor) -> Tensor:
         """The variances of all outputs minus one, (n, o), for inputs a (n, i) and that one's number, (n, 1)."""
         assert self.apart_weight is not None
+        if torch.compiler.is_compiling():  # no choice may depend on numbers
+            return self.between(a).gather(1, pivot.unsqueeze(-1).expand(-1, 1, self.outputs)).squeeze(1)
         weights = self.apart_weight.unbind()
         shifts = [None] * self.outputs if self.apart_shift is None else self.apart_shift.unbind()
         if len(a) == 1:
@@ -214,7 +216,9 @@ class FeatureSpread(Spread):
         found = self.layer.apart(self.a, pivot)
         return found if self.factor == 1.0 else self.factor**2 * found
 
-    def take(self, items: Tensor) -> FeatureSpread:
+    def take(self, items: Tensor) -> Spread:
+        if "_dense" in self.__dict__:
+            return self._dense.take(items)
         return FeatureSpread(self.a[items], self.layer, self.factor)
 
     @property

@@ -266,19 +266,24 @@ class _Chunk:
             return Softmax(probs, entropy, error, self._logs, close=True)
         error = torch.minimum(error, pairs.bound())
         items = (~(error <= CLOSE)).nonzero()[:, 0]
+        rest = self._take(items)
         for stage in range(len(STAGES)) if self._few_do else ():
-            for some in items.split(self._at_once(stage)) if len(items) else ():
-                probs[some], entropy[some], error[some] = self._some_points(pairs, stage, some)
-            items = items[~(error[items] <= CLOSE)]
+            for some in torch.arange(len(items), device=items.device).split(self._at_once(stage)):
+                at = items[some]
+                probs[at], entropy[at], error[at] = rest._take(some)._some_points(pairs, stage, at)
+            open_ = (~(error[items] <= CLOSE)).nonzero()[:, 0]
+            items, rest = items[open_], rest._take(open_)
+            if not len(items):
+                break
         if len(items):
-            rest = self._take(items)._by_levels(None)
-            probs[items], entropy[items], error[items] = rest.probs, rest.entropy, rest.error
+            found = rest._by_levels(None)
+            probs[items], entropy[items], error[items] = found.probs, found.entropy, found.error
         return Softmax(probs, entropy, error, self._logs, close=not len(items))
 
     def _some_points(self, pairs: Pairs, stage: int, items: Tensor | None = None) -> Estimate:
-        """Return what the points of a stage find for some items, for all without them."""
-        spread, pivot = (self.spread, pairs.pivot) if items is None else (self.spread.take(items), pairs.pivot[items])
-        return pairs.with_points(spread.root(pivot), self._few_points(stage), STAGES[stage][1], items)
+        """Return what the points of a stage find; `items` are the places of this chunk among the pairs."""
+        pivot = pairs.pivot if items is None else pairs.pivot[items]
+        return pairs.with_points(self.spread.root(pivot), self._few_points(stage), STAGES[stage][1], items)
 
     @property
     def _few_do(self) -> bool:
