@@ -138,7 +138,7 @@ class DenseRoot(nn.Module):
 
     `white` is V as a function of the weights, (o, i, P), with the bias as the last input if there is one. For more than
     two classes there are roots of the variances of all differences of two outputs as well: these alone are most of what
-    probabilities need, for an i-th of the work.
+    probabilities need, at a fraction of the work.
     """
 
     weight: Tensor
