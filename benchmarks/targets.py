@@ -1,4 +1,4 @@
-"""The targets of issue 3, as conditions on measured cells."""
+"""Speed and memory that Lapwing aims at beside its peers, as conditions on measured cells."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -36,6 +36,7 @@ class Experiment(argparse.ArgumentParser):
             self.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N seeds")
             self.add_argument("--first", type=int, default=0, metavar="SEED", help="the first of the seeds")
             self.add_argument("--out", type=Path, metavar="DIR", help="write page, figure and data to this folder")
+            self.add_argument("--cache", type=Path, metavar="DIR", help="keep parts here, so that a run can go on")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         words = sys.argv[1:] if args is None else list(args)

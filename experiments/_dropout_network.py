@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from experiments._cache import cached, trained_once
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +24,7 @@ from experiments import _datasets as datasets
 from lapwing.baselines import DeepEnsemble, MCDropout, MeanField
 
 BATCH, PRIOR = 100, 1.0
+FIELD_BATCH = 250  # mean-field steps cost much that does not depend on the batch
 NAMES = ("deterministic", "MC dropout", "diagonal", "Kronecker", "mean field")
 GRID = {"prior": (1.0, 10.0, 100.0, 1000.0), "temperature": (1.0, 10.0, 100.0)}
 WIDE = {"prior": (0.1, 1.0, 10.0, 100.0, 1000.0, 10_000.0), "temperature": (1.0, 10.0, 100.0, 1000.0)}
@@ -36,15 +38,16 @@ class Binarized:
     labels: Tensor
     passes: int
     seed: int
+    batch: int = BATCH
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self.seed)
         for _ in range(self.passes):
-            for x, y in zip(self.images.split(BATCH), self.labels.split(BATCH)):
+            for x, y in zip(self.images.split(self.batch), self.labels.split(self.batch)):
                 yield binarized(x, generator), y
 
     def __len__(self) -> int:
-        return self.passes * -(-len(self.images) // BATCH)
+        return self.passes * -(-len(self.images) // self.batch)
 
 
 def binarized(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -91,7 +94,11 @@ def methods(given: argparse.Namespace, seed: int, names: tuple[str, ...] = NAMES
     train, val = whole.split(given.train, given.val, generator=generator)[:2]
     test = test.split(given.test, generator=torch.Generator().manual_seed(0))[0] if given.test < len(test) else test
     start = time.monotonic()
-    model = trained(train, given.width, given.epochs, given.rate, seed)
+    told = {key: getattr(given, key) for key in ("train", "val", "width", "epochs", "rate")} | {"seed": seed}
+    model = trained_once(
+        given.cache, "mnist-network", told, network(given.width),
+        lambda: trained(train, given.width, given.epochs, given.rate, seed),
+    )  # fmt: skip
     _tell("network", start)
     found: dict[str, Any] = {
         "deterministic": DeepEnsemble([model], "classification"),
@@ -104,15 +111,17 @@ def methods(given: argparse.Namespace, seed: int, names: tuple[str, ...] = NAMES
         if name not in names:
             continue
         start = time.monotonic()
-        la = tuned(model, part, held, structure, len(train))
-        assert la.tuning is not None
-        chosen[name] = str(la.tuning.setting)
+        la = fitted(model, part, structure, len(train))
+        more = {"curvature": given.curvature, "passes": given.passes, "structure": structure}
+        setting = cached(given.cache, "mnist-setting", told | more, lambda la=la: settled(tuned(la, held)))
+        la = la.replace(prior=setting["prior"], temperature=setting["T"])
+        chosen[name] = f"prior {setting['prior']:.4g}, T {setting['T']:.4g}"
         found[name] = la.ensemble(given.samples)
         _tell(name, start)
     if "mean field" in names:
         start = time.monotonic()
         torch.manual_seed(seed)
-        data = Binarized(train.inputs, train.targets, given.epochs, seed)  # other draws in every pass
+        data = Binarized(train.inputs, train.targets, given.epochs, seed, FIELD_BATCH)  # other draws in every pass
         found["mean field"] = MeanField.fit(
             network(given.width), data, "classification", prior=PRIOR, epochs=1, samples=given.samples,
             n_data=len(train), generator=torch.Generator().manual_seed(seed),
@@ -121,23 +130,18 @@ def methods(given: argparse.Namespace, seed: int, names: tuple[str, ...] = NAMES
     return Methods({name: found[name] for name in names}, test, chosen)
 
 
-def tuned(
-    model: nn.Module,
-    data: Any,
-    held: tuple[Tensor, Tensor],
-    structure: str,
-    n_data: int,
-    factor: Any = "ggn",
-    grid: dict[str, tuple[float, ...]] | None = None,
-) -> lapwing.Laplace:
-    """Fit a posterior, with factored damping if Kronecker, and choose prior and pseudo-observations on held-out images.
-
-    The curvature of all passes over the data is rescaled to `n_data`.
-    """
+def fitted(model: nn.Module, data: Any, structure: str, n_data: int, factor: Any = "ggn") -> lapwing.Laplace:
+    """Fit a posterior, with factored damping if Kronecker; the curvature of all passes is rescaled to `n_data`."""
     la = lapwing.fit(
         model, data, "classification", structure=structure, factor=factor, prior=PRIOR, n_data=n_data, progress=False
     )
-    la = la.damping("factored") if structure == "kron" else la
+    return la.damping("factored") if structure == "kron" else la
+
+
+def tuned(
+    la: lapwing.Laplace, held: tuple[Tensor, Tensor], grid: dict[str, tuple[float, ...]] | None = None
+) -> lapwing.Laplace:
+    """Choose prior and pseudo-observations by the NLL of sampled weights on held-out images."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "sampled weights have lost")
         return la.tune(
@@ -145,16 +149,21 @@ def tuned(
         )
 
 
+def settled(la: lapwing.Laplace) -> dict[str, float]:
+    """Return the prior precision and the temperature of a posterior."""
+    return {"prior": float(la.belief.prior.precision), "T": float(la.belief.temperature.T)}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that both experiments share."""
     add = parser.add_argument
     add("--train", type=int, default=55_000, help="training images")
-    add("--val", type=int, default=1000, help="validation images")
-    add("--test", type=int, default=10_000, help="test images")
+    add("--val", type=int, default=500, help="validation images")
+    add("--test", type=int, default=2000, help="test images")
     add("--width", type=int, default=1024, help="hidden units per layer")
-    add("--epochs", type=int, default=20, help="(the paper trains for 250)")
+    add("--epochs", type=int, default=10, help="(the paper trains for 250)")
     add("--rate", type=float, default=0.05, help="of SGD at the start (the paper has 0.01)")
-    add("--curvature", type=int, default=10_000, help="training images of which curvature is computed")
+    add("--curvature", type=int, default=5000, help="training images of which curvature is computed")
     add("--passes", type=int, default=1, help="binarized draws of each of them (the paper takes 1,000)")
     add("--samples", type=int, default=50, help="networks or masks per prediction (the paper takes 100)")
 

@@ -1,4 +1,4 @@
-"""The gallery in docs/results/index.md: one picture and one sentence per experiment, in one line of a table each.
+"""The gallery in docs/results/index.md: what of the papers is tried where, then a picture and a sentence of each.
 
     python -m experiments._gallery        # writes the lines between the marks anew
 
@@ -25,6 +25,29 @@ SECTIONS = {
     "": "Our own questions",
 }
 
+COVERED = (
+    ("001", "toy regression x³ beside HMC, untuned and tuned (Figs. 1, 8)", ("toy_cubic",)),
+    ("001", "MNIST dropout network: entropy on notMNIST (Fig. 2), accuracies (Table 1)", ("mnist_dropout",)),
+    ("001", "untargeted and targeted attacks (Figs. 3, 4)", ("mnist_attacks",)),
+    ("001", "with and without augmentation, minibatch against exact Hessian (Figs. 6, 7)", ("mnist_ablation",)),
+    ("001", "wide residual network, right and wrong classifications (Fig. 5, Table 2)", ("wide_resnet",)),
+    ("001", "curvature from many augmented passes (section 5.4)", ("augmented_curvature",)),
+    ("001", "evidence-weighted averaging, active learning (outlook)", ("evidence_averaging", "active_learning")),
+    ("000", "toy cubic by structure (Fig. 2)", ("toy_structures",)),
+    ("000", "accuracy and entropy against T: LeNet-5, ResNet-20 (Figs. 3, 4)", ("temperature_curves",)),
+    ("000", "the same out of distribution (Fig. 5), T and τ in Eq. 23–24", ("temperature_ood",)),
+    ("000", "priors against its out-of-distribution weakness (outlook)", ("ood_priors",)),
+    ("002", "evidence per structure as lower bounds", ("evidence_bounds",)),
+    ("002", "one prior per layer on CIFAR-10 during training, runtime ratio", ("cifar10_priors",)),
+    ("002", "architecture comparison, invariances, pruning", ("architectures", "invariances", "pruning")),
+    ("002", "the sampled predictive underfits, in one and two dimensions", ("underfitting",)),
+    ("002", "heteroscedastic toy", ("heteroscedastic_toy",)),
+    ("002", "CRISPR-Cas13 knockdown, beside homoscedastic and β-NLL networks", ("crispr",)),
+    ("002", "the linearized model as a Gaussian process", ("function_space",)),
+    ("003", "matrix-free solves, samples and evidence against size", ("matrixfree", "growth")),
+)
+"""The experiments of the papers: document, what is tried there, and the scripts that try it here."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -43,8 +66,7 @@ class Entry:
         if not made.exists():
             return cls(known.page, known.picture, f"`{name}`", f"{known.question} {tail}")
         result = json.loads(made.read_text(encoding="utf-8"))
-        counts = Counter(claim["verdict"] for claim in result["claims"])
-        told = ", ".join(f"{verdict}: {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
+        told = verdicts_told(result)
         picture = f"{name}.png" if (folder / f"{name}.png").exists() else ""
         sentence = result.get("sentence") or known.question
         return cls(f"{name}.md", picture, result["title"], f"{sentence} Claims ({told}). {tail}" if told else tail)
@@ -61,10 +83,32 @@ class Entry:
         return f"| {f'[{shown}]({self.page})' if self.page else shown} | {self.told.replace('|', chr(92) + '|')} |"
 
 
+def verdicts_told(result: dict) -> str:
+    """Return how many claims got which verdict."""
+    counts = Counter(claim["verdict"] for claim in result["claims"])
+    return ", ".join(f"{verdict}: {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
+
+
+def covered(folder: Path, known: dict[str, About]) -> str:
+    """Return a table with one line per script of `COVERED`: paper, experiment, page, size of the run, verdicts."""
+    lines = ["| paper | experiment | page and name | size of the run on the page | claims |", "|---|---|---|---|---|"]
+    for document, text, names in COVERED:
+        for name in names:
+            made = folder / f"{name}.json"
+            if made.exists():
+                result = json.loads(made.read_text(encoding="utf-8"))
+                size = result["command"].partition(f"experiments.{name}")[2].strip()
+                tail = f"`{size}` | {verdicts_told(result)}" if size else f"as by default | {verdicts_told(result)}"
+                lines.append(f"| {document} | {text} | [`{name}`]({name}.md) | {tail} |")
+            else:
+                lines.append(f"| {document} | {text} | [`{name}`]({known[name].page}) | on the page | on the page |")
+    return "\n".join(lines)
+
+
 def gallery(folder: Path) -> str:
     """Return all sections as Markdown: in each a table of what has a picture, and a list of the rest."""
     found = {name: about(path) for name, path in experiments().items()}
-    parts = []
+    parts = ["## What of the papers is tried where", covered(folder, found)]
     for key, heading in SECTIONS.items():
         inside = [Entry.of(name, each, folder) for name, each in found.items() if each.document == key]
         rows, rest = [each.row for each in inside if each.picture], [f"- {e.told}" for e in inside if not e.picture]

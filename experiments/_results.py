@@ -30,7 +30,7 @@ SHOWN = 4  # significant digits
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper, what was found here, and whether the sentence holds."""
+    """A sentence of a paper, what was found here, and whether the sentence holds; `reason` is the rule that says so."""
 
     quote: str
     where: str
@@ -63,6 +63,12 @@ class Result:
     data: Mapping[str, Any] = field(default_factory=dict)
     sentence: str = ""
 
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Read a result from its JSON file."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**found | {"claims": [Claim(**each) for each in found["claims"]]})
+
     def with_sentence(self, sentence: str) -> Result:
         """Return the result with one sentence that says what came out; the gallery shows it."""
         return replace(self, sentence=sentence)
@@ -87,7 +93,7 @@ class Result:
         """Print table and verdicts; with a folder, write the page, the data, and the figure that `draw` makes."""
         print(self.table())
         for claim in self.claims:
-            print(f"{claim.verdict}: “{claim.quote}” ({claim.where}). {claim.found} {claim.reason}")
+            print(f"{claim.verdict}: “{claim.quote}” ({claim.where}). Rule: {claim.reason} {claim.found}")
         if out is None:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +119,7 @@ class Result:
         parts += [self.sentence] if self.sentence else []
         for claim in self.claims:
             said = f"> {claim.quote}\n>\n> — {claim.where}"
-            parts += [said, f"{claim.found} **{claim.verdict.capitalize()}**: {claim.reason}"]
+            parts += [said, f"Rule: {claim.reason}", f"{claim.found} **{claim.verdict.capitalize()}.**"]
         parts += [f"![{self.title}]({self.name}.png)"] if figure else []
         lines = _cells(self.rows)
         if lines:

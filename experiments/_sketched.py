@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.linalg.krylov import Matvec
 from lapwing.model import Network, Plan, batch_size, take
-from lapwing.model.inputs import Inputs
+from lapwing.model.calls import Inputs
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -201,7 +200,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--images", type=int, default=40, help="test images of CIFAR-10, and as many of SVHN")
     add("--resnet-seeds", type=int, default=1, help="seeds of ResNet-20 at most, whose curves cost ten times as much")
     add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES))
-    add("--cache", type=Path, help="keep curves in this folder")
 
 
 def options_told(given: argparse.Namespace) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed
 from experiments._results import Claim, Result, spread, verdict
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -118,7 +119,7 @@ def figure(curves: Mapping[str, Tensor], ask: int) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = each_seed("active_learning", run, given)
     curves = {name: torch.tensor([each[name] for each in runs], dtype=torch.float64) for name in NAMES}
     gain = {n: (curves[n] - curves["random"])[:, 1:].mean(1).tolist() for n in NAMES if n != "random"}
     rounds = sorted({given.rounds // 2, given.rounds})

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed
 from experiments._dropout_network import (
     BATCH,
     WIDE,
     Binarized,
     add_options,
     binarized,
+    fitted,
     options_told,
     predicted,
     trained,
@@ -60,7 +62,7 @@ def run(seed: int, given: Any) -> dict[str, dict[str, float]]:
     for passes in PASSES[: given.ways]:
         gray: Any = list(zip(images.split(BATCH), labels.split(BATCH)))
         data = Binarized(images, labels, passes, seed) if passes else gray
-        la = tuned(model, data, held, "kron", len(train), grid=WIDE)
+        la = tuned(fitted(model, data, "kron", len(train)), held, WIDE)
         ensemble = la.ensemble(given.samples)
         probs, far = (predicted(ensemble, x, "probs").double() for x in (digits, letters))
         entropy = lambda p: torch.special.entr(p).sum(-1).mean().item()  # noqa: E731
@@ -118,13 +120,13 @@ def figure(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
         for k, own in enumerate(values):
             axes.scatter([k] * len(own), own, s=10, color="gray", zorder=3)
         axes.set_xticks(range(len(names)), [name.replace(" binarized", "×") for name in names])
-        axes.set(title=key, yscale="log" if key == "prior / T" else "linear")
+        axes.set(title=key, xlabel="draws of each image", yscale="log" if key == "prior / T" else "linear")
     return canvas
 
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = each_seed("augmented_curvature", run, given)
     each = {name: {key: [one[name][key] for one in runs] for key in runs[0][name]} for name in runs[0]}
     mean = {name: {key: sum(values) / len(values) for key, values in row.items()} for name, row in each.items()}
     rows = [{"curvature": n, **{key: spread(values) for key, values in row.items()}} for n, row in each.items()]
@@ -138,7 +140,13 @@ def main(given: Any) -> None:
     result = (
         result.with_rows(rows)
         .with_claims(*claims(mean))
-        .with_sentence("What more draws of the same images change: directions, scale, regularization, predictions.")
+        .with_sentence(
+            "Directions that matter in the input factors: "
+            + ", ".join(f"{name} {row['directions']:.0f}" for name, row in mean.items())
+            + "; NLL "
+            + ", ".join(f"{row['NLL']:.4f}" for row in mean.values())
+            + "."
+        )
         .with_notes(
             "Changed after results had been seen: the grid of priors and T was widened, together with that "
             "of `mnist_ablation`.",

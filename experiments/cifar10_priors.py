@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from experiments._arguments import Experiment
-from experiments._cache import cached
+from experiments._cache import each_seed
 from experiments._results import Claim, Result, gathered, spread, verdict
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -120,14 +119,6 @@ def run(seed: int, given: Any) -> tuple[dict[str, dict[str, float]], dict[str, A
     return table, curves
 
 
-def kept(seed: int, given: Any) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
-    """What `run` returns, from the cache where it is there."""
-    names = ("size", "test", "epochs", "width", "every", "burnin", "samples", "validation")
-    options = {name: getattr(given, name) for name in names} | {"seed": seed}
-    table, curves = cached(given.cache, "cifar10-priors", options, lambda: run(seed, given))
-    return table, curves
-
-
 def claims(each: Mapping[str, Mapping[str, list[float]]], mean: Mapping[str, Mapping[str, float]]) -> list[Claim]:
     def told(key: str) -> str:
         return ", ".join(f"{way} {mean[way][key]:.3g}" for way in WAYS)
@@ -203,7 +194,7 @@ def figure(curves: Mapping[str, Any]) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [kept(seed, given) for seed in seeds]
+    runs = each_seed("cifar10_priors", run, given)
     each, mean = gathered([table for table, _ in runs])
     rows = [{"training": n, **{key: spread(values) for key, values in row.items()}} for n, row in each.items()]
     command = f"python -m experiments.cifar10_priors --seeds {given.seeds} --size {given.size} --test {given.test} "
@@ -220,8 +211,7 @@ def main(given: Any) -> None:
             f"{layer['test accuracy']:.3g} %, for {layer['CPU ratio']:.3g} times the CPU time."
         )
         .with_notes(
-            "Changed after results had been seen: a gain must exceed a standard error, which lowered one "
-            "verdict.",
+            "Changed after results had been seen: a gain must exceed a standard error, which lowered one verdict.",
             f"A network of {weights:,} weights, five layers, on {given.size} of the images, {given.test} test images; "
             f"a step of the evidence every {given.every} epochs from epoch {given.burnin + 1}, on "
             f"{given.samples or 'all'} images.",
@@ -248,6 +238,5 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=4, help="epochs between two steps of the evidence")
     parser.add_argument("--burnin", type=int, default=4, help="epochs before the first")
     parser.add_argument("--samples", type=int, default=1000, help="images that a step of the evidence reads")
-    parser.add_argument("--cache", type=Path, help="keep what each seed gave here, so that a run can go on")
     parser.add_argument("--validation", action="store_true", help="score on other training images, to choose settings")
     main(parser.parse_args())

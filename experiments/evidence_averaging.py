@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed
 from experiments._results import Claim, Result, spread, verdict
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -135,7 +136,10 @@ def figure(weights: Mapping[str, list[Tensor]], losses: Mapping[str, list[list[f
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = {name: [run(name, seed, given) for seed in seeds] for name in SETS}
+    runs = {
+        name: each_seed(f"evidence_averaging-{name}", lambda seed, given, name=name: run(name, seed, given), given)
+        for name in SETS
+    }
     rows = []
     for name in SETS:
         for method in NAMES:
@@ -150,7 +154,7 @@ def main(given: Any) -> None:
     }
     weights = {name: [w for _, w, _ in runs[name]] for name in SETS}
     losses = {name: [loss for _, _, loss in runs[name]] for name in SETS}
-    effective = [1 / w.square().sum().item() for each in weights.values() for w in each]
+    effective = [1 / sum(x * x for x in w) for each in weights.values() for w in each]
     result = Result(
         "evidence_averaging",
         "Evidence-weighted averaging of networks",
@@ -163,12 +167,13 @@ def main(given: Any) -> None:
         result.with_rows(rows)
         .with_claims(*claims(mean, sum(effective) / len(effective)))
         .with_sentence(
-            f"Weights by evidence make {given.members} networks count as {sum(effective) / len(effective):.2f}; beside "
-            "equal weights and single networks."
+            f"With weights by evidence, {given.members} networks count as {sum(effective) / len(effective):.2f} on "
+            "average: one network has nearly all the weight."
+            if sum(effective) / len(effective) < 1.1
+            else f"With weights by evidence, {given.members} networks count as {sum(effective) / len(effective):.2f}."
         )
         .with_notes(
-            "Changed after a smoke run: priors were first tuned by the evidence, and are now those of the "
-            "training.",
+            "Changed after a smoke run: priors were first tuned by the evidence, and are now those of the training.",
             f"{given.members} networks on {given.train} images, with hidden layers "
             + "; ".join("-".join(map(str, hidden)) for hidden in SHAPES[: given.members])
             + f". Prior precision {given.prior:g} in training and in the posterior, Kronecker posteriors, linearized "

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed
 from experiments._mode import to_mode
 from experiments._results import Claim, Result, gathered, spread, verdict
 from experiments.underfitting import NOISE, draw
@@ -150,7 +151,7 @@ def figure(curves: Mapping[str, Any]) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = each_seed("evidence_bounds", run, given)
     each, mean = gathered([table for table, _ in runs])
     rows = [{"problem and structure": n, **{k: spread(v) for k, v in row.items()}} for n, row in each.items()]
     command = f"python -m experiments.evidence_bounds --seeds {given.seeds} --precisions {given.precisions}"

@@ -29,7 +29,8 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.evidence import Candidates, Groups, Setting, collect, default_learn, linked, nodes_for, search
 from lapwing.evidence.candidates import GRID
-from lapwing.evidence.heldout import GramSweep, Nodes, best_logit_temperature
+from lapwing.evidence.heldout import GramSweep, Nodes
+from lapwing.evidence.scores import best_logit_temperature
 from lapwing.evidence.search import OPTIONAL
 from lapwing.evidence.tuning import resolve_rule
 

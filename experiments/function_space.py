@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed, tensors
 from experiments._mode import to_mode
 from experiments._results import Claim, Result, gathered, spread, verdict
 from torch import Tensor, nn
@@ -174,7 +175,7 @@ def figure(curves: Mapping[str, Any], given: Any) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = each_seed("function_space", run, given)
     each, mean = gathered([table for table, _ in runs])
     rows = [{"way": n, **{key: spread(values) for key, values in row.items()}} for n, row in each.items()]
     command = (
@@ -200,7 +201,7 @@ def main(given: Any) -> None:
             "Nyström band is never below ELLA's.",
         )
     )
-    curves = runs[0][1]
+    curves = tensors(runs[0][1])
     result.with_data(scores=each, curves=curves).finish(given.out, lambda: figure(curves, given))
 
 

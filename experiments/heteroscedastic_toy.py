@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed, tensors
 from experiments._mode import to_mode
 from experiments._results import Claim, Result, gathered, spread, verdict
 from torch import Tensor, nn
@@ -180,6 +181,18 @@ def claims(mean: Mapping[str, Mapping[str, float]]) -> list[Claim]:
     return [curved, hard, epistemic]
 
 
+def sentence(mean: Mapping[str, Mapping[str, float]]) -> str:
+    """Say which method is best at the data, and what the posterior does to intervals outside."""
+    best = max(mean, key=lambda name: mean[name]["log-likelihood"])
+    cover = "outside: coverage of 95 %"
+    pairs = [(name, f"{name} and Laplace") for name in mean if not name.endswith("Laplace")]
+    more = sum(mean[with_it][cover] > mean[without][cover] for without, with_it in pairs)
+    return (
+        f"Of eight methods, “{best}” has the highest log-likelihood at the data, {mean[best]['log-likelihood']:.3g}; "
+        f"outside, intervals cover more with Laplace than without in {more} of {len(pairs)} pairs."
+    )
+
+
 def figure(curves: Mapping[str, Any]) -> Any:
     """Two rows, mean–variance and natural: network and posterior, with the 95 % interval and the noise inside it."""
     from matplotlib.figure import Figure
@@ -198,6 +211,7 @@ def figure(curves: Mapping[str, Any]) -> Any:
             axes.plot(px, py, ".", color="black", ms=2)
             axes.axvspan(*GAP, color="black", alpha=0.05, lw=0)
             axes.set_ylim(-16, 16)
+            axes.set(xlabel="x" if row else "", ylabel="" if k else "y")
             axes.set_title(f"{kind}, {way}", loc="left", fontsize=9)
             if row == k == 0:
                 axes.legend(frameon=False, fontsize=7, loc="lower left")
@@ -207,20 +221,16 @@ def figure(curves: Mapping[str, Any]) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = each_seed("heteroscedastic_toy", run, given)
     each, mean = gathered([table for table, _ in runs])
     rows = [{"method": n, **{key: spread(values) for key, values in row.items()}} for n, row in each.items()]
     command = f"python -m experiments.heteroscedastic_toy --seeds {given.seeds} --steps {given.steps}"
     title = "Heteroscedastic regression on a toy: mean–variance against natural parameters"
-    best = max(mean, key=lambda name: mean[name]["log-likelihood"])
     result = (
         Result("heteroscedastic_toy", title, ABOUT["paper"], f"{command} --epochs {given.epochs}", list(seeds))
         .with_rows(rows)
         .with_claims(*claims(mean))
-        .with_sentence(
-            f"At the data the best of eight is “{best}” (log-likelihood {mean[best]['log-likelihood']:.3g}); outside, "
-            "Laplace widens the intervals of either parametrization."
-        )
+        .with_sentence(sentence(mean))
         .with_notes(
             f"MAP: prior precision {given.precision:g}, not tuned. Evidence: a precision per layer, full GGN, L-BFGS "
             "on all data after a third of the steps of Adam. Everything is in the units of y; the true noise has a "
@@ -231,7 +241,7 @@ def main(given: Any) -> None:
             "± is the standard deviation over seeds, each with its own data and network; the figure is of the first.",
         )
     )
-    curves = runs[0][1]
+    curves = tensors(runs[0][1])
     result.with_data(scores=each, curves=curves).finish(given.out, lambda: figure(curves))
 
 

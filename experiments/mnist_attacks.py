@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed
 from experiments._dropout_network import add_options, binarized, methods, options_told
-from experiments._results import Claim, Result, verdict
+from experiments._results import Claim, Result, spread, verdict
 from torch import Tensor
 
 from lapwing import attacks
@@ -143,27 +144,33 @@ def averaged(runs: list[Curves]) -> Curves:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = each_seed("mnist_attacks", run, given)
     untargeted, targeted = (averaged([each[k] for each in runs]) for k in (0, 1))
     sizes = torch.linspace(0, 0.5, given.sizes).tolist()
     rows = []
     for name in NAMES:
         row: dict[str, Any] = {"method": name}
         for k in (0, given.sizes // 2, given.sizes - 1):
-            row[f"accuracy η={sizes[k]:.2f}"] = untargeted[name]["accuracy"][k]
-            row[f"entropy η={sizes[k]:.2f}"] = untargeted[name]["entropy"][k]
+            row[f"accuracy η={sizes[k]:.2f}"] = spread([each[0][name]["accuracy"][k] for each in runs])
+            row[f"entropy η={sizes[k]:.2f}"] = spread([each[0][name]["entropy"][k] for each in runs])
         for k in (given.steps // 2, given.steps):
-            row[f"fooled after {k}"] = targeted[name]["target"][k]
+            row[f"fooled after {k}"] = spread([each[1][name]["target"][k] for each in runs])
         rows.append(row)
     command = f"python -m experiments.mnist_attacks {options_told(given)} --attacked {given.attacked}"
     result = Result("mnist_attacks", "Attacks on the MNIST dropout network", "001, Figs. 3 and 4", command, list(seeds))
     result = (
         result.with_rows(rows)
         .with_claims(*claims(untargeted, targeted))
+        .with_sentence(
+            "Steps of 0.01 until half of the images are taken for a 0: "
+            + ", ".join(f"{name} {reached(curve['target'], 0.5)}" for name, curve in targeted.items())
+            + f" (seeds: {given.seeds}, {given.attacked} images each)."
+        )
         .with_notes(
             "Step sizes are in units of the range of a pixel, which is 1. Images are not clipped, as in the paper's "
             "formulas.",
-            "The network is trained for fewer epochs than the paper's 250; the numbers here are in the command.",
+            "The network is trained for fewer epochs than the paper's 250; the numbers here are in the command. ± is "
+            "the standard deviation over seeds, where there are several; claims and curves are of means over seeds.",
         )
     )
     data = {"sizes": sizes, "untargeted": untargeted, "targeted": targeted}

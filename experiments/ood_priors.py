@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -349,5 +348,4 @@ if __name__ == "__main__":
     add("--variances", type=float, nargs="+", default=list(VARIANCES), help="candidates of s²")
     add("--lengths", type=float, nargs="+", default=list(LENGTHS), help="candidates of ℓ, in median distances")
     add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES), help="of the figure; 1 is among them")
-    add("--cache", type=Path, help="keep what each seed gives in this folder")
     main(parser.parse_args())

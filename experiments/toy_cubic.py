@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed, tensors
 from experiments._results import Claim, Result, spread, verdict
 from torch import Tensor, nn
 
@@ -236,6 +237,7 @@ def figure(curves: Mapping[str, Any]) -> Any:
             axes.plot(px, py, ".", color="black", ms=4)
             axes.set_title(key, loc="left", fontsize=9)
             axes.set_ylim(-250, 250)
+            axes.set(xlabel="x" if row else "", ylabel="" if k else "y")
             if row == k == 0:
                 axes.legend(frameon=False, fontsize=7)
     canvas.tight_layout()
@@ -244,7 +246,7 @@ def figure(curves: Mapping[str, Any]) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = each_seed("toy_cubic", run, given)
     names = list(runs[0][0])
     keys = {name: list(runs[0][0][name]) for name in names}
     each = {name: {key: [table[name][key] for table, _, _ in runs] for key in keys[name]} for name in names}
@@ -259,14 +261,16 @@ def main(given: Any) -> None:
     )
     command += f"--chains {given.chains} --depth {given.depth}"
     result = Result("toy_cubic", "Toy regression x³", "001, Figs. 1 and 8", command, list(seeds)).with_rows(rows)
-    result = result.with_claims(*claims(mean)).with_notes(
+    sizes = ", ".join(f"{name} {mean[name]['band inside']:.3g}" for name in names if "untuned" not in name)
+    result = result.with_claims(*claims(mean)).with_sentence(f"Bands of the function at the data: {sizes}.")
+    result = result.with_notes(
         "Bands are standard deviations of the function, without the noise, in the units of y; NLL is that of 1,000 "
         "test points. ± is the standard deviation over seeds.",
         f"HMC: {'; '.join(f'seed {seed}: {summary}' for seed, (_, _, summary) in zip(seeds, runs))}.",
         "The paper draws 50,000 HMC samples, and computes the diagonal and the full Fisher matrix from one drawn "
         "target per point; here they are exact (`--factor mc` draws).",
     )
-    curves = runs[0][1]
+    curves = tensors(runs[0][1])
     result.with_data(scores=each, curves=curves).finish(given.out, lambda: figure(curves))
 
 

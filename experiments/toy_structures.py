@@ -14,12 +14,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from experiments._arguments import Experiment
-from experiments._cache import cached
+from experiments._cache import each_seed
 from experiments._results import Claim, Result, spread, verdict
 from experiments.toy_cubic import FAR, NOISE, PRIOR, WIDTH, Problem, trained
 from torch import Tensor
@@ -66,13 +65,6 @@ def curvature(la: Any) -> Tensor:
     """The curvature alone, dense: the precision without the prior."""
     dense = la.posterior.precision.dense().double()
     return dense - PRIOR * torch.eye(len(dense), dtype=torch.float64)
-
-
-def kept(seed: int, given: Any) -> tuple[Table, dict[str, Any], str]:
-    """What `run` returns, from the cache where it is there; curves as lists."""
-    options = {name: getattr(given, name) for name in (*SIZES, "steps", "draws")} | {"seed": seed}
-    table, curves, summary = cached(given.cache, "toy-structures", options, lambda: run(seed, given))
-    return table, curves, summary
 
 
 def run(seed: int, given: Any) -> tuple[Table, dict[str, Any], str]:
@@ -215,6 +207,8 @@ def figure(curves: Mapping[str, Any]) -> Any:
         axes.plot(px, py, ".", color="black", ms=2.5)
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylim(-250, 250)
+        axes.set_xlabel("x", fontsize=8)
+        axes.set_ylabel("" if k % len(names) else "y", fontsize=8)
         axes.tick_params(labelsize=7, labelleft=k % len(names) == 0)
         if k == 0:
             axes.legend(frameon=False, fontsize=7)
@@ -223,7 +217,7 @@ def figure(curves: Mapping[str, Any]) -> Any:
         axes.loglog(PRIORS, values, marker=".", label=name)
     axes.set_xticks(PRIORS[::2])
     axes.set_xlabel("prior precision τ", fontsize=8)
-    axes.set_title("sampled band inside", loc="left", fontsize=9)
+    axes.set_title("sampled band inside (units of y)", loc="left", fontsize=9)
     axes.tick_params(labelsize=7)
     axes.legend(frameon=False, fontsize=7)
     canvas.tight_layout()
@@ -232,7 +226,7 @@ def figure(curves: Mapping[str, Any]) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [kept(seed, given) for seed in seeds]
+    runs = each_seed("toy_structures", run, given)
     tables = [table for table, _, _ in runs]
     mean = {
         name: {key: sum(table[name][key] for table in tables) / len(tables) for key in row}
@@ -283,5 +277,4 @@ if __name__ == "__main__":
     parser.add_argument("--chains", type=int, default=2)
     parser.add_argument("--depth", type=int, default=7, help="doublings of an HMC trajectory at most")
     parser.add_argument("--draws", type=int, default=500, help="networks behind the bands of a Laplace posterior")
-    parser.add_argument("--cache", type=Path, help="keep what each seed gives in this folder")
     main(parser.parse_args())

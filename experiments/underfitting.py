@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._cache import each_seed, tensors
 from experiments._mode import to_mode
 from experiments._results import Claim, Result, gathered, spread, verdict
 from torch import Tensor, nn
@@ -143,10 +144,12 @@ def figure(shown: Mapping[str, Any]) -> Any:
         axes.plot(sine["x"], mean, color="#2b6cb0", lw=1.5)
         axes.plot(*(part[:, 0] for part in sine["data"]), ".", color="black", ms=3)
         axes.set_ylim(-4, 4)
+        axes.set(xlabel="x", ylabel="" if k else "y")
         axes.set_title(titles[way], loc="left", fontsize=10)
         axes = canvas.add_subplot(2, 3, k + 4)
         levels = [value / 10 for value in range(11)]
         drawn = axes.contourf(moons["x"], moons["y"], moons[way], levels=levels, cmap="RdBu_r")
+        axes.set(xlabel="first input", ylabel="" if k else "second input")
         points, label = moons["data"]
         for value, color in ((0, "#1a365d"), (1, "#742a2a")):
             axes.scatter(*points[label == value].T, s=7, color=color, edgecolors="white", linewidths=0.3)
@@ -158,7 +161,7 @@ def figure(shown: Mapping[str, Any]) -> Any:
 
 def main(given: Any) -> None:
     seeds = range(given.first, given.first + given.seeds)
-    runs = [run(seed, given) for seed in seeds]
+    runs = each_seed("underfitting", run, given)
     each, mean = gathered([table for table, _ in runs])
     rows = [{"problem and way": n, **{key: spread(values) for key, values in row.items()}} for n, row in each.items()]
     command = f"python -m experiments.underfitting --seeds {given.seeds} --width {given.width} --draws {given.draws}"
@@ -179,7 +182,7 @@ def main(given: Any) -> None:
             "network; the figure is that of the first.",
         )
     )
-    shown = runs[0][1]
+    shown = tensors(runs[0][1])
     result.with_data(scores=each, figure=shown).finish(given.out, lambda: figure(shown))
 
 

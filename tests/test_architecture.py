@@ -1,10 +1,14 @@
 """Imports go one way: a room imports only from itself and from earlier rooms, and never inside a function."""
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
+import torch
+from torch import nn
 
 import lapwing
 
@@ -27,6 +31,7 @@ ROOMS = (
     "saving",
     "extras",
     "summary",
+    "tuning",
     "laplace",
     "fitting",
     "training",
@@ -46,6 +51,7 @@ DOORS = {  # a door is a class of another library, which it therefore imports wh
 }
 CORE = {"torch", "numpy", "safetensors", "tqdm"}
 PACKAGE = Path(lapwing.__file__).parent
+T = TypeVar("T")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -118,8 +124,6 @@ def test_deferred_imports_are_optional_extras(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_extras_are_imported_only_where_used(path: Path) -> None:
-    import sys
-
     known = CORE | {"lapwing"} | set(sys.stdlib_module_names) | DOORS.get(room(path), set())
     wrong = [
         f"{name(path)}:{line} imports {module} at module level"
@@ -147,3 +151,32 @@ def test_the_parser_sees_relative_and_deferred_imports(tmp_path: Path) -> None:
     path = PACKAGE / "linalg" / "made_up.py"
     found = [module for node in ast.walk(tree) for module in imported(node, path)]
     assert sorted(found) == ["lapwing.evidence", "lapwing.metrics", "torch"]
+
+
+def entered(job: Callable[[], T]) -> tuple[T, set[str]]:
+    """Run a job; return its result and the files of the package in which functions ran."""
+    files: set[str] = set()
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            files.add(name(path))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        return job(), files
+    finally:
+        sys.setprofile(before)
+
+
+def test_a_posterior_over_all_weights_enters_nothing_of_last_layers_and_processes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    la, files = entered(lambda: lapwing.fit(model, (x, y), "classification", structure="kron", progress=False))
+    assert {"fitting.py", "curvature/onepass.py"} <= files
+    assert not files & {"model/features.py", "curvature/closed.py", "curvature/resume.py", "curvature/shards.py"}
+    _, files = entered(lambda: la.predict(x).probs)
+    assert "predictive/linearized.py" in files
+    assert not files & {"model/features.py", "predictive/lastlayer.py"}

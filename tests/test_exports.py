@@ -87,3 +87,22 @@ def test_a_fit_does_not_import_sympy(layers: str) -> None:
         "la.predict(x).probs; assert 'sympy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_wheel_ships_every_file_that_is_no_python() -> None:
+    """setuptools leaves out what `package-data` does not name: py.typed, the template of reports."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    package = ROOT / "src" / "lapwing"
+    found = {str(p.relative_to(package)) for p in package.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    assert found == set(project["tool"]["setuptools"]["package-data"]["lapwing"])
+
+
+def test_the_source_distribution_holds_what_its_tests_read() -> None:
+    lines = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()
+    named = {word for line in lines if line.startswith(("include ", "graft ")) for word in line.split()[1:]}
+    always = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in", "src"}  # setuptools adds these
+    held = {path.name for path in ROOT.iterdir() if not path.name.startswith(".") and path.name != "site"}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tracked:
+        pytest.skip("this is no git checkout")
+    assert {name.split("/")[0] for name in tracked} & held <= named | always

@@ -13,7 +13,7 @@ import lapwing
 from lapwing import metrics, plots
 from lapwing.errors import BadData
 from lapwing.evidence import Setting, Tuning
-from lapwing.evidence.compare import Candidate, Comparison
+from lapwing.evidence.evidence import Candidate, Comparison
 from lapwing.likelihoods import Categorical
 from lapwing.posterior import Prior, Tempered
 
@@ -210,3 +210,22 @@ def test_the_evidence_of_a_training() -> None:
     trained = lapwing.train(nn.Linear(2, 1), (x, x[:, :1]), "regression", epochs=4, every=1, burnin=1, progress=False)
     (line,) = plots.evidence(trained).axes[0].get_lines()
     assert line.get_ydata().tolist() == [moment.evidence for moment in trained.history]
+
+
+def test_a_band_of_a_prediction_also_shows_the_doubt_about_the_mean() -> None:
+    x = torch.linspace(-1, 1, 9)[:, None]
+    la = lapwing.fit(torch.nn.Linear(1, 1), (x, x.square()), lapwing.Gaussian(noise=0.3), structure="full")
+    p = la.predict(x)
+    axes = plots.band(x, p, level=0.9).axes[0]
+    outer, inner = (c.get_paths()[0].vertices[:, 1].max() for c in axes.collections[:2])
+    lower, upper = p.interval(0.9)
+    reach = 1.6448536 * p.epistemic.sqrt()  # the 95 % quantile of the standard normal law
+    assert (outer, inner) == pytest.approx((float(upper.max()), float((p.mean + reach).max())), rel=1e-5)
+    assert bool((lower < p.mean - reach).all())
+
+
+def test_nothing_to_draw_is_said() -> None:
+    with pytest.raises(BadData, match="no model has a score"):
+        plots.scores({"MAP": {}})
+    with pytest.raises(BadData, match="the targets are empty"):
+        plots.parity({"MAP": (torch.empty(0),) * 3}, torch.empty(0))

@@ -10,6 +10,7 @@ _collecting = gc.isenabled()
 gc.disable()  # a full collection of all that torch has made would take a third of this import
 
 from lapwing import attacks, baselines, metrics, plots
+from lapwing.baselines.temperature import TemperatureScaled
 from lapwing.curvature import (
     EKFAC,
     GGN,
@@ -41,7 +42,6 @@ from lapwing.errors import (
 )
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
-from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.evidence import compare, log_evidence
 from lapwing.evidence.online import Online
 from lapwing.extras.invariances import Affine, learn_invariances

@@ -39,20 +39,6 @@ class BadData(LapwingError, ValueError):
     """Inputs or targets are empty, not finite, or do not fit the likelihood."""
 
 
-def require_whole(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadData(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-def positive(name: str, value: Any) -> float:
-    """A finite number above 0 (a number, or a tensor or array that holds one) as a float; refuse anything else."""
-    number = isinstance(value, Real) or getattr(value, "shape", None) == ()
-    if isinstance(value, bool) or not number or not 0 < float(value) < math.inf:
-        raise BadData(f"{name} must be positive and finite, got {value!r}")
-    return float(value)
-
-
 class NotPositiveDefinite(LapwingError, ArithmeticError):
     """A precision has an eigenvalue that is not above zero."""
 
@@ -146,6 +132,20 @@ def _brief(value: Any) -> str:
         return f"{len(value)} of {type(value[0]).__name__}"
     text = repr(value)
     return text if len(text) < 200 and "tensor(" not in text and "\n" not in text else f"{type(value).__name__}(…)"
+
+
+def require_whole(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadData(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a finite number above 0, which a tensor or an array may hold, as a float; refuse anything else."""
+    number = isinstance(value, Real) or getattr(value, "shape", None) == ()
+    if isinstance(value, bool) or not number or not 0 < float(value) < math.inf:
+        raise BadData(f"{name} must be positive and finite, got {value!r}")
+    return float(value)
 
 
 def require_generator(generator: Any, device: Any) -> None:

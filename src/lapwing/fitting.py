@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -26,7 +27,7 @@ from lapwing.curvature import (
 )
 from lapwing.curvature.curvature import mergeable
 from lapwing.curvature.resume import Resume, require_folder
-from lapwing.curvature.shards import filled, require_same, sharded, shared_convention, together
+from lapwing.curvature.shards import filled, require_same, shared_convention, together
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, known_options, positive, require_generator, warn
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
@@ -42,9 +43,10 @@ from lapwing.model import (
     select_names,
     unwrap,
 )
-from lapwing.model.fingerprint import Watch, checksum
-from lapwing.model.module import outside_inference
+from lapwing.model.batches import sharded
+from lapwing.model.calls import outside_inference
 from lapwing.model.stored import intact, require_same_module, restore_convention, restore_probe
+from lapwing.model.watch import Watch, checksum
 from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive.mixture import Mixture
 from lapwing.predictive.predictive import Options
@@ -53,7 +55,6 @@ from lapwing.saving import read, read_members, restore_curvature, restore_params
 
 @known_options
 @outside_inference
-@together()
 def fit(
     model: nn.Module,
     data: Any,
@@ -100,48 +101,50 @@ def fit(
         la = lapwing.fit(model, train_loader, "classification")
         la.predict(x).probs
     """
-    module = _module(model)
-    family = resolve_likelihood(likelihood)
-    chosen = resolve_structure(structure)
-    directions = resolve_factor(factor)
-    directions = chosen.factor(directions)
-    chosen_prior, tempered = resolve_prior(prior), resolve_temperature(temperature)
-    n_data = None if n_data is None else positive("n_data", n_data)
-    budget = available_memory() if memory is None else int(positive("memory, a number of bytes,", memory))
-    _require_kinds(split=split, generator=generator, checkpoint=checkpoint)
-    where = _device(module, device)
-    require_generator(generator, where)
-    batches = filled(Batches(data, module, where, split))
-    select = explicit_subnetwork(select) if isinstance(select, Tensor) else select
-    names = _names(module, select, batches)
-    network = Network(module, Params.of(module, names), family.outputs)
-    options: dict[str, Any] = {"generator": generator, "memory": budget, "progress": progress}
-    if isinstance(select, Subnetwork):
-        network = _narrowed(network, select, batches, family, directions, chosen_prior, tempered, options)
-    if sharded():
-        asked: dict[str, Any] = {"temperature": (float(tempered.T), tempered.prior), "n_data": n_data, "repair": repair}
-        asked |= {"structure": chosen, "factor": directions}
-        require_same(_identity(network, family, chosen_prior) | {name: repr(value) for name, value in asked.items()})
-    short: dict[str, Any] = {"closed": chosen.closed_form and checkpoint is None, "passes": chosen.passes()}
-    problem = with_noise_ratios(pose(network, batches, family, directions, **short, **options))
-    for doubt in problem.doubts:
-        warn(doubt)
-    # refuse a wrong prior before the work
-    chosen_prior.resolve(names, network.params.sizes, index=network.params.index)
-    if checkpoint is not None:
-        problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
-    curvature = estimate_curvature(problem, chosen, n_data)
-    family = problem.likelihood if family.known else problem.likelihood.estimate(curvature.statistics)
-    if problem.resume is not None:
-        problem.resume.forget()
-    again = data if batches.reiterable else None
-    convention = shared_convention(batches.convention)
-    kept = Options(budget, split, progress, scalar=problem.scalar, convention=convention, data=again)
-    watch = Watch.on(module, problem.example)
-    belief = Belief(curvature, chosen_prior, family, tempered, repair=repair)
-    la = Laplace(network, belief, kept, problem.plan, watch=watch)
-    _ = la.posterior  # refuse now what has no posterior
-    return la
+    with together() if sharded() else nullcontext():
+        module = _module(model)
+        family = resolve_likelihood(likelihood)
+        chosen = resolve_structure(structure)
+        directions = resolve_factor(factor)
+        directions = chosen.factor(directions)
+        chosen_prior, tempered = resolve_prior(prior), resolve_temperature(temperature)
+        n_data = None if n_data is None else positive("n_data", n_data)
+        budget = available_memory() if memory is None else int(positive("memory, a number of bytes,", memory))
+        _require_kinds(split=split, generator=generator, checkpoint=checkpoint)
+        where = _device(module, device)
+        require_generator(generator, where)
+        batches = Batches(data, module, where, split)
+        batches = filled(batches) if sharded() else batches
+        select = explicit_subnetwork(select) if isinstance(select, Tensor) else select
+        names = _names(module, select, batches)
+        network = Network(module, Params.of(module, names), family.outputs)
+        options: dict[str, Any] = {"generator": generator, "memory": budget, "progress": progress}
+        if isinstance(select, Subnetwork):
+            network = _narrowed(network, select, batches, family, directions, chosen_prior, tempered, options)
+        if sharded():
+            asked: dict[str, Any] = {"structure": chosen, "factor": directions, "n_data": n_data, "repair": repair}
+            asked |= {"temperature": (float(tempered.T), tempered.prior)}
+            require_same(_identity(network, family, chosen_prior) | {name: repr(each) for name, each in asked.items()})
+        short: dict[str, Any] = {"closed": chosen.closed_form and checkpoint is None, "passes": chosen.passes()}
+        problem = with_noise_ratios(pose(network, batches, family, directions, **short, **options))
+        for doubt in problem.doubts:
+            warn(doubt)
+        # refuse a wrong prior before the work
+        chosen_prior.resolve(names, network.params.sizes, index=network.params.index)
+        if checkpoint is not None:
+            problem = replace(problem, resume=_resume(Path(checkpoint), module, problem, chosen))
+        curvature = estimate_curvature(problem, chosen, n_data)
+        family = problem.likelihood if family.known else problem.likelihood.estimate(curvature.statistics)
+        if problem.resume is not None:
+            problem.resume.forget()
+        again = data if batches.reiterable else None
+        convention = shared_convention(batches.convention) if sharded() else batches.convention
+        kept = Options(budget, split, progress, scalar=problem.scalar, convention=convention, data=again)
+        watch = Watch.on(module, problem.example)
+        belief = Belief(curvature, chosen_prior, family, tempered, repair=repair)
+        la = Laplace(network, belief, kept, problem.plan, watch=watch)
+        _ = la.posterior  # refuse now what has no posterior
+        return la
 
 
 def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, str]:

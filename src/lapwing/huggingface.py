@@ -28,9 +28,10 @@ from lapwing.fitting import fit
 from lapwing.fitting import load as load_posterior
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.fingerprint import fingerprint, tensor_bytes, written
-from lapwing.model.module import borrowed
+from lapwing.model.copies import borrowed
 from lapwing.model.params import active_adapters, adapter_names, adapter_tensors, without_wrappers
+from lapwing.model.stored import fingerprint
+from lapwing.model.watch import tensor_bytes, written
 from lapwing.storage import read_file, write_file
 
 try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,52 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Curvature, extend_curvature, pose
-from lapwing.curvature.shards import filled, require_one_process, require_same, sharded, together
-from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole, warn
+from lapwing.curvature.shards import filled, require_same, together
+from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator, require_whole
 from lapwing.evaluation.evaluate import require_names
-from lapwing.evidence import (
-    Groups,
-    Rule,
-    Tuning,
-    check_logit_temperature,
-    effective_parameters,
-    evidence_of,
-    linked,
-    partition,
-    resolve_rule,
-    stationarity,
-    tune_evidence,
-    tune_grid,
-    tune_validation,
-)
-from lapwing.evidence.curves import TemperatureCurve, temperature_curve
-from lapwing.evidence.drawn import needs_draws
-from lapwing.evidence.sampled import sampled_curve, tune_sampled
+from lapwing.evidence import Rule, Tuning, check_logit_temperature, effective_parameters, evidence_of, stationarity
+from lapwing.evidence.curves import TemperatureCurve, sampled_curve, temperature_curve
 from lapwing.extras.linear_mode import LinearMode, linear_mode
-from lapwing.extras.loo import keep_if_shown, tune_loo
-from lapwing.extras.valla import tune_bound, variational_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan
-from lapwing.model.fingerprint import Watch
-from lapwing.model.inputs import Inputs, as_tensors
-from lapwing.model.module import outside_inference
+from lapwing.model.batches import require_one_process, sharded
+from lapwing.model.calls import Inputs, as_tensors, outside_inference
+from lapwing.model.watch import Watch
 from lapwing.posterior import Belief, Posterior, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive import Prediction
 from lapwing.predictive.distilled import MOST, Distilled, distill
-from lapwing.predictive.predictive import Labeled, Options, Predictive
+from lapwing.predictive.predictive import Options, Predictive
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.predictive.sampled import Ensemble
 from lapwing.saving import stored
 from lapwing.storage import write_file
 from lapwing.summary import html, summary
+from lapwing.tuning import Request, require_predictive, tune
 
 TEMPERATURES = tuple(10 ** (k / 2) for k in range(-4, 9))  # of a temperature curve
-INTERPOLATES = (
-    "with more weights than data a network interpolates, and the evidence then tends to pick too small a prior "
-    "precision; check on held-out data"
-)
 ELSEWHERE = {"num_outputs": "for BoTorch, wrap it as lapwing.botorch.LaplaceModel(la)"}  # names others look for
-LOO_DATA = 1000  # training samples on which tune() without held-out data compares posterior and network
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +58,6 @@ class Laplace:
     tuning: Tuning | None = None
     tuned: str = ""  # one line on how prior, temperature and noise were chosen
     watch: Watch | None = field(default=None, repr=False)  # notices when the module has changed since the fit
-
-    # --- what it is ------------------------------------------------------------------------------------------------
 
     @property
     def params(self) -> Params:
@@ -138,8 +114,6 @@ class Laplace:
         """Σ log p(y | f̂) of the training data under the current noise."""
         return self.belief.log_likelihood
 
-    # --- evidence --------------------------------------------------------------------------------------------------
-
     @outside_inference
     def log_evidence(self, at: str = "map", *, data: Any = None) -> Tensor:
         """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
@@ -176,8 +150,6 @@ class Laplace:
     def stationarity(self) -> float:
         """½gᵀΣg in nats: what the log joint would gain by moving to the mode of the linearized model."""
         return stationarity(self.belief)
-
-    # --- changes ---------------------------------------------------------------------------------------------------
 
     @outside_inference
     def replace(
@@ -238,7 +210,6 @@ class Laplace:
         return replace(self, belief=belief)
 
     @outside_inference
-    @together()
     def update(self, data: Any, *, generator: torch.Generator | None = None) -> Laplace:
         """Add data to the curvature, as if it were fitted on the union (diag, blockdiag, kron, full).
 
@@ -248,25 +219,27 @@ class Laplace:
 
             la = la.update(more_data)
         """
-        self._require_unchanged()
-        require_generator(generator, self.params.device)
-        batches = filled(self.batches(data))
-        if sharded():
-            require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
-        problem = pose(
-            self.network,
-            batches,
-            self.likelihood,
-            self.curvature.factor,
-            closed=self.curvature.structure.closed_form,
-            generator=generator,
-            memory=self.options.memory,
-            progress=self.options.progress,
-        )
-        curvature = extend_curvature(problem, self.curvature)
-        likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
-        belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
-        return replace(self, belief=belief, plan=problem.plan)
+        with together() if sharded() else nullcontext():
+            self._require_unchanged()
+            require_generator(generator, self.params.device)
+            batches = self.batches(data)
+            if sharded():
+                batches = filled(batches)
+                require_same({"model": repr(self.watch and self.watch.sums), "curvature": self.curvature.fingerprint()})
+            problem = pose(
+                self.network,
+                batches,
+                self.likelihood,
+                self.curvature.factor,
+                closed=self.curvature.structure.closed_form,
+                generator=generator,
+                memory=self.options.memory,
+                progress=self.options.progress,
+            )
+            curvature = extend_curvature(problem, self.curvature)
+            likelihood = self.likelihood if self.tuned else self.likelihood.estimate(curvature.statistics)
+            belief = replace(self.belief, curvature=curvature, likelihood=likelihood)
+            return replace(self, belief=belief, plan=problem.plan)
 
     def to(self, device: torch.device | str) -> Laplace:
         """Return the same posterior on another device. Move the module there first: it is read, not copied.
@@ -281,8 +254,6 @@ class Laplace:
         belief = replace(self.belief, curvature=self.curvature.to(network, device))
         watch = None if self.watch is None else self.watch.to(device)
         return replace(self, network=network, belief=belief, watch=watch, plan=None)
-
-    # --- prediction ------------------------------------------------------------------------------------------------
 
     @outside_inference
     def predict(
@@ -460,8 +431,6 @@ class Laplace:
         if self.watch is not None:
             self.watch.require_unchanged(self.module, self.params)
 
-    # --- tuning ----------------------------------------------------------------------------------------------------
-
     @outside_inference
     def tune(
         self,
@@ -497,98 +466,13 @@ class Laplace:
 
             la = la.tune(val_loader);  print(la.tuning.table())
         """
-        _require_predictive(predictive)
-        if progress is not None and progress != self.options.progress:
-            shown = replace(self, options=replace(self.options, progress=progress))
-            found = shown.tune(
-                data, method=method, learn=learn, prior=prior, grid=grid, predictive=predictive, link=link, rule=rule
-            )
-            return replace(found, options=self.options)
-        if data is not None:
-            require_one_process("tune with data")
-        alone = method == "auto" and data is None
-        if method == "auto":
-            method = "validation" if data is not None else "evidence"
-        learn = (learn,) if isinstance(learn, str) else tuple(learn) if learn else None
-        learn = None if learn is None else self.likelihood.learned_names(learn)
-        if grid is not None:
-            grid = dict(zip(self.likelihood.learned_names(tuple(grid)), grid.values(), strict=True))
-        if prior in ("unit", "input") and (method != "evidence" or alone):
-            raise UnsupportedOperation(
-                f"a prior per {prior} is chosen by the evidence: tune(method='evidence', prior={prior!r})"
-            )
-        groups = partition(prior, self.curvature.names, self.params)
-        if predictive == "sampled" and method != "validation":
-            raise UnsupportedOperation(
-                "predictive='sampled' is tuned on held-out data: la.tune(val_loader, predictive='sampled')"
-            )
-        if method == "evidence":
-            tuning = self._tune_evidence(data, groups, learn, grid or {})
-            if alone and grid is None and self.likelihood.has_logits:
-                tuning = self._kept_if_shown(tuning, groups)
-        elif method == "validation":
-            if data is None:
-                raise BadData("method='validation' needs held-out data: tune(val_loader)")
-            self._require_unchanged()
-            choices: dict[str, Any] = {"learn": learn, "grid": grid, "rule": resolve_rule(rule)}
-            if predictive == "sampled":
-                tuning = tune_sampled(self._predictive, groups, data, link=link, **choices)
-            else:
-                labeled, by_draws = self._many_outputs(data, link)
-                tuning = tune_validation(
-                    self.belief,
-                    groups,
-                    self._predictive.held_out(data, link, labeled=labeled),
-                    score=linked(link, samples=128),
-                    memory=self.options.memory,
-                    draws=self._predictive.pushed(labeled) if by_draws else None,
-                    **choices,
-                )
-        elif method == "loo":
-            if data is None:
-                raise BadData("method='loo' needs the training data: tune(train_loader, method='loo')")
-            self._require_unchanged()
-            tuning = tune_loo(self.belief, groups, self._predictive.held_out(data), learn=learn, grid=grid)
-        else:
-            hint = nearest(method, ("auto", "validation", "evidence", "loo"))
-            raise UnsupportedOperation(f"method is 'auto', 'validation', 'evidence' or 'loo', got {method!r}{hint}")
+        known = self._predictive
+        if progress is not None:
+            known = replace(known, options=replace(self.options, progress=progress))
+        request = Request(data, method, learn, prior, grid, predictive, link, rule)
+        tuning = tune(known, request, self._require_unchanged)
         told = f"{tuning.method}: {tuning.setting}, score {tuning.score:.6g}"
         return replace(self, belief=tuning.applied(self.belief), tuning=tuning, tuned=told)
-
-    def _many_outputs(self, data: Any, link: str) -> tuple[Iterator[Labeled], bool]:
-        """Return the stream of labeled data, and whether its outputs are so many that draws must take their place."""
-        labeled = self._predictive.labeled(data)
-        first = next(labeled, None)
-        if first is None:
-            return labeled, False
-        _, f, y = first
-        samples = f.shape[0] * (self.batches(data).length or 1)
-        by_draws = needs_draws(self.belief, f, y, link, self.options.memory, samples)
-        return itertools.chain([first], labeled), by_draws
-
-    def _tune_evidence(
-        self, data: Any, groups: Groups, learn: tuple[str, ...] | None, grid: Mapping[str, Sequence[float]]
-    ) -> Tuning:
-        bound = "excess" in self.curvature.state
-        if not learn:
-            default = ("prior", "dispersion") if self.likelihood.learns_dispersion and not bound else ("prior",)
-            learn = tuple(dict.fromkeys((*default, *grid)))
-        if "temperature" in learn:
-            raise UnsupportedOperation("the evidence cannot choose a temperature; tune it on held-out data")
-        tune, value = (tune_bound, variational_bound) if bound else (tune_evidence, evidence_of)
-        tuning = tune_grid(tune, self.belief, groups, grid, learn=learn, value=value)
-        if self.params.size <= self.n_data:
-            return tuning
-        if data is None:
-            warn(f"tuning by the evidence: {INTERPOLATES}, or pass some: tune(val_loader)")
-        return replace(tuning, messages=(INTERPOLATES, *tuning.messages))
-
-    def _kept_if_shown(self, tuning: Tuning, groups: Groups) -> Tuning:
-        """Keep a classifier's posterior only if it is shown to predict better than the network."""
-        known = None if sharded() else self.options.data  # a process has its own shard, and all must choose the same
-        self._require_unchanged()
-        held = None if known is None else self._predictive.held_out(known, most=LOO_DATA)
-        return keep_if_shown(tuning, self.belief, groups, held, memory=self.options.memory)
 
     @outside_inference
     def temperature_curve(
@@ -610,7 +494,7 @@ class Laplace:
             lapwing.plots.temperature(curve).savefig("temperature.png")
         """
         require_one_process("temperature_curve")
-        _require_predictive(predictive)
+        require_predictive(predictive)
         if ood is not None:
             require_names("ood", ood, "{'noise': inputs}")
         self._require_unchanged()
@@ -624,8 +508,6 @@ class Laplace:
             link=link,
             memory=self.options.memory,
         )
-
-    # --- reports and storage ---------------------------------------------------------------------------------------
 
     @outside_inference
     def summary(self) -> str:
@@ -659,8 +541,3 @@ class Laplace:
 
     def _repr_html_(self) -> str:
         return html(self)
-
-
-def _require_predictive(predictive: str) -> None:
-    if predictive not in ("linearized", "sampled"):
-        raise UnsupportedOperation(f"predictive is 'linearized' or 'sampled', got {predictive!r}")

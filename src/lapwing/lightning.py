@@ -23,7 +23,7 @@ from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.fitting import fit, load
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.module import outside_inference
+from lapwing.model.calls import outside_inference
 from lapwing.storage import is_registered
 
 try:

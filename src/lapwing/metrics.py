@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lapwing.errors import BadData
 from lapwing.likelihoods.marginal import normal_crps, sample_crps
-from lapwing.model.inputs import as_tensors
+from lapwing.model.calls import as_tensors
 
 __all__ = [
     "Rejection",

@@ -87,12 +87,12 @@ def is_registered(cls: type) -> bool:
 
 
 def name_of(cls: type) -> str:
-    """What the front door calls a class; the class's own name in lower case where it is not registered."""
+    """Return the name of a class in `fit`; the class's own name in lower case where it is not registered."""
     return _names.get(cls, cls.__name__.lower())
 
 
 def named(kind: Kind[T]) -> dict[str, type[T]]:
-    """The registered classes of a kind by the names that the front door has for them; the latest of a name holds."""
+    """Return the registered classes of a kind by their names in `fit`; of two with one name, the later."""
     return {name: cls for cls, name in _names.items() if issubclass(cls, _type(kind))}
 
 
@@ -101,7 +101,7 @@ def _type(kind: Kind[T]) -> Any:
 
 
 def _class(name: Any, kind: Any) -> Any:
-    """The latest class of this name and kind."""
+    """Find the latest class of this name and kind."""
     if isinstance(name, type) and issubclass(name, kind):
         return name  # of a description that has not been in a file
     for cls in reversed(_classes.get(name, []) if isinstance(name, str) else []):
@@ -115,7 +115,7 @@ def _class(name: Any, kind: Any) -> Any:
 
 
 def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
-    """Tensors by name and a JSON-able description of an object, which `unpack` turns back. Graphs are dropped."""
+    """Return tensors by name and a JSON-able description of an object, for `unpack`. Graphs are dropped."""
     tensors: dict[str, Tensor] = {}
     return tensors, describe(value, tensors, "", _registered_name)
 
@@ -149,7 +149,7 @@ def describe(value: Any, tensors: dict[str, Tensor], key: str, name: Callable[[t
 
 
 def stored_fields(value: Any) -> dict[str, Any]:
-    """The fields that an object is made of: those of a dataclass without caches and defaults of None, else all."""
+    """Return the fields that make an object: those of a dataclass without caches and defaults of None, else all."""
     if not is_dataclass(value):
         return dict(vars(value)) if hasattr(value, "__dict__") else {}
     found = [(item, getattr(value, item.name)) for item in _stored(value)]
@@ -161,7 +161,7 @@ def _stored(cls: Any) -> list[Field]:
 
 
 def unpack(tensors: Mapping[str, Tensor], description: Any, kind: Kind[T]) -> T:
-    """The object of a kind that `pack` described; `CorruptFile` where the description does not fit together."""
+    """Make the object that `pack` described; `CorruptFile` where the description does not fit together."""
     if not isinstance(description, Mapping):
         raise CorruptFile(f"a stored {_type(kind).__name__} is described by {description!r}. Save it again.")
     cls = _class(description.get("type"), kind)
@@ -199,14 +199,14 @@ def _unpacked(tensors: Mapping[str, Tensor], value: Any, kind: Any) -> Any:
 
 
 def tensor_of(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> Tensor:
-    """The tensor that a description names."""
+    """Return the tensor that a description names."""
     if description["tensor"] not in tensors:
         raise CorruptFile(f"the file lacks the tensor {description['tensor']!r}. Save it again.")
     return tensors[description["tensor"]]
 
 
 def move(value: T, device: torch.device | str) -> T:
-    """A copy of an object on another device, without graph and caches; tensors that it shares stay shared."""
+    """Copy an object to another device, without graph and caches; tensors that it shares stay shared."""
     tensors: dict[str, Tensor] = {}
     description = describe(value, tensors, "", lambda cls: cls)
     tensors, aliases = once(tensors)
@@ -215,27 +215,27 @@ def move(value: T, device: torch.device | str) -> T:
 
 
 def nbytes(value: Any) -> int:
-    """The memory of an object's tensors, shared ones counted once."""
+    """Return the bytes of an object's tensors, shared ones counted once."""
     tensors: dict[str, Tensor] = {}
     describe(value, tensors, "", lambda cls: cls)
     return sum(tensor.numel() * tensor.element_size() for tensor in once(tensors)[0].values())
 
 
 def once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors without those that share the memory of another, and for each of these the name of that other."""
+    """Leave out tensors that share the memory of another one, and return the name of that one for each."""
     seen: dict[Any, str] = {}
     names = {k: seen.setdefault((v.data_ptr(), v.shape, v.stride(), v.dtype, v.device), k) for k, v in tensors.items()}
     return {k: v for k, v in tensors.items() if names[k] == k}, {k: own for k, own in names.items() if own != k}
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor], device: torch.device | str | None = None) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
+    """Return the tensors whose names begin with a prefix, under names without it."""
     own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     return own if device is None else {name: value.to(device) for name, value in own.items()}
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under longer names."""
+    """Return the tensors under names with a prefix."""
     return {prefix + name: value for name, value in tensors.items()}
 
 
@@ -250,7 +250,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, A
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and header of a file; `CorruptFile` where a byte has changed or Lapwing did not write it."""
+    """Read tensors and header of a file; `CorruptFile` where a byte has changed or Lapwing did not write it."""
     if not path.is_file():
         raise CorruptFile(f"there is no file {str(path)!r}" if not path.exists() else f"{str(path)!r} is a folder")
     damaged = f"{path.name!r} is damaged or not a Lapwing file; fit again, or restore a copy"
@@ -318,7 +318,7 @@ def save_tree(path: Path, tree: Any) -> None:
 
 
 def load_tree(path: Path) -> Any:
-    """What `save_tree` wrote; `CorruptFile` where a byte has changed."""
+    """Read what `save_tree` wrote; `CorruptFile` where a byte has changed."""
     tensors, header = read_file(path)
     try:
         return full(header["tree"], tensors)
@@ -327,7 +327,7 @@ def load_tree(path: Path) -> Any:
 
 
 def lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """JSON with tensors and whatever JSON does not tell apart replaced by {kind: ...}."""
+    """Return the tree as JSON, with {kind: ...} for tensors and for whatever JSON does not tell apart."""
     if isinstance(tree, Tensor):
         name = str(len(tensors))
         tensors[name] = tree
@@ -348,7 +348,7 @@ def lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def full(lean: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that `lean` described."""
+    """Rebuild the tree that `lean` described."""
     if isinstance(lean, list):
         return [full(value, tensors) for value in lean]
     if not isinstance(lean, dict):

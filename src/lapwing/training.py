@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lapwing.curvature import Factor, Structure
 from lapwing.curvature.resume import require_folder
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, require_generator
 from lapwing.evidence.loop import Moment, Schedule, Shuffled, Training, count_data
 from lapwing.evidence.online import BATCH, Online, Subset
@@ -21,6 +20,7 @@ from lapwing.fitting import fit
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood
 from lapwing.model import unwrap
+from lapwing.model.batches import require_one_process
 
 FIT = 2  # the fit at the end reads this many times the data of one step of the evidence
 
@@ -149,7 +149,7 @@ def _told(online: Online) -> str:
 def _optimizer(module: nn.Module, optimizer: Any) -> Optimizer:
     if optimizer is None:
         optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], 1e-3)
-    elif not isinstance(optimizer, Optimizer):
+    elif callable(optimizer):
         optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise BadData(f"optimizer is a torch optimizer or a function that makes one, got {type(optimizer).__name__}")

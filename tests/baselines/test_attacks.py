@@ -145,3 +145,13 @@ def test_what_cannot_be_attacked_is_refused(net: nn.Module) -> None:
         attacks.fgsm(ensemble, x, [])
     with pytest.raises(BadData, match="numbers of steps"):
         attacks.targeted(ensemble, x, 0, 0.1, -1)
+
+
+def test_a_gradient_that_is_not_finite_is_refused() -> None:
+    class Steep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x).abs().sqrt() + x  # the slope of a root at zero is infinite
+
+    predictor = DeepEnsemble([nn.Sequential(Steep(), nn.Linear(3, 2))], "classification")
+    with pytest.raises(UnsupportedOperation, match="missing or not finite"):
+        attacks.fgsm(predictor, torch.zeros(2, 3), 0.1)

@@ -98,3 +98,9 @@ def test_what_has_no_masks_is_refused() -> None:
         MCDropout(net(), "regression")
     with pytest.raises(BadData, match="empty"):
         MCDropout(net(), "classification").predict(dense.randn(0, 2))
+
+
+def test_alpha_dropout_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.AlphaDropout(0.2), nn.Linear(4, 2))
+    with pytest.raises(UnsupportedModel, match="alpha dropout has no masks that scale"):
+        MCDropout(model, "classification").predict(torch.randn(2, 3))

@@ -81,3 +81,27 @@ def test_options_that_no_baseline_has_are_named(method: type) -> None:
     model = (lambda: nn.Linear(2, 2)) if method is DeepEnsemble else nn.Linear(2, 2)
     with pytest.raises(TypeError, match=rf"{method.__name__}.fit\(\) has no option 'batchsize'.*'batch_size'\?"):
         method.fit(model, data, "classification", batchsize=3)
+
+
+def test_weights_of_samples_count_as_repetitions() -> None:
+    """A sample of weight 2 gives the same iterates as the sample twice."""
+    x, y = dense.randn(4, 3), dense.randn(4, 1)
+    weights = torch.tensor([2.0, 1.0, 1.0, 1.0], dtype=x.dtype)
+    twice = (torch.cat([x[:1], x]), torch.cat([y[:1], y]))
+    found = []
+    for batch, split in (((x, y, weights), lambda b: b), (twice, None)):
+        model = dense.build(lambda: nn.Linear(3, 1, bias=False))
+        swag = SWAG.fit(model, [batch], lapwing.Gaussian(noise=0.8), epochs=3, rate=0.05, split=split)
+        assert swag.module is not None
+        assert swag.likelihood.noise == 0.8
+        found.append(swag.mean)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("method", [SWAG, MeanField])
+def test_data_without_samples_are_refused(method: type) -> None:
+    model = dense.build(lambda: nn.Linear(3, 1))
+    ignored = [(dense.randn(2, 3), dense.randn(2, 1), torch.zeros(2))]  # of weight zero
+    for data, n_data, split in (([], None, None), ([], 5, None), (ignored, None, lambda batch: batch)):
+        with pytest.raises(BadData, match=r"the data holds? no samples"):
+            method.fit(model, data, lapwing.Gaussian(noise=0.8), epochs=3, n_data=n_data, split=split)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing
 from lapwing.cli import main as cli
+from lapwing.cli.data import require_order
 
 NET = """
 import torch
@@ -533,3 +536,24 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         lap(*words)
     assert caught.value.code == 2
     assert f"usage: lapwing {words[0]}" in capsys.readouterr().err
+
+
+def test_data_in_order_are_told_from_shuffled_ones() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.zeros(4)
+
+    single = TensorDataset(torch.randn(3, 4))
+    require_order(DataLoader(Stream()), "data.py:stream")
+    require_order(DataLoader(single, batch_size=None), "data.py:single")
+    with pytest.raises(lapwing.BadData, match="predictions are written in the order they come"):
+        require_order(DataLoader(single, batch_size=None, shuffle=True), "data.py:single")
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lapwing.cli.doctor.command.model_of", interrupted)
+    assert cli.main(["doctor", "net.py:model"]) == 130
+    assert capsys.readouterr().err == "lapwing: interrupted\n"

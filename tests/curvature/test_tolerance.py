@@ -9,7 +9,7 @@ from lapwing import GGN, BadData
 from lapwing.curvature import onepass
 from lapwing.curvature.factor import Directions
 from lapwing.likelihoods import Categorical, Gaussian
-from lapwing.model.inputs import concatenate
+from lapwing.model.calls import concatenate
 
 CLASSES = 5
 

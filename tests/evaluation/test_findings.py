@@ -1,6 +1,7 @@
 """What a report says in words is what its numbers are."""
 
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -128,3 +129,28 @@ def test_words_for_labels() -> None:
     assert p.described(0, y, ["cat", "dog"])["truth"] == "cat, dog"
     assert p.described(0, y, ["cat", "dog"])["answer"] == "cat"
     assert p.described(1, y)["answer"] == "none"
+
+
+def test_a_model_that_rules_out_the_truth_is_named_with_its_infinite_loss() -> None:
+    x, y = data(40, errors=4)
+    x[:4] = 1.5e38 * (2 * nn.functional.one_hot((y[:4] + 1) % 3, 3) - 1)  # the truth is beyond float32 from the answer
+    said = lapwing.evaluate({"dull": Sure(1e-38), "certain": Sure(2.0)}, (x, y)).findings()
+    assert re.fullmatch(r"The NLL of certain is inf, that of dull [\d.]+\.", said[0])
+
+
+def test_one_item_says_nothing_about_others() -> None:
+    x, y = data(1, errors=0)
+    said = lapwing.evaluate({"dull": Sure(0.5), "sharp": Sure(2.0)}, (x, y)).findings()
+    assert said[0].startswith("sharp changes the NLL from ")
+    assert said[0].endswith("compared with dull; one item says nothing about others.")
+
+
+def test_classes_have_the_names_of_the_networks_configuration() -> None:
+    class Named(nn.Linear):
+        class config:
+            id2label: ClassVar = {0: "cat", 1: "dog", 2: "owl"}
+
+    model, (x, y) = Named(3, 3), data(30)
+    report = lapwing.evaluate({"MAP": model}, (x, y), likelihood="classification")
+    shown = report.results["MAP"].examples["uncertain"]
+    assert {example.truth for example in shown} <= {"cat", "dog", "owl"}

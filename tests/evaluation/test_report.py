@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import lapwing
 from lapwing import metrics
+from lapwing.baselines.temperature import TemperatureScaled
 from lapwing.errors import BadData, NotReiterable
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
-from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from lapwing.predictive import GaussianFunction, predict_targets
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evidence.fixed_point import move
+from lapwing.evidence.ascent import move
 from lapwing.evidence.groups import partition
 from lapwing.evidence.online import batch_bound
 from lapwing.model import Batches, Network, Params

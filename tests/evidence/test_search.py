@@ -13,7 +13,8 @@ from torch.distributions import MultivariateNormal
 import lapwing
 from lapwing.errors import BadData, IncompatiblePrior, TooLarge, UnsupportedOperation
 from lapwing.evidence import Groups, Rule, Setting, Trials, Tuning, linked, lowest, tune_validation, widest
-from lapwing.evidence.heldout import Batch, Nodes, baselines
+from lapwing.evidence.heldout import Batch, Nodes
+from lapwing.evidence.scores import baselines
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
 from lapwing.posterior import Prior, Tempered, factored_precision

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from experiments._gallery import BEGIN, END, SECTIONS, refresh
+from experiments._gallery import BEGIN, COVERED, END, SECTIONS, refresh
 from experiments._results import Claim, Result
 
 from lapwing.cli.repository import about, experiments, repository
@@ -25,6 +25,19 @@ def test_every_experiment_is_in_it_once() -> None:
     page = (RESULTS / "index.md").read_text(encoding="utf-8")
     for name in experiments():
         assert len(re.findall(rf"`lapwing reproduce {name}`", page)) == 1, name
+
+
+def test_the_table_of_papers_names_scripts_and_misses_none_with_a_page() -> None:
+    named = [name for _, _, names in COVERED for name in names]
+    assert len(named) == len(set(named))
+    assert all(about(experiments()[name]).document == document for document, _, names in COVERED for name in names)
+    assert {path.stem for path in RESULTS.glob("*.json")} <= set(named)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_page_says_what_its_data_say(path: Path) -> None:
+    page = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert page == Result.read(path).page(path.with_suffix(".png").exists())
 
 
 @pytest.mark.parametrize("name", experiments())

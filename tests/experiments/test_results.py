@@ -31,7 +31,8 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert data["claims"][0]["verdict"] == "holds"
     page = (folder / "toy.md").read_text(encoding="utf-8")
     assert "> KF is best." in page
-    assert "**Holds**: lower is better." in page
+    assert "\n\nRule: lower is better.\n\nKF 2.50, diagonal 2.61. **Holds.**\n" in page  # the rule before the numbers
+    assert Result.read(folder / "toy.json").page() == page
     assert "| kron | 2.5 |  |" in page
     assert "| diag | 2.61 | 50 |" in page
     assert "seeds 0, 1" in page

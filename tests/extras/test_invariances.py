@@ -123,3 +123,9 @@ def test_it_learns_a_wide_range_where_angles_do_not_matter_and_a_small_one_where
         assert learned.predict(bars(10, turned)[0]).shape == (10, 2)
     assert found[True] > 60
     assert found[False] < 45
+
+
+def test_data_that_are_no_images_are_refused() -> None:
+    x, y = torch.randn(6, 8), torch.zeros(6, dtype=torch.long)
+    with pytest.raises(lapwing.BadData, match=r"got \(6, 8\), \(6,\)"):
+        lapwing.learn_invariances(nn.Linear(8, 2), (x, y), "classification", lapwing.Affine(rotation=5.0), epochs=1)

@@ -135,3 +135,32 @@ def test_inputs_that_carry_nothing_are_found() -> None:
     found = lapwing.relevance(trained.laplace)  # of 8 weights each
     assert found[:2].min() > 7
     assert found[2:].max() < 1.5
+
+
+def test_the_share_of_weights_that_are_gone() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = dense(), images()
+    la = lapwing.fit(model, (x, y), "classification", structure="diag")
+    pruned = lapwing.prune(la, 0.25, by="magnitude")
+    matrices = [p for p in pruned.module.parameters() if p.ndim > 1]  # biases are not pruned, but they count
+    zeros, size = sum(int((p == 0).sum()) for p in matrices), sum(p.numel() for p in matrices)
+    assert zeros == pytest.approx(0.25 * size, abs=1)
+    assert pruned.sparsity == pytest.approx(zeros / sum(p.numel() for p in model.parameters()))
+
+
+def test_what_cannot_be_pruned_is_refused() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = dense(), images()
+    single = lapwing.fit(model, (x, y), "classification", structure="full", select=lapwing.subnetwork(5))
+    with pytest.raises(UnsupportedOperation, match="over single weights"):
+        lapwing.prune(single, 0.5)
+    biases = lapwing.fit(model, (x, y), "classification", structure="diag", select=["*.bias"])
+    with pytest.raises(UnsupportedOperation, match="there is nothing to prune"):
+        lapwing.prune(biases, 0.5)
+    last = lapwing.fit(model, (x, y), "classification", structure="diag", select="last_layer")
+    with pytest.raises(UnsupportedOperation, match="nothing to take units from"):
+        lapwing.prune(last, 0.5, structured=True)
+    grouped = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3))
+    la = lapwing.fit(grouped, (x, y), "classification", structure="diag")
+    with pytest.raises(UnsupportedModel, match="has groups or a padding mode"):
+        lapwing.prune(la, 0.5, structured=True)

@@ -132,3 +132,12 @@ def test_layers_without_units(structure: str) -> None:
     )
     torch.testing.assert_close(la.predict(x).probs, want.predict(x).probs)
     torch.testing.assert_close(la.log_evidence(), want.log_evidence())
+
+
+def test_a_model_on_several_devices_and_another_device_are_refused() -> None:
+    model, data = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), (torch.randn(4, 2), torch.zeros(4).long())
+    with pytest.raises(lapwing.BadData, match="the model is on 'cpu': move the model first"):
+        lapwing.fit(model, data, "classification", device="meta")
+    model[1].to("meta")
+    with pytest.raises(lapwing.BadData, match="on several devices"):
+        lapwing.fit(model, data, "classification")

@@ -179,3 +179,11 @@ def test_a_chain_of_posteriors_is_the_posterior_of_all_data(structure: str) -> N
     torch.testing.assert_close(trained.laplace.posterior.precision.dense(), precision)
     mean = torch.linalg.solve(precision, x.T @ y / 0.09)[:, 0]
     torch.testing.assert_close(trained.laplace.posterior.mean, mean, rtol=1e-5, atol=1e-7)
+
+
+def test_options_of_training_that_cannot_be_used_are_refused() -> None:
+    model, data = nn.Linear(2, 2), (torch.randn(8, 2), torch.zeros(8, dtype=torch.long))
+    with pytest.raises(lapwing.BadData, match="schedule_by is 'epoch' or 'step', got 'batch'"):
+        lapwing.train(model, data, "classification", epochs=1, schedule_by="batch")
+    with pytest.raises(lapwing.BadData, match="a torch optimizer or a function that makes one, got str"):
+        lapwing.train(model, data, "classification", epochs=1, optimizer="adam")

@@ -156,3 +156,13 @@ def test_a_choice_of_no_posterior_is_still_one_after_loading(tmp_path):
     assert "deterministic" in again.summary()
     assert "log evidence" not in la.summary()
     assert "log evidence" not in again.summary()
+
+
+def test_methods_without_their_data_are_refused() -> None:
+    la = lapwing.fit(nn.Linear(2, 2), (torch.randn(8, 2), torch.arange(8) % 2), "classification", structure="full")
+    with pytest.raises(lapwing.BadData, match="needs held-out data"):
+        la.tune(method="validation")
+    with pytest.raises(lapwing.BadData, match="needs the training data"):
+        la.tune(method="loo")
+    with pytest.raises(lapwing.BadData):
+        la.tune([])

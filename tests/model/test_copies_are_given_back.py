@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.model import module as modules
+from lapwing.model import copies
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 3
@@ -30,7 +30,7 @@ WHAT: list[BaseException] = []
 
 
 def held() -> int:
-    return len(modules._IN_USE.__dict__.get("copies", {}))
+    return len(copies._IN_USE.__dict__.get("copies", {}))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("a"), RuntimeError("b")])
@@ -59,8 +59,8 @@ def test_an_interruption_while_the_copy_is_registered(monkeypatch: pytest.Monkey
         def __setitem__(self, key: object, value: object) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(modules, "_SOURCES", Interrupted())
-    with pytest.raises(KeyboardInterrupt), modules.private(nn.Linear(4, 3)):
+    monkeypatch.setattr(copies, "_SOURCES", Interrupted())
+    with pytest.raises(KeyboardInterrupt), copies.private(nn.Linear(4, 3)):
         pass
     assert held() == 0
 
@@ -83,7 +83,7 @@ class Cycle(nn.Module):
 def test_copies_with_cycles_do_not_pile_up() -> None:
     module, alive = Cycle(), []
     for _ in range(20):
-        with modules.private(module) as own:
+        with copies.private(module) as own:
             alive.append(weakref.ref(own))
         del own
     assert sum(each() is not None for each in alive) <= 6

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import lapwing
-from lapwing.model.members import _TOGETHER, AT_ONCE, SMALL_BATCH
+from lapwing.model.network import AT_ONCE, SMALL_BATCH
 
 
 class Tied(nn.Module):
@@ -76,9 +76,9 @@ def test_members_give_what_each_gives_on_its_own(kind: type[nn.Module], together
     torch.testing.assert_close(found.function.samples, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found.probs, expected.softmax(-1).mean(0))
     if items > SMALL_BATCH:
-        assert la.network not in _TOGETHER  # a large batch runs one by one
+        assert "together" not in la.network._trusted  # a large batch runs one by one
     elif together is not None:
-        assert _TOGETHER[la.network] is together
+        assert la.network._trusted["together"] is together
 
 
 def test_members_run_a_few_at_a_time() -> None:
@@ -93,7 +93,7 @@ def test_sampled_predictions_use_the_same_code() -> None:
     found = la.predict(x[:4], method="sampled", samples=9, generator=torch.Generator().manual_seed(3))
     expected = one_by_one(model, [la.params.unflatten(theta) for theta in weights], x[:4])
     torch.testing.assert_close(found.function.samples, expected)
-    assert _TOGETHER[la.network]
+    assert la.network._trusted["together"]
 
 
 def test_part_of_the_weights_and_float32() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import lapwing
-from lapwing.model.module import borrowed, private
+from lapwing.model.copies import borrowed, private
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

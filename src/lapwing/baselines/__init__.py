@@ -11,6 +11,6 @@ from lapwing.baselines.ensemble import DeepEnsemble
 from lapwing.baselines.hmc import HMC
 from lapwing.baselines.meanfield import MeanField
 from lapwing.baselines.swag import SWAG
-from lapwing.evaluation.temperature import TemperatureScaled
+from lapwing.baselines.temperature import TemperatureScaled
 
 __all__ = ["HMC", "SWAG", "DeepEnsemble", "MCDropout", "MeanField", "TemperatureScaled"]

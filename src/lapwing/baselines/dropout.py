@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from lapwing.baselines.mixing import known_likelihood, mixed
 from lapwing.errors import UnsupportedModel, require_generator, require_whole
-from lapwing.evaluation.temperature import device_of
+from lapwing.evaluation.scoring import device_of
 from lapwing.likelihoods import Likelihood
-from lapwing.model.inputs import Inputs, batch_size
-from lapwing.model.module import borrowed, call, output_tensor, outside_inference
+from lapwing.model.calls import Inputs, batch_size, call, output_tensor, outside_inference
+from lapwing.model.copies import borrowed
 from lapwing.predictive import Prediction
 
 WHOLE_CHANNELS: dict[Callable, bool] = {F.dropout: False, F.dropout1d: True, F.dropout2d: True, F.dropout3d: True}

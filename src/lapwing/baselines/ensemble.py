@@ -13,8 +13,8 @@ from lapwing.baselines.mixing import known_likelihood, mixed
 from lapwing.baselines.training import Task, TaskOptions
 from lapwing.errors import BadData, require_whole
 from lapwing.likelihoods import Likelihood
-from lapwing.model.inputs import Inputs
-from lapwing.model.module import borrowed, call, output_tensor, outside_inference
+from lapwing.model.calls import Inputs, call, output_tensor, outside_inference
+from lapwing.model.copies import borrowed
 from lapwing.predictive import Prediction
 
 

@@ -12,8 +12,8 @@ from lapwing.baselines.mixing import WeightDistribution, Weighted
 from lapwing.baselines.training import Task, TaskOptions
 from lapwing.errors import BadData, TooLarge, require_generator, require_whole, warn
 from lapwing.likelihoods import Likelihood
-from lapwing.model.inputs import Inputs
-from lapwing.model.module import call, in_use, output_tensor, warnings_here
+from lapwing.model.calls import Inputs, call, output_tensor, warnings_here
+from lapwing.model.copies import in_use
 
 LARGEST = 5000  # weights; more need days
 CONVERGED = 1.05  # R-hat of the outputs above which the chains have not mixed

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from lapwing.baselines.mixing import WeightDistribution, Weighted
 from lapwing.baselines.training import Task, TaskOptions
-from lapwing.errors import BadData, positive, require_whole
+from lapwing.errors import positive, require_whole
 from lapwing.likelihoods import Likelihood
 from lapwing.model.batches import Batch
-from lapwing.model.inputs import tensors_in
+from lapwing.model.calls import tensors_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,9 +187,7 @@ def _rows(task: Task) -> frozenset[str]:
     values = task.params.unflatten(task.params.flat)
     uses = Uses({id(value): name for name, value in values.items()})
     with task.running(), torch.no_grad():
-        batch = next(iter(task.batches), None)
-        if batch is None:
-            raise BadData("the data hold no batch")
+        batch = next(iter(task.batches))
         with uses:
             task.nll(batch, values)
     return uses.rows

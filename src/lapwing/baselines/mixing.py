@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, require_generator, require_whole
-from lapwing.evaluation.temperature import device_of
+from lapwing.evaluation.scoring import device_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Params
 from lapwing.model.batches import Convention
-from lapwing.model.inputs import Inputs
-from lapwing.model.module import borrowed, call, explained, output_tensor, outside_inference
+from lapwing.model.calls import Inputs, call, explained, output_tensor, outside_inference
+from lapwing.model.copies import borrowed
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 from lapwing.predictive.predictive import prepared
 

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.baselines.mixing import known_likelihood
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, IncompatiblePrior, NotConverged, nearest, positive, require_generator, require_whole
-from lapwing.evaluation.temperature import device_of
+from lapwing.evaluation.scoring import device_of
 from lapwing.evidence.loop import Shuffled, count_data
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batches, Params, select_names, unwrap
-from lapwing.model.batches import Batch, Convention
-from lapwing.model.inputs import as_tensors
-from lapwing.model.module import borrowed, call, in_use, output_tensor
+from lapwing.model.batches import Batch, Convention, require_one_process
+from lapwing.model.calls import as_tensors, call, output_tensor
+from lapwing.model.copies import borrowed, in_use
 from lapwing.posterior import resolve_prior
 
 

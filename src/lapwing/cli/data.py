@@ -20,8 +20,8 @@ from lapwing.cli.models import guarded, made, read_object
 from lapwing.errors import BadData, LapwingError, NotReiterable
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batches, batch_size, take, tensors_in
-from lapwing.model.inputs import map_tensors
-from lapwing.model.module import borrowed, call
+from lapwing.model.calls import call, map_tensors
+from lapwing.model.copies import borrowed
 
 COLUMNS = " (which columns are targets, and so no inputs, say --target and --no-target)"
 FORMATS = ".safetensors, .npz or .csv, or file.py:name"

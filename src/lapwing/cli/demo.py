@@ -13,12 +13,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+from lapwing.baselines.temperature import TemperatureScaled
 from lapwing.cli import datasets
 from lapwing.cli.command import Answer, Command
 from lapwing.cli.datasets import Dataset
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.evaluation.report import Report
-from lapwing.evaluation.temperature import TemperatureScaled
 from lapwing.fitting import fit
 from lapwing.laplace import Laplace
 

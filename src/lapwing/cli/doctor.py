@@ -31,7 +31,8 @@ from lapwing.curvature.kron import kept_as
 from lapwing.errors import BadData, LapwingError, TooLarge, UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, last_layer, select_names
-from lapwing.model.module import borrowed, call, output_tensor
+from lapwing.model.calls import call, output_tensor
+from lapwing.model.copies import borrowed
 from lapwing.model.products import Products
 from lapwing.storage import named
 

@@ -1,4 +1,4 @@
-"""`lapwing fit`: give a trained network a posterior and write it to a file."""
+"""`lapwing fit` and `lapwing tune`: give a trained network a posterior, choose its prior, and write it to a file."""
 
 import argparse
 import time
@@ -13,7 +13,7 @@ from lapwing.fitting import fit
 from lapwing.laplace import Laplace
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def _fit_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     command.add_model(parser)
     add("data", metavar="DATA", help=f"the training data: {command.DATA}")
@@ -34,7 +34,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     command.add_reading(parser)
 
 
-def _run(options: argparse.Namespace) -> command.Answer:
+def _fit(options: argparse.Namespace) -> command.Answer:
     command.require_other(options)
     command.require_free(options.out, options.force)
     family = command.likelihood_of(options)
@@ -78,12 +78,46 @@ def _tuned(la: Laplace, held_out: Any, options: argparse.Namespace) -> Laplace:
         raise LapwingError(f"{words}. The fit itself is done: {options.out} holds it, untuned") from error
 
 
-COMMAND = Command(
+def _tune_options(parser: argparse.ArgumentParser) -> None:
+    command.add_model(parser)
+    command.add_posterior(parser)
+    parser.add_argument(
+        "data", metavar="DATA", nargs="?", help=f"held-out data: {command.DATA}; without it, the evidence decides"
+    )
+    command.add_output(parser)
+    command.add_tuning(parser)
+    command.add_reading(parser)
+
+
+def _tune(options: argparse.Namespace) -> command.Answer:
+    command.require_other(options, but="posterior")  # --force may replace it, since the curvature is the same
+    command.require_free(options.out, options.force)
+    model = command.model_of(options)
+    la = command.posterior_of(options, model)
+    reading = command.reading_of(options)
+    data = None if options.data is None else reading.read(options.data, model, la.likelihood)
+    begin = time.perf_counter()
+    la = command.tuned(la, data, options)
+    spent = time.perf_counter() - begin
+    la.save(options.out)
+    print(f"{la.summary()}\ntuned in {spent:.1f} s; written to {options.out}")
+    return {"out": options.out, "seconds": {"tune": spent}, **command.described(la)}
+
+
+FIT = Command(
     "fit",
     "give a trained network a posterior and write it to a file",
     "Give a trained network a posterior over its weights, and write it to a file that predict, report and "
     "lapwing.load read together with the network. Tune it on held-out data: the untuned prior is often far too wide.",
     "lapwing fit net.py:model train.npz --weights net.pt --likelihood classification --tune val.npz --out net.lapwing",
-    _options,
-    _run,
+    _fit_options,
+    _fit,
+)
+TUNE = Command(
+    "tune",
+    "choose prior, temperatures and noise of a fitted posterior",
+    "Choose prior, temperatures and noise of a fitted posterior on held-out data, without fitting again.",
+    "lapwing tune net.py:model net.lapwing val.npz --weights net.pt --out tuned.lapwing",
+    _tune_options,
+    _tune,
 )

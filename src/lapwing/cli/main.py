@@ -14,14 +14,14 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from lapwing import __version__
-from lapwing.cli import demo, doctor, fit, predict, report, repository, tune
+from lapwing.cli import demo, doctor, fit, predict, report, repository
 from lapwing.cli.command import plain
 from lapwing.errors import LapwingError
 
 COMMANDS = (
     doctor.COMMAND,
-    fit.COMMAND,
-    tune.COMMAND,
+    fit.FIT,
+    fit.TUNE,
     predict.COMMAND,
     report.COMMAND,
     demo.COMMAND,

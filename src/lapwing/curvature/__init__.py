@@ -15,9 +15,8 @@ from lapwing.curvature.curvature import (
 from lapwing.curvature.ekfac import EKFAC
 from lapwing.curvature.entries import BlockDiag, Diag, Full, Hessian
 from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, MCFisher, resolve_factor
-from lapwing.curvature.functional import Functional, Nystrom
 from lapwing.curvature.kron import Kron
-from lapwing.curvature.lowrank import LowRank
+from lapwing.curvature.lowrank import Functional, LowRank, Nystrom
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem, available_memory, pose, with_noise_ratios

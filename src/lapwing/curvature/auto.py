@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from lapwing.curvature.curvature import Estimate, Structure
 from lapwing.curvature.ekfac import EKFAC
 from lapwing.curvature.entries import Diag, Full
-from lapwing.curvature.functional import Functional
 from lapwing.curvature.kron import Kron
+from lapwing.curvature.lowrank import Functional
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.shards import sharded
 from lapwing.model import Plan
+from lapwing.model.batches import sharded
 from lapwing.storage import named, register
 
 FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights

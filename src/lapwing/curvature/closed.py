@@ -20,7 +20,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Network, PlanChanged
 from lapwing.model.features import Features
 
-TOGETHER = 1024  # samples whose curvature is added at a time: smaller batches wait for each other
+TOGETHER = 4096  # samples whose curvature is added at a time: smaller batches wait for each other
 BYTES = 2**26  # of outputs, inputs and curvature of the samples that wait
 DENSE = 2**23  # bytes of matrices Λ and products of inputs at a time
 PANEL = 16  # inputs per product: the curvature is symmetric, and only one half is computed
@@ -91,7 +91,7 @@ class Reader:
                 if found is None:
                     raise PlanChanged
                 f, a = found
-                problem.network.compare(batch.inputs, f)
+                problem.network.require_apart(batch.inputs, f)
                 y = problem.prepare(batch, f)
             # parts wait for each other, and a loader may fill its tensors with the next batch
             inputs = self.features.with_ones(a, problem.network.params.dtype)
@@ -100,15 +100,18 @@ class Reader:
 
 
 def _joined(parts: Iterator[Part], together: int) -> Iterator[Part]:
+    """Join parts until they have `together` samples or `BYTES` bytes."""
     waiting: list[Part] = []
+    samples = size = 0
     for part in parts:
         if waiting and not waiting[0].joins(part):
             yield _one(waiting)
-            waiting = []
+            waiting, samples, size = [], 0, 0
         waiting.append(part)
-        if sum(len(each.f) for each in waiting) >= together or sum(each.bytes for each in waiting) > BYTES:
+        samples, size = samples + len(part.f), size + part.bytes
+        if samples >= together or size > BYTES:
             yield _one(waiting)
-            waiting = []
+            waiting, samples, size = [], 0, 0
     if waiting:
         yield _one(waiting)
 
@@ -197,9 +200,13 @@ class Head:
             yield root @ root.mT, a[few]
 
     def gram(self) -> Tensor:
-        """Σ Λ_op a_i a_j for pairs o ≥ p, (pairs, i, i)."""
+        """Σ Λ_op a_i a_j for pairs o ≥ p, (pairs, i, i).
+
+        Where the rows of Λ add up to zero (softmax), the pairs o = p follow from the others.
+        """
         o, i = self.features.shape[0], self.part.a.shape[-1]
-        first, second = torch.tril_indices(o, o, device=self.part.a.device)
+        zero_rows = self.directions is None and self.features.tail is None and self.likelihood.shift_invariant
+        first, second = torch.tril_indices(o, o, -1 if zero_rows else 0, device=self.part.a.device)
         total = self.part.a.new_zeros(len(first), i, i)
         for curvature, a in self.blocks():
             pairs = curvature[:, first, second].mT.contiguous()  # (pairs, k)
@@ -207,8 +214,14 @@ class Head:
                 products = a[:, start : start + PANEL, None] * a[:, None, start:]  # (k, panel, rest)
                 found = pairs @ products.flatten(1)
                 total[:, start : start + PANEL, start:] += found.unflatten(1, products.shape[1:])
-        upper = total.triu(1)
-        return total.triu() + upper.mT
+        total = total.triu() + total.triu(1).mT
+        if not zero_rows:
+            return total
+        whole = total.new_zeros(o, o, i, i)
+        whole[first, second] = total
+        own = whole.sum(0) + whole.sum(1)
+        whole[range(o), range(o)] = -own
+        return whole[tuple(torch.tril_indices(o, o, device=total.device))]
 
     def _roots(self) -> Tensor:
         """S (m, o, r) with S Sᵀ = Λ."""

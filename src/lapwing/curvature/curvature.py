@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,10 +18,11 @@ from lapwing.curvature.closed import Head
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
-from lapwing.curvature.shards import require_same, sharded, together
+from lapwing.curvature.shards import require_same, together
 from lapwing.errors import BadData, TooLarge, UnsupportedOperation, brief, nearest
 from lapwing.linalg import PSD, Jacobian, Layout, Places
 from lapwing.model import Block, Network, Params, Plan, PlanChanged, dynamic_plan
+from lapwing.model.batches import sharded
 from lapwing.storage import name_of, named, pack
 
 OTHER_OPERATIONS = "the new data use other operations of the network than the data of the fit"
@@ -72,10 +74,10 @@ class Structure(ABC):
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        """Memory of the curvature and its decomposition, for blocks as in the plan and numbers of so many bytes."""
+        """Return the bytes of the curvature and its decomposition, for these blocks and numbers of `itemsize` bytes."""
 
     def needed(self, problem: Problem) -> int | None:
-        """Memory in bytes for this problem; None where it depends on the number of data, which is not known."""
+        """Return the bytes for this problem; None where they depend on a number of data that is not known."""
         return self.bytes(problem.plan, problem.network.params.dtype.itemsize)
 
     @abstractmethod
@@ -96,7 +98,7 @@ class Structure(ABC):
         return replace(more, matrix=matrix + more.matrix)
 
     def passes(self) -> int:
-        """How often the data are read."""
+        """Return how often the data are read."""
         return 1
 
     def factor(self, factor: Factor | None) -> Factor | None:
@@ -104,15 +106,15 @@ class Structure(ABC):
         return factor
 
     def stored(self, matrix: PSD) -> tuple[dict[str, Tensor], Any]:
-        """Tensors and a description of the matrix, for a file."""
+        """Return tensors and a description of the matrix, for a file."""
         return pack(matrix)
 
     def restored(self, tensors: Mapping[str, Tensor], description: Any, problem: Problem) -> PSD:
-        """The matrix of a file, where the structure reads its data; any other is restored without a problem."""
+        """Rebuild a matrix from a file, for structures that read the data of the fit again; others need no problem."""
         raise UnsupportedOperation(f"structure={self.name!r} does not read the data of the fit again")
 
     def moved(self, matrix: PSD, network: Network, device: torch.device | str) -> PSD:
-        """The matrix on another device, where the network is already."""
+        """Return the matrix on another device, where the network is already."""
         return matrix.to(device)
 
     @property
@@ -237,7 +239,7 @@ class Curvature:
         return self.matrix.size
 
     def dense(self) -> Tensor:
-        """The curvature as a (P, P) tensor in the flat order of the parameters."""
+        """Return the curvature as a (P, P) tensor in the flat order of the parameters."""
         return self.matrix.dense()
 
     def to(self, network: Network, device: torch.device | str) -> Curvature:
@@ -262,7 +264,8 @@ def estimate_curvature(problem: Problem, structure: Structure, n_data: float | N
     structure, why = structure.chosen(problem)
     notes = (f"structure: {why}",) if why else ()
     _require(problem, structure)
-    require_same({"structure": repr(structure)})
+    if sharded():
+        require_same({"structure": repr(structure)})
     problem, estimate = _robustly(problem, structure, structure.estimate)
     notes = (*notes, *problem.plan.notes, *estimate.notes, *estimate.totals.notes)
     return _finish(problem, structure, estimate, n_data, notes)
@@ -313,7 +316,7 @@ def _robustly(
 ) -> tuple[Problem, Estimate]:
     """Estimate, and start over without the tape where the operations change from batch to batch."""
     try:
-        with together():
+        with together() if sharded() else nullcontext():
             return problem, estimate(problem)
     except PlanChanged:
         problem.batches.require_reiterable("a network whose operations change from batch to batch")

@@ -201,7 +201,7 @@ class GGN(Factor):
         tolerance = torch.finfo(f.dtype).eps if self.tolerance is None else self.tolerance
         ascending = sizes.flatten().sort().values
         most = int((ascending.cumsum(0) <= tolerance * total).sum())
-        kept = sizes >= (ascending[most] if most < len(ascending) else torch.inf)  # equal ones stay together
+        kept = sizes >= (ascending[most] if most < len(ascending) else torch.inf)  # equal sizes: all or none
         if reach is not None and self.tolerance is None:
             rare = _matter_to_some_weight(sizes, kept, reach)
             kept |= rare[:, None] & (sizes > 0)
@@ -273,7 +273,10 @@ class MCFisher(Factor):
 @register(name="empirical")
 @dataclass(frozen=True, eq=False)
 class EmpiricalFisher(Factor):
-    """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare."""
+    """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare.
+
+    la = lapwing.fit(model, loader, "classification", factor=lapwing.EmpiricalFisher())
+    """
 
     dispersion_power = 2
 

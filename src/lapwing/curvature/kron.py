@@ -38,7 +38,7 @@ Bias = Literal["joint", "separate"]
 DENSE_ROWS = 512  # small parameters (norms, raw tensors) have a dense block up to this size, else a diagonal
 COUNTS = ("rows", "inner", "outer")  # sum of input weights; number of inputs and of gradients, which bound the ranks
 SHOWN = 64  # samples whose single positions contribute to a reduced basis
-SHARE = 1e-2  # of the trace of a reduced factor that these positions add
+SHARE = 1e-2  # share of the trace of a reduced factor that these positions add
 ROUNDING = 1e-7  # relative rounding of a factor in float32
 LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary) has a diagonal block
 
@@ -238,7 +238,7 @@ class KronAccumulator(KroneckerSums):
         to zero. Without the share, rounding would choose the eigenvectors there, and with them the moments.
         """
         if self.sharing == "reduce" and problem.reader is None:
-            few = problem.head
+            few = problem.remembered_alone
             shared = self._shared(few)
             if shared:
                 other = KronAccumulator(few, "expand", self.factor)

@@ -164,7 +164,7 @@ class MatrixFree(Structure):
         return _tensors(cast(Operator, matrix)), {"type": self.name}
 
     def restored(self, tensors: Mapping[str, Tensor], description: Any, problem: Problem) -> Operator:
-        """The inverse of `stored`, for the same network and data; no pass over them."""
+        """Rebuild the matrix that `stored` wrote, for the same network and data, without a pass over them."""
         sketch = Sketch(tensors["basis"], tensors["values"])
         _require_sound(sketch, tensors)
         products = Products(problem.network, problem.batches, problem.progress)
@@ -176,7 +176,7 @@ class MatrixFree(Structure):
         return Operator(product, sketch, tensors["factor"], solver=self.solver(product.dtype))
 
     def moved(self, matrix: PSD, network: Network, device: torch.device | str) -> Operator:
-        """The same matrix on another device; data are sent there batch by batch."""
+        """Return the matrix on another device; data are sent there batch by batch."""
         own = cast(Operator, matrix)
         product, tensors = cast(CurvatureProduct, own.product), {k: v.to(device) for k, v in _tensors(own).items()}
         batches = replace(product.problem.batches, device=torch.device(device))
@@ -199,7 +199,7 @@ class MatrixFree(Structure):
 
 
 def _tensors(matrix: Operator) -> dict[str, Tensor]:
-    """What a file keeps of a matrix-free curvature: its sketch, scale and diagonal. The data are read again."""
+    """Return what a file holds of a matrix-free curvature: its sketch, scale and diagonal. The data are read again."""
     if not isinstance(matrix.product, CurvatureProduct):
         raise UnsupportedOperation(
             "this matrix-free posterior holds the data of several fits and cannot be stored; fit once on all data"

@@ -19,12 +19,12 @@ from lapwing.curvature.closed import Closed, Reader, heads
 from lapwing.curvature.factor import Directions, Factor
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.resume import Journal, OtherBatches
-from lapwing.curvature.shards import add_up, add_up_numbers, sharded
+from lapwing.curvature.shards import add_up, add_up_numbers
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
 from lapwing.model import Batch, BlockRows, Digest, Linearization, Plan, batch_size, take, tensors_in
-from lapwing.model.batches import parts_of
-from lapwing.model.inputs import Inputs, concatenate, described, lists_values, per_sample
+from lapwing.model.batches import parts_of, sharded
+from lapwing.model.calls import Inputs, concatenate, key_of, lists_values, per_sample
 
 Update = Callable[[Jacobian, Tensor | None], None]
 """Takes rows, and the weights (n,) of the samples if these are the first rows of their batch."""
@@ -312,7 +312,7 @@ def _build(inputs: Inputs, n: int) -> tuple | None:
     if not all(per_sample(t, n) for t in tensors_in(inputs)) or lists_values(inputs, n):
         return None
     try:
-        return described(inputs, lambda t: (t.shape[1:], t.dtype))
+        return key_of(inputs, lambda t: (t.shape[1:], t.dtype))
     except TypeError:
         return None
 

@@ -17,14 +17,13 @@ from tqdm.auto import tqdm
 from lapwing.curvature.closed import Reader
 from lapwing.curvature.factor import GGN, Factor, MCFisher
 from lapwing.curvature.resume import Resume
-from lapwing.curvature.shards import add_up, sharded
+from lapwing.curvature.shards import add_up
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tensors_in
-from lapwing.model.batches import parts_of
-from lapwing.model.features import features_of, last_linear
-from lapwing.model.inputs import Inputs, finite
-from lapwing.model.module import left_out, output_tensor
+from lapwing.model.batches import parts_of, sharded
+from lapwing.model.calls import Inputs, finite, left_out, output_tensor
+from lapwing.model.features import features_of
 from lapwing.model.tape import run
 
 SEEN = 8  # samples that run before the network is planned
@@ -125,8 +124,8 @@ class Problem:
         return replace(self, remembered=([], samples))
 
     @property
-    def head(self) -> Problem:
-        """The same problem with only the samples that this one remembers."""
+    def remembered_alone(self) -> Problem:
+        """The problem of the remembered samples alone."""
         assert self.remembered is not None
         (first, *others), _ = self.remembered
         return replace(self, first=first, rest=iter(others), remembered=None, resume=None, progress=False)
@@ -187,14 +186,16 @@ def pose(
             factor = MCFisher()
             notes += (f"Monte Carlo Fisher, because the exact GGN has {f[0].numel():,} output directions per sample",)
     factor.require(f)
-    features = features_of(network, first.inputs) if closed and factor.has_directions else None
+    features = None
+    if closed and factor.has_directions and network.last_linear is not None:
+        features = features_of(network, first.inputs)
     if features is not None and features.event == f.shape[1:] and (f.ndim == 2 or factor.exact):
         keep = passes > 1 or likelihood.estimates_first(f.shape[-1])
         memory = options.get("memory", available_memory())
         options |= {"reader": Reader(features, keep, memory // 4)}
         plan = replace(features.plan, notes=notes)
         return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
-    if closed and features is None and last_linear(network) is not None:
+    if closed and features is None and network.last_linear is not None:
         notes += ("backward passes, because what follows the last layer is not one fixed affine map",)
     with network.borrow():
         try:

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.shards import place, sharded
+from lapwing.curvature.shards import process_name
 from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
 from lapwing.model import Batch
-from lapwing.model.inputs import described
+from lapwing.model.batches import sharded
+from lapwing.model.calls import key_of
 from lapwing.storage import load_tree, save_tree
 from lapwing.writing import remove_leftovers, require_writable
 
 EVERY = 16  # batches between points at which no sample waits for others, from which a pass can go on exactly
-SECONDS = 20.0  # at least so long between two files
+SECONDS = 20.0  # time that lies between two files, at least
 
 
 class OtherBatches(Exception):
@@ -43,7 +44,7 @@ class Resume:
 
     def journal(self, label: str, plan: str) -> Journal:
         name = "".join(letter if letter.isalnum() else "-" for letter in label).strip("-")
-        where = f"{name}-{place()}" if sharded() else name
+        where = f"{name}-{process_name()}" if sharded() else name
         return Journal(self.folder / f"{where}.safetensors", f"{self.identity}|{plan}")
 
     def forget(self) -> None:
@@ -78,7 +79,7 @@ class Journal:
     def skips(self, batch: Batch) -> bool:
         """Whether the file holds this batch; raises `OtherBatches` if it holds others."""
         try:
-            whole = described((batch.inputs, batch.targets, batch.weights), _content)
+            whole = key_of((batch.inputs, batch.targets, batch.weights), _content)
         except TypeError as error:
             raise UnsupportedOperation(
                 f"checkpoint= recognizes batches by their content, and batch {batch.number} holds {error}, which "

@@ -20,34 +20,17 @@ from lapwing import errors
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.model import Batch, Batches, Plan, PlanChanged, batch_size
 from lapwing.model.batches import Convention, NoSamples
-from lapwing.model.inputs import map_tensors
+from lapwing.model.calls import map_tensors
 
 
-def sharded() -> bool:
-    """Whether several processes fit together (under `torchrun`, after `init_process_group`)."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def place() -> str:
-    """Name this process among all, such as "0-of-2"; empty where there is only one."""
-    return f"{distributed.get_rank()}-of-{distributed.get_world_size()}" if sharded() else ""
-
-
-def require_one_process(what: str) -> None:
-    """Refuse, on every process, work that reads data and does not add up over processes."""
-    if sharded():
-        raise UnsupportedOperation(
-            f"{what} does not add up over processes: each would see only its own shard and find another result. "
-            "Save the posterior (la.save) or the weights, and go on in one process, without torchrun"
-        )
+def process_name() -> str:
+    """Name this process among all, such as "0-of-2"."""
+    return f"{distributed.get_rank()}-of-{distributed.get_world_size()}"
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Make all processes fail where one of them fails in this block. It also serves as a decorator."""
-    if not sharded():
-        yield
-        return
+    """Make all processes fail where one of them fails in this block."""
     try:
         yield
     except Exception as error:
@@ -97,8 +80,6 @@ def _shared(error: Any) -> Exception:
 
 def require_same(what: Mapping[str, str]) -> None:
     """Refuse, on every process, values that differ between processes; `what` maps their names to texts."""
-    if not sharded():
-        return
     texts = {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in what.items()}  # default reprs
     found = exchange(texts)
     differ = [name for name in texts if len({each.get(name) for each in found}) > 1]
@@ -113,8 +94,6 @@ def require_same(what: Mapping[str, str]) -> None:
 
 def shared_convention(convention: Convention) -> Convention:
     """Return one convention of reading batches for all processes: each part from the first process that knows it."""
-    if not sharded():
-        return convention
     found, unknown = exchange(convention), Convention()
     for item in fields(Convention):
         told = [value for value in (getattr(each, item.name) for each in found) if value != getattr(unknown, item.name)]
@@ -124,8 +103,6 @@ def shared_convention(convention: Convention) -> Convention:
 
 def filled(batches: Batches) -> Batches:
     """Return the batches of this process. An empty shard borrows a batch of another process, with zero weights."""
-    if not sharded():
-        return batches
     iterator = iter(batches)
     try:
         first = next(iterator)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, warn
 from lapwing.evaluation.examples import Describe, Viewer
-from lapwing.evaluation.facts import class_names, data_facts, feature_names, settings_of
 from lapwing.evaluation.report import Report
-from lapwing.evaluation.scoring import Asked, Reader, Run, evaluate_one
-from lapwing.evaluation.temperature import device_of, point_prediction
+from lapwing.evaluation.scoring import Asked, Reader, Result, evaluate_one, run_of
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches
-from lapwing.model.module import outside_autocast
+from lapwing.model.batches import Batches, require_one_process
+from lapwing.model.calls import outside_autocast
+
+BELIEF = ("likelihood", "prior", "temperature", "logit_temperature", "tuned", "n_data")  # settings of a posterior
 
 
 @outside_autocast
@@ -92,20 +91,6 @@ def require_names(what: str, given: Any, example: str) -> None:
         raise BadData(f"{what} is a dict by name, as in {what}={example}, got a {type(given).__name__}")
 
 
-def run_of(model: Any, likelihood: Likelihood | None) -> Run:
-    """Return a network, or an object with `.predict`, as a `Run`."""
-    if hasattr(model, "predict"):
-        held = (getattr(model, "module", None), getattr(getattr(model, "network", None), "module", None))
-        module = next((each for each in held if isinstance(each, nn.Module)), None) or nn.Identity()
-        return Run(model.predict, device_of(module), module)
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise BadData(f"a model is a {kind}: pass an nn.Module, or an object with predict(x) such as a Laplace object")
-    if likelihood is None:
-        raise BadData("a plain network has no likelihood: pass likelihood='classification', 'regression', …")
-    return Run(lambda inputs: point_prediction(model, inputs, likelihood), device_of(model), model)
-
-
 def split_of(model: Any) -> Callable[[Any], tuple] | None:
     """Return the `split` that a posterior was fitted with, if any."""
     return getattr(getattr(model, "options", None), "split", None)
@@ -125,3 +110,59 @@ def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | No
             "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior beside the network",
         )
     return first or asked
+
+
+def settings_of(model: Any, module: nn.Module) -> dict[str, str]:
+    """Return what a report says about a model: its kind, its network, and the settings that it has."""
+    found = {} if model is module else {"kind": type(model).__name__}
+    weights = sum(p.numel() for p in module.parameters())
+    if weights:
+        found["network"] = f"{type(module).__name__}, {weights:,} weights"
+    curvature = getattr(model, "curvature", None)
+    if curvature is not None and hasattr(curvature, "structure"):
+        found["structure"] = f"{curvature.structure.name}, factor {type(curvature.factor).__name__}"
+    elif is_dataclass(model):
+        for each in fields(model):
+            value = getattr(model, each.name)
+            if isinstance(value, int | float | str):
+                found[each.name] = f"{value:.4g}" if isinstance(value, float) else str(value)
+    for name in BELIEF if hasattr(model, "predict") else ():
+        value = getattr(model, name, None)
+        if value is not None and not callable(value) and value not in ("", 1.0):
+            found[name.replace("_", " ")] = f"{value:.6g}" if isinstance(value, float) else str(value)
+    notes = [*getattr(curvature, "notes", ()), *getattr(getattr(model, "tuning", None), "messages", ())]
+    return found | ({"notes": "; ".join(str(note) for note in notes)} if notes else {})
+
+
+def data_facts(data: Any, ood: Mapping[str, Any], results: Mapping[str, Result]) -> dict[str, str]:
+    """Return what a report says about the data: how many items, and the name of the data set where it has one."""
+    first = next(iter(results.values()))
+    facts = {"test data": _data_words(data, first.count)}
+    return facts | {f"outside: {name}": _data_words(each, first.outside[name].count) for name, each in ood.items()}
+
+
+def _data_words(data: Any, count: int) -> str:
+    whole = getattr(data, "dataset", None)
+    name = "" if whole is None or type(whole).__module__.startswith("torch.") else f" of {type(whole).__name__}"
+    first = data[0] if isinstance(data, tuple | list) and data else data
+    first = first[0] if isinstance(first, tuple | list) and first else first
+    shape = tuple(getattr(first, "shape", ())[1:])
+    return f"{count:,} items{name}" + (f" of shape {shape}" if shape else "")
+
+
+def class_names(data: Any, modules: Iterable[nn.Module]) -> Sequence[str]:
+    """Return the names of classes that a data set (`classes`) or a network's configuration (`id2label`) knows."""
+    found = getattr(getattr(data, "dataset", data), "classes", None)
+    if isinstance(found, list | tuple) and all(isinstance(each, str) for each in found):
+        return found
+    for module in modules:
+        labels = getattr(getattr(module, "config", None), "id2label", None)
+        if isinstance(labels, Mapping) and not any(str(v).startswith("LABEL_") for v in labels.values()):
+            return [str(labels[k]) for k in sorted(labels)]
+    return ()
+
+
+def feature_names(data: Any) -> Sequence[str]:
+    """Return the names of the columns of a data frame in (X, y)."""
+    table = data[0] if isinstance(data, tuple) and data else data
+    return [str(name) for name in getattr(table, "columns", ())]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.model.inputs import batch_size, take, tensors_in
+from lapwing.model.calls import batch_size, take, tensors_in
 from lapwing.predictive import Prediction
 
 SHOWN = 16  # items of each kind

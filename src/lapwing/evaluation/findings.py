@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from lapwing.evaluation.results import STRANGE, WORDS, Numbers, Result, cell, column_of
+from lapwing.evaluation.columns import STRANGE, WORDS, Numbers, cell, column_of
+from lapwing.evaluation.scoring import Result
 from lapwing.plots.calibration import answered
 
 ABSTAIN = 0.05  # of the items, the least certain ones

@@ -11,26 +11,25 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lapwing.evaluation import intervals
+from lapwing.evaluation.columns import COST_COLUMNS, RESAMPLES, SCORES, SEED, Numbers, cell, column_of, title
 from lapwing.evaluation.examples import Example
 from lapwing.evaluation.figures import Picture, distinct_scores, figures_of
 from lapwing.evaluation.findings import difference_words, findings_of, score_name
-from lapwing.evaluation.results import COST_COLUMNS, SCORES, Numbers, cell, column_of, title
-from lapwing.evaluation.template import TEMPLATE
-from lapwing.plots.distributions import stretched
 from lapwing.plots.style import GRID, INK, INSIDE, MODELS, MUTED, OUTSIDE, array, style
+from lapwing.plots.uncertainty import stretched
 from lapwing.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TEMPLATE = files("lapwing.evaluation") / "template.html"
 LINES = 8  # items that are shown as rows of a table
 MEANINGS = {
     "accuracy": "share of right answers",
@@ -90,7 +89,7 @@ def write_page(report: Numbers, path: Path, heading: str, notes: Sequence[str], 
     except ImportError as error:
         raise ImportError("the HTML report needs jinja2: pip install 'lapwing-torch[report]'") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(TEMPLATE)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     page = template.render(
         heading=heading,
         notes=notes,
@@ -190,7 +189,7 @@ def legend_of(report: Numbers) -> str:
     """Explain the tables in a few sentences."""
     words = [
         "Small numbers below a value are its 95 % interval, from resampling the items with replacement "
-        f"({intervals.RESAMPLES:,} times, seed {intervals.SEED})."
+        f"({RESAMPLES:,} times, seed {SEED})."
     ]
     if len(report.results) > 1:
         words.append(
@@ -209,11 +208,8 @@ def facts_of(report: Numbers, more: Mapping[str, str]) -> dict[str, str]:
     found = dict(report.data)
     found["task"] = f"predictions of {report.kind.kind}"
     found |= more
-    found["intervals"] = f"{intervals.RESAMPLES:,} resamples of the items, seed {intervals.SEED}"
-    try:
-        own = version("lapwing-torch")
-    except PackageNotFoundError:
-        own = str(getattr(importlib.import_module("lapwing"), "__version__", "unknown"))
+    found["intervals"] = f"{RESAMPLES:,} resamples of the items, seed {SEED}"
+    own = importlib.import_module("lapwing").__version__
     found["versions"] = f"Lapwing {own}, torch {torch.__version__}, Python {platform.python_version()}"
     return found
 

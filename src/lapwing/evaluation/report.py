@@ -14,25 +14,28 @@ from torch import Tensor
 
 from lapwing import metrics
 from lapwing.errors import BadData, brief, nearest
-from lapwing.evaluation import intervals
-from lapwing.evaluation.figures import figures_of, galleries_of
-from lapwing.evaluation.findings import findings_of
-from lapwing.evaluation.intervals import Estimate
-from lapwing.evaluation.page import write_page
-from lapwing.evaluation.results import (
+from lapwing.evaluation.columns import (
     COST_COLUMNS,
+    MOST,
     PRINTED,
     SCORES,
     SHARES,
     STRANGE,
     Column,
-    Result,
+    Estimate,
+    bootstrap_interval,
     cell,
     column_of,
+    resampled,
+    share_interval,
     statistics_of,
     summary,
     title,
 )
+from lapwing.evaluation.figures import figures_of, galleries_of
+from lapwing.evaluation.findings import findings_of
+from lapwing.evaluation.page import write_page
+from lapwing.evaluation.scoring import Result
 from lapwing.predictive import Prediction
 from lapwing.predictive.table import html_table
 
@@ -119,8 +122,8 @@ class Report:
             return value, math.nan, math.nan
         count = self.results[name].count
         if column in SHARES and value in (0.0, 1.0):
-            return (value, *intervals.share_interval(value, count))
-        return (value, *intervals.interval(value, samples))
+            return (value, *share_interval(value, count))
+        return (value, *bootstrap_interval(value, samples))
 
     def difference(self, name: str, column: str, baseline: str | None = None) -> Estimate:
         """Return how much a column of a model exceeds that of the baseline, with its 95 % interval, item by item.
@@ -134,7 +137,7 @@ class Report:
             return value, math.nan, math.nan
         if torch.equal(mine, theirs):
             return value, value, value
-        return (value, *intervals.interval(value, mine - theirs))
+        return (value, *bootstrap_interval(value, mine - theirs))
 
     def verdict(self, name: str, column: str, baseline: str | None = None) -> int:
         """Return 1 where a model is better than the baseline beyond the interval of the difference, −1 where worse."""
@@ -160,7 +163,7 @@ class Report:
         sizes = {"test": first.count, **{place: outside.count for place, outside in first.outside.items()}}
         longest = max(len(values) for result in self.results.values() for values in result.scores.values())
         statistics = {name: statistics_of(result, self.bins) for name, result in self.results.items()}
-        return intervals.resampled(statistics, sizes, min(longest, intervals.MOST))
+        return resampled(statistics, sizes, min(longest, MOST))
 
     def table(self, *columns: str) -> str:
         """Return the report as text, one line per model; `columns` such as "nll", "auroc notMNIST" choose and order.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,54 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.errors import BadData
 from lapwing.evaluation.examples import Example, Viewer, merged, per_item
-from lapwing.evaluation.features import Mahalanobis, energy, features_of, max_logit
-from lapwing.evaluation.meter import measure
-from lapwing.evaluation.results import Items, Outside, Result
+from lapwing.evaluation.meter import Cost, measure
+from lapwing.evaluation.strangeness import Mahalanobis, features_of, strangeness
+from lapwing.likelihoods import Likelihood
 from lapwing.model.batches import Batches
-from lapwing.model.inputs import as_tensors, batch_size
-from lapwing.predictive import Prediction
+from lapwing.model.calls import Inputs, as_tensors, batch_size, call, explained, output_tensor
+from lapwing.model.copies import borrowed
+from lapwing.predictive import Prediction, SampledFunction, predict_targets
 
+Items = Mapping[str, Tensor]  # the scores of all items, by name
 NOTHING = 1e-5  # of the uncertainty: an epistemic part below it is rounding
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """Scores of strangeness of one out-of-distribution set, by name, and its most uncertain items."""
+
+    scores: Items
+    owners: Mapping[str, Tensor]
+    count: int
+    examples: Mapping[str, tuple[Example, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """The scores of one model on test items and outside items, and what predicting the test set cost.
+
+    `items` are scores of targets and `scores` those of strangeness; where a score has several entries per item,
+    `owners` says whose they are. `examples` are the most "uncertain" and most "wrong" test items, `x` the inputs of a
+    curve, and `about` the settings of the model.
+    """
+
+    kind: type[Prediction]  # of its predictions
+    items: Items
+    scores: Items
+    outside: Mapping[str, Outside]
+    cost: Cost
+    count: int
+    examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
+    owners: Mapping[str, Tensor] = field(default_factory=dict)
+    x: Tensor | None = None
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def novelty(self) -> Tensor | None:
+        """The novelty of the test items, where it was computed."""
+        return self.scores.get("novelty")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +106,30 @@ class Reader:
         """Show a bar always, never, or (None) on a terminal if it takes a second."""
         hide, total = (None if self.progress is None else not self.progress), self._batches.length
         return tqdm(source, self.label, total, leave=False, disable=hide, delay=0 if self.progress else 1)
+
+
+def run_of(model: Any, likelihood: Likelihood | None) -> Run:
+    """Return a network, or an object with `.predict`, as a `Run`."""
+    if hasattr(model, "predict"):
+        held = (getattr(model, "module", None), getattr(getattr(model, "network", None), "module", None))
+        module = next((each for each in held if isinstance(each, nn.Module)), None) or nn.Identity()
+        return Run(model.predict, device_of(module), module)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise BadData(f"a model is a {kind}: pass an nn.Module, or an object with predict(x) such as a Laplace object")
+    if likelihood is None:
+        raise BadData("a plain network has no likelihood: pass likelihood='classification', 'regression', …")
+    return Run(lambda inputs: point_prediction(model, inputs, likelihood), device_of(model), model)
+
+
+def point_prediction(
+    model: nn.Module, inputs: Inputs, likelihood: Likelihood, temperature: float = 1.0, differentiable: bool = False
+) -> Prediction:
+    """Return p(y | f(x)/T) for a network without a posterior: the distribution of f is one point."""
+    with borrowed(model) as own, torch.set_grad_enabled(differentiable), explained(inputs):
+        raw = output_tensor(call(own, inputs)) / temperature
+    f = likelihood.outputs(raw)
+    return predict_targets(SampledFunction(None, f[None]), likelihood, scalar=raw.ndim == 1)
 
 
 def evaluate_one(run: Run, readers: Mapping[str, Reader], asked: Asked) -> Result:
@@ -174,7 +236,7 @@ def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any,
     mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)
     raw = {} if y is None else prediction.scores(y)
     uncertainty = prediction.uncertainty
-    strange = {"uncertainty": uncertainty, **strangeness(prediction, asked)}
+    strange = {"uncertainty": uncertainty, **strangeness(prediction, asked.outside, asked.novelty)}
     if distance is not None:
         strange["mahalanobis"] = distance(inputs)
     owner = {name: owner_of(values, mask) for name, values in (raw | strange).items()}
@@ -190,25 +252,6 @@ def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any,
         line_of(prediction, inputs),
         batch_size(inputs),
     )
-
-
-def strangeness(prediction: Prediction, asked: Asked) -> dict[str, Tensor]:
-    """Return the scores of strangeness that a prediction has beside its uncertainty, where they are wanted."""
-    found: dict[str, Tensor] = {}
-    if asked.outside:
-        doubt = prediction.epistemic
-        if prediction.kind != "classes":
-            doubt = doubt.flatten(1).sum(-1) if doubt.ndim > 1 else doubt
-        found["epistemic"] = doubt.sqrt() if prediction.kind == "numbers" else doubt
-        if prediction.kind == "classes" and prediction.likelihood.has_logits:
-            f = prediction.function.mean
-            found |= {"energy": energy(f), "maxlogit": max_logit(f)}
-    if asked.novelty:
-        try:
-            found["novelty"] = prediction.novelty
-        except UnsupportedOperation:
-            pass
-    return found
 
 
 def flat(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -229,3 +272,10 @@ def line_of(prediction: Prediction, inputs: Any) -> Tensor | None:
     if prediction.kind != "numbers" or not isinstance(inputs, Tensor) or inputs.numel() != len(inputs):
         return None
     return flat(inputs, None) if prediction.mean.numel() == len(inputs) else None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter or buffer; the CPU for a model without any."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

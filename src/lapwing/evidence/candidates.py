@@ -4,20 +4,15 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, NotConverged, nearest
-from lapwing.evidence.heldout import (
-    SCALING,
-    Batch,
-    Sweep,
-    best_logit_temperature,
-    held_near,
-    require_logits,
-)
+from lapwing.evidence.heldout import Batch, Sweep
+from lapwing.evidence.scores import SCALING, best_logit_temperature, held_near, require_logits
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
 
@@ -168,6 +163,10 @@ class Candidates:
     def _dispersions(self) -> list[float]:
         return [self.dispersion if each is None else each for each in self.dispersions]
 
+    @cached_property
+    def _narrow(self) -> list[float]:
+        return torch.stack(self.precisions).double().log().mean(1).exp().tolist()
+
     def edges(self, setting: Setting) -> list[str]:
         """Return a warning per quantity that was chosen at the edge of its grid."""
         power = self.unit[1]
@@ -177,7 +176,7 @@ class Candidates:
             "logit_temperature": (self.logit_temperatures or LOGIT_RANGE, setting.logit_temperature),
         }
         if not setting.deterministic:
-            tried["prior"] = ([tau.double().log().mean().exp().item() for tau in self.precisions], setting.narrow)
+            tried["prior"] = (self._narrow, setting.narrow)
             tried["temperature"] = (self.temperatures, setting.temperature)
         found = []
         for name in (each for each in LEARNABLE if each in self.learned and each in tried):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,13 @@ from lapwing import metrics
 from lapwing.errors import BadData, brief
 from lapwing.evidence import Groups, collect, linked, nodes_for
 from lapwing.evidence.heldout import Batch, GramSweep
+from lapwing.evidence.sampled import HeldOut, drawn_outputs
+from lapwing.evidence.scores import item_scores
 from lapwing.evidence.search import MEMORY
+from lapwing.evidence.tuning import Setting
 from lapwing.posterior import Belief
-from lapwing.predictive import GaussianFunction, Prediction, predict_targets
+from lapwing.predictive import GaussianFunction, predict_targets
+from lapwing.predictive.predictive import Predictive
 
 CHUNK = 2**22  # elements of f that one Monte Carlo step holds
 
@@ -125,15 +130,39 @@ class _Items:
         return cls(columns[0], columns[1], columns[2] if len(columns) > 2 else None)
 
 
-def item_scores(prediction: Prediction, y: Tensor) -> list[Tensor]:
-    """Return −log p(y), the entropy and, for labels, the share of right ones, of each item, (items,) float64."""
-    entropy = prediction.entropy.double().reshape(len(y), -1).mean(-1)
-    found = [-prediction.log_prob(y).double(), entropy]
-    label = getattr(prediction, "label", None)
-    if label is None:
-        return found
-    truth = y.argmax(-1) if y.ndim > label.ndim else y  # soft labels have one more dimension
-    return [*found, (label == truth).double().reshape(len(y), -1).mean(-1)]
+def sampled_curve(
+    predictive: Predictive, data: Any, outside: Mapping[str, Any], temperatures: Sequence[float], *, link: str = "auto"
+) -> TemperatureCurve:
+    """Score the sampled predictive at each temperature, its prior kept, on labeled data and on data from elsewhere.
+
+    Generalized Laplace, Figs. 3 to 5: 50 networks per temperature, from the same random numbers at all temperatures.
+    """
+    check_temperatures(temperatures)
+    groups, precision = Groups.of_prior(predictive.belief)
+    held = HeldOut.of(predictive, groups, data, link)
+    others = {name: tuple(predictive.bare_inputs(each)) for name, each in outside.items()}
+    rows: list[dict[str, float]] = []
+    for T in temperatures:
+        setting = Setting(precision, T, logit_temperature=predictive.belief.logit_temperature)
+        at = replace(predictive, belief=held.belief(setting))
+        inside = held.prediction(setting, drawn_outputs(at, held.inputs, held.draws))
+        losses, entropy, *correct = held.scores(inside)
+        row = {"nll": losses.mean().item(), "entropy": entropy.mean().item()}
+        row |= {"accuracy": correct[0].mean().item()} if correct else {}
+        for name, inputs in others.items():
+            far = held.prediction(setting, drawn_outputs(at, inputs, held.draws)).entropy.double()
+            far = far.reshape(len(far), -1).mean(-1)  # several binary labels have an entropy each
+            row |= {f"entropy {name}": far.mean().item(), f"auroc {name}": metrics.auroc(entropy, far).item()}
+        rows.append(row)
+    columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
+    return TemperatureCurve(
+        torch.tensor(list(temperatures), dtype=torch.float64),
+        columns["nll"],
+        columns["entropy"],
+        columns.get("accuracy"),
+        {name: columns[f"entropy {name}"] for name in others},
+        {name: columns[f"auroc {name}"] for name in others},
+    )
 
 
 def check_temperatures(temperatures: Sequence[float]) -> None:

@@ -1,5 +1,7 @@
 """Held-out data: one pass keeps what every prior, temperature and noise needs to be scored without another.
 
+`collect` reads the data and returns a `GramSweep`, whose `losses(settings)` scores any number of settings.
+
 The covariance of the outputs under precision c·H + τI is (1/c) J (H + ρI)⁻¹ Jᵀ with ρ = τ/c: one function of one number
 ρ for each group of weights. In log ρ and log e the kernel 1/(e + ρ) is a sech, whose spectrum falls like exp(−πω), so
 that a few nodes ρ_j per decade suffice:
@@ -18,57 +20,38 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from lapwing.errors import (
-    BadData,
-    IncompatiblePrior,
-    NotConverged,
-    NotPositiveDefinite,
-    TooLarge,
-    UnsupportedOperation,
-    positive,
-)
+from lapwing.errors import BadData, IncompatiblePrior, NotConverged, NotPositiveDefinite, TooLarge
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.lines import chebyshev, enough, lines_of
+from lapwing.evidence.scores import Score, counted
 from lapwing.evidence.tuning import Setting
 from lapwing.likelihoods import Likelihood
-from lapwing.likelihoods.marginal import normal_nodes
 from lapwing.linalg import PSD, Rows
 from lapwing.posterior import Belief
-from lapwing.predictive import GaussianFunction, predict_targets
-from lapwing.predictive.function import SEED
-from lapwing.predictive.pairs import Pairs
-from lapwing.predictive.softmax import CLOSE, DenseSpread, kept_points
 
 CHUNK = 2**22  # values of f in one Monte Carlo step
 Adjust = Callable[[Tensor, Tensor, slice | Tensor], Tensor]
 """Changes covariances (S, items, C, C), given T/φ (S,) and which items, before they are scored."""
 Batch = tuple[Tensor, Tensor, Rows]
 """f (B, *event, C), canonical targets, and rows (B, *event·C flattened) of ∂f/∂θ."""
-PER_DECADE = 2.5
+PER_DECADE = 2.5  # nodes ρ_j
+ALONG = 1.4  # settings per decade of a line that are computed at first
 PADDING = 2  # nodes beyond either end, since the approximation is worst at the ends
 RIDGE = 1e-12
 TRIED, AGREE = 3, 1e-4  # settings by which an interpolation is checked, and nats per item to which they must agree
 AT_ONCE = 64  # shifts whose coefficients are fitted together
-Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
-"""(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
-SCALING = "temperature scaling"
-OVERFLOW = 80.0  # exponents beyond this overflow in float32, with room for a sum
-NODE, WIDEST = 10, 5.2  # the rule for one logit uses every tenth node, up to this many standard deviations
-RELATIVE = 0.02  # the largest error, in parts of a probability, for which pairs of classes do
-JITTER = 1e-6  # share of the mean variance added to the diagonal: the covariance of f may be singular
 
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
-    """Shifts ρ_j (m,), ascending, and the eigenvalues e (k,) and pairs (g, a) (l, 2) at which a_j(ρ) are fitted.
+    """The nodes ρ_j (m,), ascending; other ρ are combinations of them with coefficients a_j(ρ).
 
+    The coefficients are fitted at eigenvalues e (k,), the `spectrum`, and at `pairs` (g, a) of damped factors (l, 2).
     `power` is that of the kernel: 1 for covariances, (e + ρ)⁻¹, and ½ for draws, (e + ρ)^-½.
     """
 
@@ -127,11 +110,42 @@ def _factor_pairs(low: float, largest: float) -> Tensor:
     return torch.combinations(torch.cat([grid.new_zeros(1), grid]), with_replacement=True)
 
 
+def lines_of(settings: Sequence[Setting]) -> list[list[int]]:
+    """Group the numbers of settings that differ in a common factor of their precisions alone, in its order."""
+    found: dict[tuple, list[int]] = {}
+    for k, each in enumerate(settings):
+        shape = tuple((each.precision / each.precision[0]).tolist()) if len(each.precision) else ()
+        key = (shape, each.temperature, each.dispersion, each.logit_temperature, each.deterministic)
+        found.setdefault(key, []).append(k)
+    return [sorted(line, key=lambda k: settings[k].narrow) for line in found.values()]
+
+
+def enough(line: Sequence[Setting]) -> int:
+    """Return from how many settings of a line the others are interpolated at first."""
+    decades = 0.0 if len(line) < 2 else math.log10(line[-1].narrow / line[0].narrow)
+    return math.ceil(ALONG * decades) + 3
+
+
+def chebyshev(u: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return Chebyshev's nodes between the ends of u, and the matrix that interpolates from them to u (barycentric)."""
+    angle = torch.linspace(0, math.pi, count, dtype=torch.float64)
+    low, high = u.min(), u.max()
+    nodes = (low + high) / 2 - (high - low) / 2 * angle.cos()
+    weights = torch.where(torch.arange(count) % 2 == 0, 1.0, -1.0).double()
+    weights[[0, -1]] /= 2
+    gaps = u[:, None] - nodes
+    exact = gaps == 0
+    parts = weights / gaps.masked_fill(exact, 1.0)
+    parts = torch.where(exact.any(1, keepdim=True), exact.double(), parts)
+    return nodes, parts / parts.sum(1, keepdim=True)
+
+
 @dataclass(frozen=True, eq=False)
 class Sweep(ABC):
-    """What one pass over held-out data keeps, enough to score any setting without another pass.
+    """Held-out data after one pass: enough to score any setting without another pass.
 
-    Outputs f (N, *event, C), their targets, and the nodes ρ_j between which settings are interpolated.
+    These are outputs f (N, *event, C), their targets y, and the nodes ρ_j. `power` is that of the dispersion φ in the
+    precision T/φ^power · H + Π; `tempers_prior` says whether the temperature multiplies the prior too.
     """
 
     f: Tensor
@@ -205,13 +219,12 @@ class Sweep(ABC):
         """Return −log p(y) of every item that counts under every setting, (S, N) float64.
 
         Many settings that differ in a common factor of their precisions alone are interpolated between a few of them:
-        the losses are smooth functions of its logarithm, as the kernel 1/(e + ρ) is. Some are computed as well, and all
-        of them where these are not met to `AGREE` nats.
+        the losses are smooth functions of its logarithm, as the kernel 1/(e + ρ) is.
         """
         found: dict[int, Tensor] = {}
         for line in lines_of(settings):
             own = [settings[k] for k in line]
-            if len(own) >= 2 * enough(own):
+            if len(own) >= 3 * enough(own):
                 found |= dict(zip(line, self._along(own)))
         others = [k for k in range(len(settings)) if k not in found]
         if others:
@@ -219,18 +232,28 @@ class Sweep(ABC):
         return torch.stack([found[k] for k in range(len(settings))])
 
     def _along(self, line: Sequence[Setting]) -> Tensor:
-        """Return the losses of settings in the order of their precisions, interpolated between some, (S, N)."""
+        """Return the losses of settings in the order of their precisions, interpolated between some, (S, N).
+
+        Some settings are computed as well. Where the interpolation misses the mean loss of one by more than `AGREE`
+        nats, as many nodes again are put between the first ones; where that is not enough, all settings are computed.
+        """
         u = torch.tensor([each.narrow for each in line], dtype=torch.float64).log()
-        nodes, matrix = chebyshev(u, enough(line))
-        factors = (nodes - u[0]).exp()
-        known = self.exact_losses([replace(line[0], precision=factor * line[0].precision) for factor in factors])
-        found = matrix.to(known) @ known
         tried = [round(k * (len(line) - 1) / (TRIED + 1)) for k in range(1, TRIED + 1)]
         exact = self.exact_losses([line[k] for k in tried])
-        if not bool(((found[tried] - exact).mean(1).abs() <= AGREE).all()):
-            return self.exact_losses(line)
-        found[tried] = exact
-        return found
+        count, known = enough(line), exact[:0]
+        for _ in range(2):
+            nodes, matrix = chebyshev(u, count)
+            new = nodes[1::2] if len(known) else nodes  # every second node is one of the first
+            factors = (new - u[0]).exp()
+            values = self.exact_losses([replace(line[0], precision=factor * line[0].precision) for factor in factors])
+            if len(known):
+                values = torch.stack([*known, *values])[_interleaved(len(known))]
+            found = matrix.to(values) @ values
+            if bool(((found[tried] - exact).mean(1).abs() <= AGREE).all()):
+                found[tried] = exact
+                return found
+            count, known = 2 * count - 1, values
+        return self.exact_losses(line)
 
     def exact_losses(self, settings: Sequence[Setting]) -> Tensor:
         """Return the losses of settings one by one: those that share a dispersion together, as fit into a chunk."""
@@ -247,9 +270,18 @@ class Sweep(ABC):
         return found if mask is None else found[:, mask.reshape(-1)]
 
 
+def _interleaved(count: int) -> list[int]:
+    """Return the places of `count` first nodes, with as many new ones less one put between them."""
+    return [k // 2 if k % 2 == 0 else count + k // 2 for k in range(2 * count - 1)]
+
+
 @dataclass(frozen=True, eq=False)
 class GramSweep(Sweep):
-    """Keeps grams (G, m, N·event, C(C+1)/2): the lower triangles of J (H + ρ_j I)⁻¹ Jᵀ per group and node."""
+    """Held-out data with the covariance of every item's outputs, per group of weights and node.
+
+    `grams` (G, m, N·event, C(C+1)/2) are the lower triangles of J (H + ρ_j I)⁻¹ Jᵀ. `adjust` may change covariances
+    before they are scored, as leave-one-out does.
+    """
 
     grams: Tensor
     score: Score
@@ -291,15 +323,17 @@ class GramSweep(Sweep):
         f, y = self.flat
         several = len(coefficients)
         plain = not logits.requires_grad and bool((logits == 1.0).all())
+        divisor = logits.to(f)[:, None, None]
+        if self.adjust is None and not plain:  # cheaper than to divide every covariance
+            coefficients = coefficients / logits.to(coefficients)[:, None, None].square()
         for start in range(0, len(f), self._step):
             part = slice(start, min(len(f), start + self._step))
             covariance = self.covariance(coefficients, part.start, part.stop)
+            mean = f[part].expand(several, -1, -1)
+            mean = mean if plain else mean / divisor
             if self.adjust is not None:
                 covariance = self.adjust(covariance, scale, part)
-            mean = f[part].expand(several, -1, -1)
-            if not plain:
-                divisor = logits.to(mean)[:, None, None]
-                mean, covariance = mean / divisor, covariance / divisor.square()[..., None]
+                covariance = covariance if plain else covariance / divisor.square()[..., None]
             targets = y[part].expand(several, *y[part].shape)
             flat = (mean.flatten(0, 1), covariance.flatten(0, 1), targets.flatten(0, 1))
             yield -self.score(*flat, likelihood).double().unflatten(0, (several, -1))
@@ -413,169 +447,3 @@ def unpack_symmetric(flat: Tensor, size: int) -> Tensor:
     return flat[..., where]
 
 
-def linked(link: str = "auto", samples: int = 256) -> Score:
-    """Make the score under the link that prediction will use; class probabilities by Monte Carlo take a faster way."""
-
-    def score(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
-        several = mean.shape[-1] > 2 and y.ndim == mean.ndim - 1
-        if likelihood.softmax and several and link in ("auto", "mc"):
-            return class_log_prob(mean, covariance, y, likelihood, samples)
-        function = GaussianFunction(mean, covariance)
-        return predict_targets(function, likelihood, link=link, samples=samples).log_prob(y)
-
-    return score
-
-
-def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Likelihood, samples: int) -> Tensor:
-    """Compute log E[softmax(f)_y] for the class y of each item, (N,), by pairs of classes or by points.
-
-    Pairs do where their error is bounded by a small part of the probability (`RELATIVE`).
-    """
-    mask = likelihood.mask(mean, y)
-    own = (y if mask is None else y.masked_fill(~mask, 0)).long()
-    value, error = Pairs.of(mean, DenseSpread(covariance).apart).log_prob(own[:, None])
-    least = value.detach().exp() * RELATIVE
-    open_ = (~(error <= least.clamp(max=CLOSE))).nonzero()[:, 0]
-    if len(open_):
-        rest = _log_prob_by_points(mean[open_], covariance[open_], own[open_], samples)
-        value = rest if len(open_) == len(mean) else value.index_put((open_,), rest)
-    return value if mask is None else torch.where(mask, value, 0.0)
-
-
-def _log_prob_by_points(mean: Tensor, covariance: Tensor, y: Tensor, samples: int) -> Tensor:
-    """Compute log E[softmax(f)_y] from points.
-
-    The other logits take fixed points. Given these, f_y is Gaussian and its softmax is the sigmoid of f_y minus their
-    log-sum-exp, which leaves a one-dimensional integral, as in `expected_softmax`. Classes come first so that sums run
-    over whole vectors; logarithms are used only where exponentials would overflow.
-    """
-    base, own = (
-        kept_points(samples, mean.shape[-1] - 1, SEED, mean.dtype).to(mean.device),
-        y[:, None],
-    )  # (S, C − 1), (N, 1)
-    order = torch.arange(mean.shape[-1], device=mean.device).expand(len(mean), -1)
-    order = order.scatter(1, own, mean.shape[-1] - 1).scatter(1, order[:, -1:], own)  # the own class last
-    root, center = contrast_root(covariance, order), mean.gather(1, order)
-    ahead = root[:, :-1, :-1] - root[:, -1:, :-1]
-    spread = (ahead.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
-    spread = spread.add_((center[:, :-1] - center[:, -1:]).T[:, :, None])  # (C − 1, N, S): f_c − E[f_y | others]
-    nodes, log_weights = own_nodes(mean)
-    steps = root[:, -1, -1][:, None, None] * nodes  # (N, 1, Q): f_y − E[f_y | others]
-    if spread.detach().amax() > OVERFLOW:
-        inner = logsigmoid(steps - spread.logsumexp(0)[..., None]) + log_weights
-        value = inner.flatten(1).logsumexp(1) - math.log(samples)
-    else:
-        inner = (spread.exp_().sum(0)[..., None] * (-steps).exp()).add_(1).reciprocal_()
-        value = (inner.mean(1) @ log_weights.exp()).log()
-    return value
-
-
-def own_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coarse nodes (Q,) and log weights for N(0, 1); the integrand is smooth, so that few suffice."""
-    nodes, log_weights = normal_nodes(like)
-    likely = nodes.abs() < WIDEST
-    return nodes[likely][::NODE], log_weights[likely][::NODE].log_softmax(0)
-
-
-def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:
-    """Return the Cholesky factor (N, C, C) of the covariance of f minus its average over the classes.
-
-    The softmax ignores that average, and no data determine it: under a wide prior its variance is so much larger than
-    the others that rounding alone may leave the whole matrix indefinite. So it is replaced by a variance of the size of
-    the others. `order` (N, C) permutes the classes. Computed in float64 with a ridge at the level of rounding, raised
-    where the factorization fails.
-    """
-    wide = covariance.double()
-    rows = wide.mean(-1, keepdim=True)
-    inner = wide - rows - rows.mT + rows.mean(-2, keepdim=True)
-    level = inner.detach().diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=0)
-    noise = 0.5 * wide.shape[-1] * torch.finfo(covariance.dtype).eps
-    rounding = noise * wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
-    ridge = JITTER * level + rounding + torch.finfo(covariance.dtype).tiny
-    eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
-    inner = inner + level[:, None, None]
-    inner = inner.gather(1, order[:, :, None].expand(inner.shape)).gather(2, order[:, None].expand(inner.shape))
-    root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
-    for _ in range(3):
-        if not bool(failed.any()):
-            break
-        ridge = torch.where(failed > 0, 10 * ridge, ridge)
-        root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * eye)
-    return root.to(covariance.dtype)
-
-
-def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
-    """Return the value if it is positive and the outputs of the likelihood are logits; otherwise raise."""
-    require_logits(likelihood)
-    return positive("logit_temperature", value)
-
-
-def require_logits(likelihood: Likelihood) -> None:
-    """Refuse a likelihood whose outputs are not logits."""
-    if not likelihood.has_logits:
-        raise UnsupportedOperation(
-            f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
-            "Bernoulli and BradleyTerry"
-        )
-
-
-def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, dispersion: bool) -> dict[str, Tensor]:
-    """Return −log p of each item for the network without a posterior, and after its usual remedy on the same data.
-
-    The remedy for logits is temperature scaling; for a dispersion that may change, the value that fits the residuals.
-    """
-    rivals = {"MAP": (f, likelihood)}
-    if likelihood.has_logits:
-        rivals[SCALING] = (f / best_logit_temperature(f, y, likelihood), likelihood)
-    elif likelihood.dispersion_name and dispersion:
-        best = likelihood.with_dispersion(likelihood.best_dispersion(f, y))
-        rivals[f"MAP, {likelihood.dispersion_name} fitted"] = (f, best)
-    return {name: counted(f, y, law, -law.log_prob(g, y).double().reshape(-1)) for name, (g, law) in rivals.items()}
-
-
-def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Tensor:
-    """Drop the losses of items whose targets do not count."""
-    mask = likelihood.mask(f, y)
-    return losses if mask is None else losses[mask.reshape(-1)]
-
-
-def best_logit_temperature(
-    f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0, near: float | None = None
-) -> float:
-    """Return 1/s for the s with the smallest Σ −log p(y | s·f), between 1/limit and limit.
-
-    The sum is convex in s, so Newton's method with bisection as its guard finds it. `near` holds the result weakly near
-    another logit temperature, with a quarter of `held_near`: otherwise a few items that are all classified correctly
-    would ask for infinite logits.
-    """
-    f = f.double()
-    low, high = 1 / limit, limit
-    s = 1.0
-    for _ in range(60):
-        with torch.enable_grad():
-            scale = torch.tensor(s, dtype=torch.float64, device=f.device, requires_grad=True)
-            value = -likelihood.log_prob(scale * f, y).sum()
-            value = value if near is None else value + held_near(1 / scale, near) / 4
-            (slope,) = torch.autograd.grad(value, scale, create_graph=True)
-            (curve,) = torch.autograd.grad(slope, scale)
-        low, high = (low, s) if slope > 0 else (s, high)
-        newton = s - (slope / curve).item() if curve > 0 else high
-        new = newton if low < newton < high else math.sqrt(low * high)
-        if abs(new - s) <= 1e-9 * s:
-            break
-        s = new
-    return 1 / s
-
-
-def held_near(logit_temperature: Tensor, near: float) -> Tensor:
-    """½ (log s − log near)²/½², in nats for all items together: a penalty that holds s near temperature scaling's.
-
-    A few items may favor a wide posterior with logits so large that draws vote instead of giving probabilities, which
-    fails on other items. Many items outweigh the penalty.
-    """
-    return 2.0 * (logit_temperature.log() - math.log(near)).square()
-
-
-def describe(scores: Mapping[str, float]) -> str:
-    """Return names and values as one line: MAP 0.3, temperature scaling 0.2."""
-    return ", ".join(f"{name} {value:.5g}" for name, value in scores.items())

@@ -1,33 +1,20 @@
-"""Maximize the log evidence over prior precisions and noise, by Newton's method in the cached eigenbasis.
-
-With x_g = log τ_g, u = log φ, q_g = ‖θ̂ − μ₀‖² over group g, k the power of φ in the precision,
-
-    F(x, u) = T·log p(D|θ̂, u) − ½ Σ_g e^{x_g} q_g − ½ [log|T e^{−ku} H + Π(x)| − log|Π(x)|].
-
-In an eigenbasis that the groups respect the bracket is Σ_p softplus(log T e_p − k u − x_{g(p)}), and F splits into one
-term per group. Otherwise its derivatives follow from the posterior covariance Σ: with m_g = τ_g Σ_{p∈g} Σ_pp and
-C_gh = τ_g τ_h Σ_{p∈g, p'∈h} Σ_pp'²,
-
-    ∂F/∂x_g = ½(|g| − m_g − τ_g q_g),    −∂²F/∂x_g∂x_h = ½(δ_gh (m_g + τ_g q_g) − C_gh).
-"""
+"""Choose prior precisions and noise by the largest log evidence: no held-out data, and mostly no data at all."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
+from lapwing.evidence.ascent import Concave, CovarianceEvidence, Fit, Optimum, SpectralEvidence, maximize
 from lapwing.evidence.candidates import check_candidates, edge
 from lapwing.evidence.evidence import evidence_of
-from lapwing.evidence.fixed_point import tune_probes
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.newton import Arrow, Concave, Curve, DenseCurve, Optimum, maximize
 from lapwing.evidence.tuning import Setting, Tuning
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief
@@ -181,125 +168,75 @@ def _tuning(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Fit:
-    """T·log p(D|θ̂) as a function of log φ, and how φ enters the precision.
+def tune_probes(
+    belief: Belief,
+    groups: Groups,
+    *,
+    learn: Sequence[str] = ("prior",),
+    tolerance: float = 1e-3,
+    iterations: int = 30,
+    samples: int | None = None,
+) -> Tuning:
+    """`tune_evidence` for matrix-free curvature: τ_g ← γ_g / ‖θ̂ − μ₀‖²_g with γ_g = Σ_{p∈g} (1 − τ_g Σ_pp).
 
-    `log_likelihood` maps a 0-d log φ to T times the log-likelihood, differentiably. `learned` says whether log φ is the
-    last coordinate; otherwise it stays at `start`.
+    The effective numbers γ_g come from the solver's fixed probes, deflated by the sketch, so that the same noise enters
+    every step and the iteration converges (MacKay 1992; for noise φ ← Σ r² / (N K − γ)). The mode θ̂ stays fixed. The
+    iteration stops when no logarithm moves by more than `tolerance`; every step costs one block of solves over data.
+    With `samples`, γ_g = E Σ_{p∈g} z_p (cGz)_p comes from that many posterior samples z with fixed noise instead: EM by
+    sample-then-optimize (Antorán et al. 2023), for a posterior without a sketch.
     """
-
-    log_likelihood: Callable[[Tensor], Tensor]
-    start: Tensor
-    power: int = 1
-    learned: bool = False
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Split x into log-precisions and log φ."""
-        return (x[:-1], x[-1]) if self.learned else (x, self.start)
-
-    def derivatives(self, log_dispersion: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first and minus the second derivative in log φ, each (1,), or (0,) if it is not learned."""
-        if not self.learned:
-            empty = log_dispersion.new_zeros(0)
-            return empty, empty
-        with torch.enable_grad():
-            u = log_dispersion.detach().clone().requires_grad_()
-            (first,) = torch.autograd.grad(self.log_likelihood(u), u, create_graph=True)
-            (second,) = torch.autograd.grad(first, u)
-        return first.detach()[None], -second[None]
-
-
-@dataclass(frozen=True, eq=False)
-class SpectralEvidence(Concave):
-    """F where every eigenvector lies inside one group."""
-
-    log_eigenvalues: Tensor  # (M,) log(T·e_p) of the eigenvalues above zero
-    group: Tensor  # (M,)
-    squares: Tensor  # (G,)
-    fit: Fit
-
-    def value(self, x: Tensor) -> Tensor:
-        log_tau, u = self.fit.split(x)
-        bracket = softplus(self._exponent(log_tau, u)).sum()
-        return self.fit.log_likelihood(u) - 0.5 * (log_tau.exp() * self.squares).sum() - 0.5 * bracket
-
-    def _exponent(self, log_tau: Tensor, u: Tensor) -> Tensor:
-        return self.log_eigenvalues - self.fit.power * u - log_tau[self.group]
-
-    def _sum(self, values: Tensor) -> Tensor:
-        return torch.zeros_like(self.squares).index_add(0, self.group, values)
-
-    def derivatives(self, x: Tensor) -> tuple[Tensor, Curve]:
-        log_tau, u = self.fit.split(x)
-        share = torch.sigmoid(self._exponent(log_tau, u))
-        effective, spread = self._sum(share), self._sum(share * (1 - share))
-        first, second = self.fit.derivatives(u)
-        k, learned = self.fit.power, len(first)
-        pull = log_tau.exp() * self.squares
-        gradient = torch.cat([0.5 * (effective - pull), first + 0.5 * k * effective.sum()[None][:learned]])
-        border = 0.5 * k * spread if learned else first
-        return gradient, Arrow(0.5 * (spread + pull), border, second + 0.5 * k**2 * spread.sum()[None][:learned])
+    if not belief.curvature.matrix.iterative:
+        raise UnsupportedOperation("tune_probes is for structure='matrixfree'; tune_evidence needs no data passes")
+    belief.likelihood.learned_names(tuple(learn))
+    squares = groups.squares(belief)
+    tau = groups.precisions(belief).to(squares.device)
+    first, begin = tau, groups.applied(belief, tau)
+    belief = begin
+    prior_scale = float(belief.temperature.prior_scale)
+    moved, step = math.inf, 0
+    while moved > tolerance and step < iterations:
+        gamma = _effective_by_probes(belief, groups, samples)
+        moved, step = 0.0, step + 1
+        if "prior" in learn:
+            known = (gamma > 0) & (squares > 0)
+            best = gamma.clamp(min=1e-12) / (prior_scale * squares.clamp(min=1e-300))
+            fresh = torch.where(known, best, tau).clamp(*BOUNDS)
+            moved, tau = float((fresh / tau).log().abs().max()), fresh
+            belief = groups.applied(belief, tau)
+        if "dispersion" in learn:
+            taken = min(belief.power, 1) * gamma.sum() / float(belief.temperature.T)
+            ahead = float(belief.likelihood.dispersion_step(belief.curvature.statistics, taken))
+            likelihood = belief.likelihood.with_dispersion(float(belief.likelihood.dispersion) * math.exp(ahead))
+            belief, moved = replace(belief, likelihood=likelihood), max(moved, abs(ahead))
+    settings = [_setting(values, each, learn) for values, each in ((first, begin), (tau, belief))]
+    with torch.no_grad():
+        scores = torch.tensor([-float(evidence_of(each)) for each in (begin, belief)], dtype=torch.float64)
+    scaled, prior = _sum(belief)
+    error = (scaled + prior).logdet_error() / 2
+    messages = [f"matrix-free: the log evidence has a standard error of {error:.3g}"]
+    if moved > tolerance:
+        messages.append(f"not converged after {step} iterations: a logarithm still moves by {moved:.3g}")
+    return Tuning.of(
+        "evidence", belief, groups, settings, scores, 1, iterations=step, converged=moved <= tolerance,
+        messages=tuple(messages),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class CovarianceEvidence(Concave):
-    """F for groups that cut through eigenvectors: a dense block with several precisions inside.
-
-    Newton's matrix is exact for up to `exact` groups of up to `dense` weights. Beyond, it is replaced by the diagonal
-    ½(m_g + τ_g q_g), an upper bound that needs marginal variances only and converges linearly.
-    """
-
-    matrix: PSD  # T·H
-    groups: Groups
-    squares: Tensor  # (G,)
-    fit: Fit
-    exact: int = 1024
-    dense: int = 8192
-
-    def _scale(self, u: Tensor) -> Tensor:
-        return (-self.fit.power * u).exp()
-
-    def value(self, x: Tensor) -> Tensor:
-        log_tau, u = self.fit.split(x)
-        try:
-            bracket = self.matrix.scale(self._scale(u)).logdet_ratio(self.groups.diagonal(log_tau.exp()))
-        except NotPositiveDefinite:  # an exact Hessian under too small a prior: no posterior, no evidence
-            return x.new_tensor(-torch.inf)
-        return self.fit.log_likelihood(u) - 0.5 * (log_tau.exp() * self.squares).sum() - 0.5 * bracket
-
-    def derivatives(self, x: Tensor) -> tuple[Tensor, Curve]:
-        log_tau, u = self.fit.split(x)
-        tau = log_tau.exp()
-        precision = self.matrix.scale(self._scale(u)) + self.groups.diagonal(tau)
-        left = tau * self.groups.total(precision.inverse_diagonal().double())  # m
-        effective = self.groups.total(torch.ones(self.groups.size, dtype=tau.dtype, device=tau.device)) - left
-        pull = tau * self.squares
-        first, second = self.fit.derivatives(u)
-        k, learned = self.fit.power, len(first)
-        gradient = torch.cat([0.5 * (effective - pull), first + 0.5 * k * effective.sum()[None][:learned]])
-        if self.groups.count > self.exact or self.groups.size > self.dense:
-            corner = second + 0.5 * k**2 * left.sum()[None][:learned]
-            return gradient, Arrow(0.5 * (left + pull), torch.zeros_like(left) if learned else first, corner)
-        shared = _squared_covariance(precision, self.groups) * tau * tau[:, None]  # C
-        spread = left - shared.sum(1)
-        curve = 0.5 * (torch.diag(left + pull) - shared)
-        if learned:
-            border = 0.5 * k * spread
-            corner = second + 0.5 * k**2 * spread.sum()
-            curve = torch.cat([torch.cat([curve, border[:, None]], 1), torch.cat([border, corner])[None]])
-        return gradient, DenseCurve(curve)
+def _setting(precision: Tensor, belief: Belief, learn: Sequence[str]) -> Setting:
+    dispersion = float(belief.likelihood.dispersion) if "dispersion" in learn else None
+    return Setting(precision, float(belief.temperature.T), dispersion)
 
 
-def _squared_covariance(precision: PSD, groups: Groups) -> Tensor:
-    """Σ_{p∈g, p'∈h} Σ_pp'², (G, G)."""
-    index = groups.index.to(precision.device)
-    total = torch.zeros(groups.count, groups.count, dtype=torch.float64, device=precision.device)
-    for block, part in precision.blockwise(index):
-        square = block.solve(torch.eye(block.size, dtype=block.dtype, device=block.device)).double().square()
-        rows = torch.zeros(groups.count, block.size, dtype=square.dtype, device=square.device)
-        total = total.index_add(1, part, rows.index_add(0, part, square))
-    return total
+def _sum(belief: Belief) -> tuple[PSD, PSD]:
+    """The two terms of the posterior precision: T/φ·H and the prior."""
+    prior = belief.resolved_prior[1].scale(belief.temperature.prior_scale)
+    return belief.curvature.matrix.scale(belief.scale.detach()), prior
+
+
+def _effective_by_probes(belief: Belief, groups: Groups, samples: int | None) -> Tensor:
+    """γ_g of every group, (G,)."""
+    scaled, prior = _sum(belief)
+    return groups.total(scaled.determined_shares(prior, samples))
 
 
 Tune = Callable[..., Tuning]

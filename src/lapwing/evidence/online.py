@@ -20,16 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.curvature import Factor, Structure, estimate_curvature, pose, resolve_factor, resolve_structure
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation
+from lapwing.evidence.ascent import BOUNDS, Moved, move
 from lapwing.evidence.evidence import effective_parameters, evidence_of
-from lapwing.evidence.fixed_point import BOUNDS, Moved, move
 from lapwing.evidence.groups import KINDS, Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import Diagonal, Jacobian
 from lapwing.model import Batch, Batches, Network, Params, Plan, batch_size, select_names, take
-from lapwing.model.inputs import Inputs
-from lapwing.model.module import call, output_tensor, outside_autocast
+from lapwing.model.batches import require_one_process
+from lapwing.model.calls import Inputs, call, output_tensor, outside_autocast
 from lapwing.posterior import Belief, Prior, resolve_prior
 
 BATCH = "batch"  # structure="batch": the stochastic bound of one batch

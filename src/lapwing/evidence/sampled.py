@@ -1,4 +1,4 @@
-"""Tuning and temperature curves of the sampled predictive: networks at drawn weights, with common random numbers.
+"""Tuning of the sampled predictive: networks at drawn weights, with common random numbers.
 
 Every setting draws its weights from the same normal numbers, as `predict(x, method="sampled")` does, so that settings
 differ by what they mean and not by chance, and every score is that of the prediction a user gets.
@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import metrics
 from lapwing.errors import BadData, NotPositiveDefinite, warn
 from lapwing.evidence.candidates import GRID, LOGIT_RANGE, Candidates, check_learned, default_learn
-from lapwing.evidence.curves import TemperatureCurve, check_temperatures, item_scores
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.heldout import baselines, counted, held_near
-from lapwing.evidence.search import by_group, messages_of, rivals_of, with_limits
+from lapwing.evidence.scores import baselines, counted, held_near, item_scores
+from lapwing.evidence.search import by_group, with_limits
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.likelihoods import Likelihood
-from lapwing.model.inputs import Inputs, map_tensors
+from lapwing.model.calls import Inputs, map_tensors
 from lapwing.posterior import Belief, Tempered
 from lapwing.predictive import Prediction, SampledFunction, predict_targets
 from lapwing.predictive.predictive import SAMPLED_DRAWS, Predictive
@@ -214,9 +212,9 @@ def tune_sampled(
         best_index,
         baselines={name: values.mean().item() for name, values in rivals.items()},
         messages=(
-            *messages_of(trials, best_index, candidates),
+            *trials.about(best_index, candidates.edges),
             *_labels_kept(held, trials, best_index, now),
-            f"{told}{len(held.f)} data; {rivals_of(trials)}",
+            f"{told}{len(held.f)} data; {trials.rivals()}",
         ),
         logit_temperature=trials.settings[best_index].logit_temperature,
     )
@@ -270,36 +268,3 @@ def minimum(value: Callable[[float], float], low: float, high: float) -> float:
     return left if at_left <= at_right else right
 
 
-def sampled_curve(
-    predictive: Predictive, data: Any, outside: Mapping[str, Any], temperatures: Sequence[float], *, link: str = "auto"
-) -> TemperatureCurve:
-    """Score the sampled predictive at each temperature, its prior kept, on labeled data and on data from elsewhere.
-
-    Generalized Laplace, Figs. 3 to 5: 50 networks per temperature, from the same random numbers at all temperatures.
-    """
-    check_temperatures(temperatures)
-    groups, precision = Groups.of_prior(predictive.belief)
-    held = HeldOut.of(predictive, groups, data, link)
-    others = {name: tuple(predictive.bare_inputs(each)) for name, each in outside.items()}
-    rows: list[dict[str, float]] = []
-    for T in temperatures:
-        setting = Setting(precision, T, logit_temperature=predictive.belief.logit_temperature)
-        at = replace(predictive, belief=held.belief(setting))
-        inside = held.prediction(setting, drawn_outputs(at, held.inputs, held.draws))
-        losses, entropy, *correct = held.scores(inside)
-        row = {"nll": losses.mean().item(), "entropy": entropy.mean().item()}
-        row |= {"accuracy": correct[0].mean().item()} if correct else {}
-        for name, inputs in others.items():
-            far = held.prediction(setting, drawn_outputs(at, inputs, held.draws)).entropy.double()
-            far = far.reshape(len(far), -1).mean(-1)  # several binary labels have an entropy each
-            row |= {f"entropy {name}": far.mean().item(), f"auroc {name}": metrics.auroc(entropy, far).item()}
-        rows.append(row)
-    columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
-    return TemperatureCurve(
-        torch.tensor(list(temperatures), dtype=torch.float64),
-        columns["nll"],
-        columns["entropy"],
-        columns.get("accuracy"),
-        {name: columns[f"entropy {name}"] for name in others},
-        {name: columns[f"auroc {name}"] for name in others},
-    )

@@ -1,4 +1,8 @@
-"""The setting of smallest NLL on held-out data: a grid, a descent from its best point, and a rule that chooses."""
+"""The setting of smallest NLL on held-out data.
+
+`tune_validation` reads the data once (`heldout.collect`), and `search` then works on what was kept: it scores a grid of
+settings, descends from the best of them, adds the network without a posterior, and lets a rule choose among all.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,21 +25,8 @@ from lapwing.evidence.candidates import (
 )
 from lapwing.evidence.drawn import collect_draws, nodes_of_draws
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.heldout import (
-    PADDING,
-    PER_DECADE,
-    Batch,
-    GramSweep,
-    Nodes,
-    Score,
-    Sweep,
-    baselines,
-    collect,
-    counted,
-    describe,
-    held_near,
-    linked,
-)
+from lapwing.evidence.heldout import PADDING, PER_DECADE, Batch, GramSweep, Nodes, Sweep, collect
+from lapwing.evidence.scores import Score, baselines, counted, held_near, linked
 from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 from lapwing.predictive.predictive import Pushed
@@ -63,17 +54,19 @@ def tune_validation(
     prepare: Callable[[GramSweep, Setting], Sweep] | None = None,
     draws: Iterable[Pushed] | None = None,
 ) -> Tuning:
-    """Minimize the NLL of held-out data over precisions (one per group), temperature and noise.
+    """Minimize the NLL of held-out data over precisions (one per group), temperature, noise and logit temperature.
 
-    `batches` yields (f (B, *event, C), canonical targets, rows of ∂f/∂θ) and is read once. Every candidate of the grid
-    (a common precision × temperatures × noise levels, as standard deviations) is scored under the link that prediction
-    will use (`score`). From the best candidate, `steps` of L-BFGS move all quantities, each group's precision on its
-    own. The network without a posterior is always a candidate, and `rule` picks from all of them. What is not in
-    `learn` keeps the value that the belief has. By default the data choose the prior, the temperature if they tell
-    inputs apart (`tells_apart`), and the logit temperature or a noise that the fit estimated. `prepare` may change what
-    the pass has kept, given the setting in force (leave-one-out does). `draws`, where given, take the place of
-    `batches`: they yield products with ∂f/∂θ instead of its rows, and items with many outputs are scored by draws of f
-    (`collect_draws`).
+    - `batches` yields (f (B, *event, C), canonical targets, rows of ∂f/∂θ) and is read once. With `draws`, which yield
+      products with ∂f/∂θ in place of its rows, items with many outputs are scored by draws of f (`collect_draws`).
+    - `learn` names what the data choose; the rest keeps the value that the belief has. By default the data choose the
+      prior, the temperature if it helps to tell inputs apart (`tells_apart`), and the logit temperature or a noise
+      that the fit estimated.
+    - `grid` has the user's candidates by name; noise levels are standard deviations. A common precision is tried for
+      all groups.
+    - `score` is the log-probability under the link that prediction will use.
+    - `steps` of L-BFGS start at the best candidate and move every quantity, each group's precision on its own.
+    - `rule` picks from all settings, among which is always the network without a posterior.
+    - `prepare` may change what the pass has kept, given the setting in force (leave-one-out does).
 
     A damped belief is tuned as it is (`factored_precision`). The covariances come from a rational approximation in τ/T
     whose relative error is bounded and reported.
@@ -139,12 +132,10 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     """Score the candidates on what a pass kept, descend from the best, and choose by `rule`."""
     rivals = baselines(sweep.f, sweep.y, sweep.likelihood, dispersion="dispersion" in candidates.learned)
     given, candidates = candidates, candidates.settled(sweep)
-    learned, free = candidates.learned, candidates.free
-    near = candidates.near(sweep)
+    free, near = candidates.free, candidates.near(sweep)
     settings = candidates.settings(sweep, rivals, near)
     left_out = candidates.count - len(settings)
-    losses = sweep.losses(settings)
-    iterations = 0
+    losses, iterations = sweep.losses(settings), 0
     scores = losses.mean(1).tolist()
     if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):
         start = settings[scores.index(min(scores))]
@@ -155,24 +146,39 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     if "prior" in candidates.given and len(settings[0].precision) > 1:
         settings, losses = by_group(sweep.losses, candidates, settings, losses)
     trials = with_limits(sweep, candidates, settings, losses, rivals, near)
-    if steps and "prior" in free and rule is not lowest:
-        trials = _between(sweep, trials, rule, near if "logit_temperature" in free else None)
+    trials, best = _chosen(sweep, trials, rule, free, near, bisect=bool(steps) and "prior" in free)
+    used = sweep.rho([each for each in trials.settings if not each.deterministic])
+    messages = (
+        *([candidates.unsolved(left_out)] if left_out else []),
+        *_settled(sweep, given, candidates.learned),
+        *trials.about(best, candidates.edges),
+        f"{len(trials.settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
+        f"{sweep.nodes.error(used):.1g}; {trials.rivals()}",
+        *sweep.notes,
+    )
+    return Found(trials, best, iterations, messages)
+
+
+def _chosen(
+    sweep: Sweep, trials: Trials, rule: Rule, free: Sequence[str], near: float, *, bisect: bool
+) -> tuple[Trials, int]:
+    """Choose by the rule; with `bisect`, a rule that prefers wide priors also gets priors between those of the grid.
+
+    The logit temperature of the choice is fitted to all data, and its losses, which may have been interpolated, are
+    computed.
+    """
+    fitted = "logit_temperature" in free
+    if bisect and rule is not lowest:
+        trials = _between(sweep, trials, rule, near if fitted else None)
     best = trials.choose(rule)
-    if "logit_temperature" in free and not trials.settings[best].deterministic:
+    if trials.settings[best].deterministic:
+        return trials, best
+    if fitted:
         trials = _polished(sweep, trials, best, near)
         best = len(trials.settings) - 1
-    if not trials.settings[best].deterministic:  # its losses may have been interpolated
-        losses = trials.losses.clone()
-        losses[best] = sweep.exact_losses([trials.settings[best]])[0]
-        trials = replace(trials, losses=losses)
-    used = sweep.rho([each for each in trials.settings if not each.deterministic])
-    told = (
-        f"{len(trials.settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
-        f"{sweep.nodes.error(used):.1g}; {rivals_of(trials)}"
-    )
-    about = (*_settled(sweep, given, learned), *messages_of(trials, best, candidates), told, *sweep.notes)
-    messages = (*([candidates.unsolved(left_out)] if left_out else []), *about)
-    return Found(trials, best, iterations, messages)
+    losses = trials.losses.clone()
+    losses[best] = sweep.exact_losses([trials.settings[best]])[0]
+    return replace(trials, losses=losses), best
 
 
 def by_group(
@@ -292,43 +298,6 @@ def _settled(sweep: Sweep, given: Candidates, learned: Sequence[str]) -> list[st
             f"{alone:.2g} under the prior alone"
         )
     return said
-
-
-def rivals_of(trials: Trials) -> str:
-    """Return the mean losses of the baselines as one line."""
-    return describe({name: losses.mean().item() for name, losses in trials.baselines.items()})
-
-
-def messages_of(trials: Trials, best: int, candidates: Candidates) -> tuple[str, ...]:
-    """Say what to know about the choice."""
-    settings, scores = trials.settings, trials.scores
-    setting = settings[best]
-    posteriors = [k for k, s in enumerate(settings) if not s.deterministic]
-    top = lowest(trials)
-    messages = []
-    if setting.deterministic:
-        messages.append(
-            f"the network without a posterior was chosen (NLL {scores[best]:.5g}, best posterior "
-            f"{scores[posteriors].min():.5g}): the prior is now so narrow that predictions are the network's own"
-        )
-    gain, error = trials.gain(top)
-    if gain <= 2 * error:
-        limit = settings[trials.reference]
-        messages.append(
-            f"nothing is measurably better than the network without a posterior ({limit}): "
-            f"gain {gain:.2g} ± {error:.2g}"
-        )
-    # a rule may go to an edge by design (`widest` to the smallest prior), where a wider grid helps nobody
-    tried = [k for k in posteriors if k not in trials.barred]
-    best_edges = candidates.edges(settings[min(tried, key=lambda k: scores[k].item(), default=best)])
-    messages += [text for text in candidates.edges(setting) if text in best_edges]
-    if scores[best] > scores[top]:
-        mean, error = (value[best].item() for value in trials.excess(trials.losses[top]))
-        messages.append(
-            f"the lowest NLL is {scores[top]:.5g} at {settings[top]}; the chosen setting has {mean:.2g} ± {error:.2g} "
-            "more per item"
-        )
-    return tuple(messages)
 
 
 def descend(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Setting:
     logit_temperature: float = 1.0
     unit: tuple[str, float] = ("noise", 0.5)  # the name of the dispersion, and the power at which users read it
 
-    @property
+    @cached_property
     def narrow(self) -> float:
         """The geometric mean of the precisions, infinite for the network without a posterior: large means narrow."""
         return float("inf") if self.deterministic else self.precision.double().log().mean().exp().item()
@@ -99,6 +100,43 @@ class Trials:
             return found
         scores = self.scores.tolist()
         return min((k for k in range(len(scores)) if k not in self.barred), key=lambda k: scores[k])
+
+    def rivals(self) -> str:
+        """Return the mean losses of the network without a posterior as one line."""
+        means = {name: losses.mean().item() for name, losses in self.baselines.items()}
+        said = "the network alone: " + ", ".join(f"{name} {value:.5g}" for name, value in means.items())
+        own = [score for score, each in zip(self.scores.tolist(), self.settings) if each.deterministic]
+        if min(means.values()) < min(own, default=-math.inf) - 1e-6:
+            said += " (fitted to these data without restraint; what is tuned is held near the values in force)"
+        return said
+
+    def about(self, best: int, edges: Callable[[Setting], Sequence[str]]) -> list[str]:
+        """Say what to know about a choice; `edges` warns where a setting lies at the edge of its grid."""
+        scores, setting, top = self.scores, self.settings[best], lowest(self)
+        posteriors = [k for k, s in enumerate(self.settings) if not s.deterministic]
+        messages = []
+        if setting.deterministic:
+            messages.append(
+                f"the network without a posterior was chosen (NLL {scores[best]:.5g}, best posterior "
+                f"{scores[posteriors].min():.5g}): the prior is now so narrow that predictions are the network's own"
+            )
+        gain, error = self.gain(top)
+        if gain <= 2 * error:
+            messages.append(
+                "nothing is measurably better than the network without a posterior "
+                f"({self.settings[self.reference]}): gain {gain:.2g} ± {error:.2g}"
+            )
+        # a rule may go to an edge by design (`widest` to the smallest prior), where a wider grid helps nobody
+        tried = [k for k in posteriors if k not in self.barred]
+        best_edges = edges(self.settings[min(tried, key=lambda k: scores[k].item(), default=best)])
+        messages += [text for text in edges(setting) if text in best_edges]
+        if scores[best] > scores[top]:
+            mean, error = (value[best].item() for value in self.excess(self.losses[top]))
+            messages.append(
+                f"the lowest NLL is {scores[top]:.5g} at {self.settings[top]}; the chosen setting has {mean:.2g} ± "
+                f"{error:.2g} more per item"
+            )
+        return messages
 
     def joined(self, setting: Setting, losses: Tensor) -> "Trials":
         """Return the trials with one more setting at the end."""

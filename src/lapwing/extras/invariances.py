@@ -17,13 +17,13 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from lapwing.curvature import Kron, estimate_curvature, pose
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData
-from lapwing.evidence.fixed_point import move
+from lapwing.evidence.ascent import move
 from lapwing.evidence.groups import Groups, partition
 from lapwing.evidence.online import bracket_bound
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan, select_names
+from lapwing.model.batches import require_one_process
 from lapwing.posterior import Belief, Prior
 
 PRIOR_SAMPLES = 256  # images that one step of the precisions reads

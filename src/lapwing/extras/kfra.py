@@ -24,7 +24,7 @@ from lapwing.extras.slopes import Between, Layer, between, refusal
 from lapwing.linalg import PSD, BlockDiagonal, Diagonal, Jacobian, Kronecker
 from lapwing.linalg.rows import gram
 from lapwing.model import Block, BlockRows, Linearization, RecordedPass, batch_size, take
-from lapwing.model.inputs import tolerance
+from lapwing.model.calls import tolerance
 from lapwing.model.rules import RULES, MatrixRule
 from lapwing.model.tape import first_reached
 from lapwing.storage import register

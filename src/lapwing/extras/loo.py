@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, TooLarge, UnsupportedOperation
 from lapwing.evidence.groups import Groups
-from lapwing.evidence.heldout import Batch, GramSweep, Score
+from lapwing.evidence.heldout import Batch, GramSweep
+from lapwing.evidence.scores import Score
 from lapwing.evidence.search import MEMORY, tune_validation
 from lapwing.evidence.tuning import DETERMINISTIC, Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief

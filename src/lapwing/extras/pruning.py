@@ -61,6 +61,8 @@ class Pruned:
 
     `masks` are False where a weight of a selected parameter is zero now. After structured pruning, `removed` lists the
     units taken out of each layer, `module` is the smaller network and `masked` the same function at the old size.
+
+        pruned = lapwing.prune(la, 0.9);  pruned.sparsity, pruned.module
     """
 
     module: nn.Module

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.errors import UnsupportedModel
 from lapwing.model import Block, RecordedPass
-from lapwing.model.inputs import tolerance
+from lapwing.model.calls import tolerance
 from lapwing.model.linearization import pull
 
 

@@ -2,10 +2,9 @@
 
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
-from lapwing.likelihoods.labels import Bernoulli, Categorical
+from lapwing.likelihoods.labels import Bernoulli, BradleyTerry, Categorical
 from lapwing.likelihoods.likelihood import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.likelihoods.poisson import Poisson
-from lapwing.likelihoods.preference import BradleyTerry
 
 __all__ = [
     "Bernoulli",

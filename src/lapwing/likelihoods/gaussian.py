@@ -39,6 +39,8 @@ class Gaussian(Likelihood):
     fit (`dataclasses.replace(likelihood, noise=...)`), the ratios may not: see `same_curvature`.
 
     Targets: the shape of f; (B, *event) too where there is one output.
+
+        la = lapwing.fit(model, (x, y), lapwing.Gaussian(noise=0.3));  la.predict(x).interval(0.95)  # or "regression"
     """
 
     links: ClassVar[tuple[str, ...]] = ("exact", "mc")

@@ -23,9 +23,10 @@ from lapwing.likelihoods.likelihood import (
 from lapwing.likelihoods.marginal import SPACING, Marginal, MixtureMarginal, Outputs, normal_nodes, safe_sqrt
 from lapwing.storage import register
 
-STEP, FINEST = 0.25, 32  # of ρ between two nodes, at most, if that takes no more than so many times the usual nodes
+STEP = 0.25  # largest distance of two nodes of ρ
+FINEST = 32  # times the usual number of nodes, at most, to keep to that distance
 TAIL = 8.0  # log of the largest ratio E[σ⁴]/σ⁴ that moments of y may come from
-LEVEL = 0.95  # of the central interval of y whose width the standard deviation of y does not exceed
+LEVEL = 0.95  # probability of the central interval of y whose width bounds the standard deviation of y
 FAR = 0.5  # nats per target by which another reading of the outputs must be better to be mentioned
 READINGS = {
     "natural": ("(η₁, ρ)", 'pass lapwing.HeteroscedasticGaussian(parametrization="natural")'),
@@ -47,6 +48,8 @@ class HeteroscedasticGaussian(Likelihood):
     "mean": f = (μ, log σ²), Λ = diag(1/σ², ½).
 
     Λ is the Fisher information and does not depend on y. Targets: (B, *event, K), without the K where it is 1.
+
+        la = lapwing.fit(model, (x, y), lapwing.HeteroscedasticGaussian(parametrization="mean"))
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")

@@ -67,8 +67,6 @@ class Likelihood(ABC):
             )
         return conditional
 
-    # --- what the network and the data look like -------------------------------------------------------------------
-
     def outputs(self, raw: Tensor) -> Tensor:
         """Return f (B, *event, C) from what the network returned; (B,) becomes (B, 1), half precision float32."""
         if raw.ndim == 0:
@@ -109,8 +107,6 @@ class Likelihood(ABC):
     def doubts(self, f: Tensor, y: Tensor) -> list[str]:
         """Say what in outputs and canonical targets of a few items contradicts this likelihood, and what to do."""
         return []
-
-    # --- derivatives of log p(y | f) -------------------------------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Return log p(y | f), (B, *event), 0 where the target is ignored."""
@@ -190,8 +186,6 @@ class Likelihood(ABC):
             )
         return psd_root(hessian(lambda g: -self.log_prob(g, y), f))
 
-    # --- draws -----------------------------------------------------------------------------------------------------
-
     def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw one y ~ p(y | f) per item."""
         return draw(self.law(f.detach()), (), generator)
@@ -202,8 +196,6 @@ class Likelihood(ABC):
         score = score * self.common_factor.detach().to(score).sqrt()
         return masked(score, None if y is None else self.mask(f, y))
 
-    # --- the prediction --------------------------------------------------------------------------------------------
-
     def predicting(self, f: Tensor) -> Likelihood:
         """Return the likelihood under which outputs f are predicted: another one where f are not those of the fit, such
         as the reward of one item after a fit to preferences between two."""
@@ -212,8 +204,6 @@ class Likelihood(ABC):
     def marginal(self, f: Outputs) -> Marginal | None:
         """Return ∫ p(y | f) N(f) df where it has a closed form or a quadrature in one dimension; else None."""
         return None
-
-    # --- what kind of targets ---------------------------------------------------------------------------------------
 
     @property
     def softmax(self) -> bool:
@@ -238,8 +228,6 @@ class Likelihood(ABC):
     def shift_invariant(self) -> bool:
         """Whether adding one number to all outputs of an item changes nothing, as under a softmax."""
         return False
-
-    # --- the dispersion ---------------------------------------------------------------------------------------------
 
     dispersion_name: ClassVar[str] = ""
     """What `tune(learn=...)` calls the dispersion, such as "noise"; empty where there is none to learn."""
@@ -345,8 +333,6 @@ class Likelihood(ABC):
         left = (count - effective).clamp_min(1e-3 * count)
         return (residual.clamp_min(1e-30) / left).log()
 
-    # --- sums over data ---------------------------------------------------------------------------------------------
-
     def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return numbers (k,), float64 and additive over data, from which `log_likelihood` finds Σ log p.
 
@@ -371,8 +357,6 @@ class Likelihood(ABC):
         if statistics.ndim != 1 or not (own or len(statistics) == (NODES if self.dispersion_name else 1)):
             return f"the statistics have shape {tuple(statistics.shape)}"
         return "" if bool(self.log_likelihood(statistics).isfinite()) else "the log-likelihood is not finite"
-
-    # --- identity ---------------------------------------------------------------------------------------------------
 
     def same_curvature(self, other: Likelihood) -> bool:
         """Whether φ·Λ is the same function of f, so that the other may replace this one without a new fit."""

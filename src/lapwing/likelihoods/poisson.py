@@ -31,6 +31,8 @@ class Poisson(Likelihood):
     """y_k ~ Poisson(exp f_k): the network emits log rates. Λ = diag(exp f).
 
     Targets: counts 0, 1, 2, … of the shape of f; (B, *event) too where there is one output.
+
+        la = lapwing.fit(model, (x, counts), lapwing.Poisson());  la.predict(x).interval(0.9)  # or "counts"
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")

@@ -36,8 +36,8 @@ class BlockDiagonal(PSD):
     layout: Layout
     blocks: tuple[PSD, ...]
     names: tuple[str, ...] = ()
-    origin: BlockDiagonal | None = field(default=None, repr=False, metadata={"cache": True})  # this is a multiple of it
-    times: float = field(default=1.0, repr=False, metadata={"cache": True})
+    origin: BlockDiagonal | None = field(default=None, repr=False, metadata={"cache": True})
+    times: float = field(default=1.0, repr=False, metadata={"cache": True})  # A = times · origin, where there is one
 
     def __post_init__(self) -> None:
         sizes = [block.size for block in self.blocks]

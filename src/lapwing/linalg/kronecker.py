@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation, brief
-from lapwing.linalg.eigenkronecker import EigenKronecker, first_order
+from lapwing.linalg.eigenkronecker import EigenKronecker, SimultaneousKronecker, add, first_order, logdet_ratio
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, nonnegative, require_positive
 from lapwing.linalg.rows import Rows, added
-from lapwing.linalg.simultaneous import SimultaneousKronecker, add, logdet_ratio
 from lapwing.linalg.spectrum import PIECE, Spectrum, sum_log1p, tangent
 from lapwing.storage import first_flaw, flaw_of_ranks, flaw_of_scalar, flaw_of_symmetric, register
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.linalg.rows import Rows, chunks
+from lapwing.linalg.rows import DenseRows, Rows, chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +222,14 @@ class FactoredRows(Rows):
         if right.shape[1] == 1:
             return left, torch.einsum("qoi,nqi->nqo", grid, right[:, 0].square())
         return right, torch.einsum("qoi,nqo->nqi", grid, left[:, 0].square())
+
+    def times(self, matrix: Tensor) -> DenseRows:
+        if not self._outer or self.basis is not None or self._sides[1].shape[1] > 1:
+            return super().times(matrix)
+        left, right = self._sides  # the side without directions meets the matrix first
+        blocks = matrix.to(self.dtype).reshape(self.q, self.o, self.i, -1)
+        half = torch.einsum("nqi,qoik->nqok", right[:, 0], blocks).flatten(1, 2)
+        return DenseRows(left.expand(-1, self.r, -1, -1).flatten(2) @ half)
 
     def weighted_products(self, weights: Tensor, pairs: Tensor) -> Tensor:
         if not self._outer:

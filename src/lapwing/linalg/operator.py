@@ -164,8 +164,6 @@ class Operator(PSD):
         c, shift = self._constants
         return Preconditioner(Sketch(self.sketch.basis, self.sketch.values * c), shift)
 
-    # --- products and solves ---------------------------------------------------------------------------------------
-
     def matvec(self, v: Tensor) -> Tensor:
         v = self._vector(v)
         return self._apply(v.reshape(-1, self.size).double()).reshape(v.shape).to(self.dtype)
@@ -232,8 +230,6 @@ class Operator(PSD):
                 return (root * self.preconditioner.power(noise, -0.5)).to(self.dtype)
             right = noise + c.sqrt() * root * self.product.draw(n, generator)  # covariance A_w
             return (root * self._white_solution(right).x).to(self.dtype)
-
-    # --- determinants and diagonals --------------------------------------------------------------------------------
 
     @property
     def _key(self) -> tuple:
@@ -382,8 +378,6 @@ class Operator(PSD):
         """Whether many shifts are served by the matrix itself."""
         return self.size <= FORMED and self.solver.predictive == "solve"
 
-    # --- variances of outputs --------------------------------------------------------------------------------------
-
     def whiten(self, rows: Rows) -> Tensor:
         """The symmetric root of the joint J A⁻¹ Jᵀ, (n, r, n·r)."""
         joint = self.joint(rows).reshape(rows.n * rows.r, -1).double()
@@ -449,8 +443,6 @@ class Operator(PSD):
         """The fixed weight samples of predictions, (S, P)."""
         generator = torch.Generator(self.device).manual_seed(self.solver.seed + 1)
         return self._remember("draws", lambda: self.sample(self.solver.samples, generator))
-
-    # --- algebra ---------------------------------------------------------------------------------------------------
 
     def scale(self, c: Scalar) -> Operator:
         return replace(self, factor=self._factor * nonnegative(c), shift=self._shift * c)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite, brief
 from lapwing.linalg.layout import Layout
-from lapwing.linalg.rows import DenseRows, Jacobian, Rows, chunks
+from lapwing.linalg.rows import Jacobian, Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
 from lapwing.storage import flaw_of_values, move, nbytes, register, unpack
 
@@ -45,7 +45,7 @@ class PSD(ABC):
     @abstractmethod
     def device(self) -> torch.device: ...
 
-    # --- questions that other rooms ask instead of looking at the class ---------------------------------------------
+    # Questions that other rooms ask instead of looking at the class of a matrix.
 
     @property
     def iterative(self) -> bool:
@@ -69,7 +69,7 @@ class PSD(ABC):
 
     @property
     def damps(self) -> bool:
-        """Whether `damped` is anything else than the exact sum."""
+        """Whether `damped` differs from the exact sum."""
         return False
 
     def constant(self) -> Tensor | None:
@@ -137,7 +137,7 @@ class PSD(ABC):
         """The eigenvalues and J in the basis of their eigenvectors; None where A has no eigenbasis at hand."""
         if self._decomposed is None:
             return None
-        return self._decomposed.values, DenseRows(self._rows(rows).dense() @ self._decomposed.vectors)
+        return self._decomposed.values, self._rows(rows).times(self._decomposed.vectors)
 
     def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
         """J_a (A + ρ I)⁻¹ J_bᵀ of each sample, for shifts ρ (m,) and pairs of directions (a, b) (2, k): (m, n, k).
@@ -204,14 +204,12 @@ class PSD(ABC):
 
     @property
     def nbytes(self) -> int | None:
-        """The memory of what A is kept in; None where it is in its products alone."""
+        """The bytes that A takes; None where A is known by its products alone."""
         return nbytes(self)
 
     def to(self, device: torch.device | str) -> PSD:
         """A on another device, without graph and caches."""
         return move(self, device)
-
-    # --- algebra ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:

@@ -29,6 +29,17 @@ def chunks(n: int, bytes_per_sample: int) -> Iterator[tuple[int, int]]:
         yield start, min(length, n - start)
 
 
+def runs(pairs: Tensor) -> list[tuple[int, slice]]:
+    """Split pairs (a, b) (2, k) into runs of one a with consecutive b, so that rows are sliced and not copied."""
+    found: list[tuple[int, slice]] = []
+    for a, b in pairs.T.tolist():
+        if found and found[-1][0] == a and found[-1][1].stop == b:
+            found[-1] = (a, slice(found[-1][1].start, b + 1))
+        else:
+            found.append((a, slice(b, b + 1)))
+    return found
+
+
 class Rows(ABC):
     """A batch of Jacobian rows J: n samples × r directions × size parameters."""
 
@@ -102,8 +113,13 @@ class Rows(ABC):
         pieces = []
         for start, length in chunks(self.n, pairs.shape[1] * self.size * self.dtype.itemsize):
             block = self.narrow(start, length).dense()
-            pieces.append((block[:, pairs[0]] * block[:, pairs[1]]) @ weights.T)  # (n, k, m)
+            products = [(block[:, a : a + 1] * block[:, b]) @ weights.T for a, b in runs(pairs)]  # (n, few, m)
+            pieces.append(torch.cat(products, 1))
         return torch.cat(pieces).movedim(-1, 0)
+
+    def times(self, matrix: Tensor) -> DenseRows:
+        """J A for a matrix A (size, k)."""
+        return DenseRows(self.dense() @ matrix.to(self.dtype))
 
     def gram(self) -> Tensor:
         """Σ_{n,r} of the outer products of rows, (size, size)."""
@@ -250,6 +266,10 @@ class Jacobian(Rows):
     def matvec(self, v: Tensor) -> Tensor:
         parts = self.layout.gather(self._check(v))
         return added([rows.matvec(part) for rows, part in zip(self.rows, parts, strict=True)])
+
+    def times(self, matrix: Tensor) -> DenseRows:
+        parts = self.layout.gather(matrix.mT)
+        return DenseRows(added([rows.times(part.mT).values for rows, part in zip(self.rows, parts, strict=True)]))
 
     def square_sum(self) -> Tensor:
         return self.layout.scatter([rows.square_sum() for rows in self.rows])

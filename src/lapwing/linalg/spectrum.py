@@ -64,6 +64,11 @@ class Spectrum:
         return self.matrix.shape[-1] * torch.finfo(self.dtype).eps * values.abs().amax(-1, keepdim=True)
 
     @property
+    def known(self) -> bool:
+        """Whether the decomposition has been computed."""
+        return "_eigh" in self.__dict__
+
+    @property
     def values(self) -> Tensor:
         """e, (*b, p) float64."""
         return self._eigh[0]

@@ -2,9 +2,8 @@
 
 from lapwing.model.batches import Batch, Batches
 from lapwing.model.blockrows import BlockRows, RecordedPass
-from lapwing.model.inputs import batch_size, take, tensors_in
+from lapwing.model.calls import batch_size, take, tensors_in, unwrap
 from lapwing.model.linearization import Digest, Linearization
-from lapwing.model.module import unwrap
 from lapwing.model.network import Network, last_layer
 from lapwing.model.params import (
     Params,

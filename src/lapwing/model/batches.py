@@ -14,13 +14,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from lapwing.errors import BadData, NotReiterable
-from lapwing.model.inputs import Inputs, as_tensors, batch_size, is_array, require_dense, take, tensors_in
-from lapwing.model.module import evaluated, placed
+from lapwing.errors import BadData, NotReiterable, UnsupportedOperation
+from lapwing.model.calls import (
+    Inputs,
+    as_tensors,
+    batch_size,
+    evaluated,
+    is_array,
+    placed,
+    require_dense,
+    take,
+    tensors_in,
+)
 
 ASKED = 8  # samples with which a network is asked how it reads labels
 ROWS = 256  # a pair (X, y) of whole tensors is read in batches of this many samples
@@ -32,6 +41,20 @@ AGREES_HALF = 2e-2  # the same for a loss in half precision
 
 class NoSamples(BadData):
     """Raised when no batch of the data holds a sample."""
+
+
+def sharded() -> bool:
+    """Whether several processes fit together, each with its own shard of the data (under `torchrun`)."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def require_one_process(what: str) -> None:
+    """Refuse, on every process, work that reads data and does not add up over processes."""
+    if sharded():
+        raise UnsupportedOperation(
+            f"{what} does not add up over processes: each would see only its own shard and find another result. "
+            "Save the posterior (la.save) or the weights, and go on in one process, without torchrun"
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.linalg import DeferredRows, DenseRows, Extent, FactoredRows, MatrixRows, Rows, Term
 from lapwing.linalg.rows import added
-from lapwing.model.inputs import map_tensors
+from lapwing.model.calls import map_tensors
 from lapwing.model.params import Params
 from lapwing.model.plan import Block, Plan, Source, Step, bind
 from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule, Samples

@@ -4,7 +4,8 @@ Passes need eval mode, gradients for the selected parameters alone, other weight
 write attributes and buffers. The user's module, which other threads may be calling at the same time, must see none of
 that. So every pass runs on a copy of the tree of modules: parameters are aliases that share storage with the user's,
 buffers and plain tensors are copies, and everything in which a module, a tensor or a bound method can hide (lists,
-dicts, partial functions, closures, plain objects) is followed. `module.py` decides when copies are made and dropped.
+dicts, partial functions, closures, plain objects) is followed. A copy is lent to one thread for as long as it is needed
+(`borrowed`).
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import gc
 import operator
+import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import BaseTorchFunctionMode
 
 ATOMIC = frozenset(
     (type(None), bool, int, float, complex, str, bytes, type, range, torch.dtype, torch.device, torch.Size)
@@ -43,6 +48,10 @@ _WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 _TRAINERS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _RELEASED: dict[type, type] = {}
+LINGERING = 2**27  # bytes in dropped copies with reference cycles, after which the garbage collector is called
+_SOURCES: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_DROPPED: deque[tuple[weakref.ref[nn.Module], int]] = deque(maxlen=64)  # large copies that may still be in memory
+_IN_USE = threading.local()
 
 
 def written_by_forward(module: nn.Module) -> set[str]:
@@ -529,3 +538,78 @@ def _tensor(x: Tensor) -> Tensor:
     if type(own) is not type(x) and type(x).__torch_function__ is torch._C._disabled_torch_function_impl:
         own = x.detach()
     return own
+
+
+@contextmanager
+def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Module]:
+    """Lend a private copy of the module in eval mode, with gradients for the selected parameters only.
+
+    The user's module itself is neither run nor written to: other threads may call it meanwhile. Letting only the
+    selected parameters require grad keeps the backward pass out of frozen parts of the network.
+    """
+    with private(module, selected) as own, without_fast_path(own), torch.inference_mode(False), torch.enable_grad():
+        yield own
+
+
+@contextmanager
+def without_fast_path(module: nn.Module) -> Iterator[None]:
+    """Keep encoders from their fast path, which is taken only without a graph and zeroes padded positions.
+
+    With it, outputs and derivatives would belong to two different networks. Encoders do not take it while any
+    `TorchFunctionMode` is active.
+    """
+    fast = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+    with BaseTorchFunctionMode() if any(isinstance(m, fast) for m in module.modules()) else nullcontext():
+        yield
+
+
+@contextmanager
+def private(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Module]:
+    """Lend a private copy of a module in eval mode, in which the selected parameters alone require gradients.
+
+    A thread that asks again for the copy it is using gets the same one.
+    """
+    key = (id(module), frozenset(selected))
+    mine: dict = _IN_USE.__dict__.setdefault("copies", {})
+    if key in mine:
+        yield mine[key].root
+        return
+    _collect()
+    maker = PrivateCopy(module, key[1])
+    try:
+        mine[key] = maker
+        _SOURCES[maker.root] = module
+        yield maker.root
+    finally:
+        mine.pop(key, None)
+        maker.put_back()
+        maker.release()
+        if maker.size > LINGERING // 64:
+            _DROPPED.append((weakref.ref(maker.root), maker.size))
+
+
+def _collect() -> None:
+    """Free copies with reference cycles before they fill the memory: Python counts objects, not bytes."""
+    if _DROPPED and sum(size for root, size in list(_DROPPED) if root() is not None) > LINGERING:
+        gc.collect()
+        _DROPPED.clear()
+
+
+def in_use(module: nn.Module, selected: Iterable[str] = ()) -> nn.Module:
+    """Return the private copy that this thread is using."""
+    return _IN_USE.copies[id(module), frozenset(selected)].root
+
+
+def put_back(module: nn.Module) -> None:
+    """Undo what a call of a private copy has written to it, so that the next call begins like the first.
+
+    Otherwise a module that keeps a tensor computed from its weights would use it at other weights too.
+    """
+    for maker in _IN_USE.__dict__.get("copies", {}).values():
+        if maker.root is module:
+            maker.put_back()
+
+
+def source_of(module: nn.Module) -> nn.Module:
+    """Return the user's module behind a private copy, or the module itself."""
+    return _SOURCES.get(module, module)

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from lapwing.errors import UnsupportedOperation
+from lapwing.model.calls import Inputs, batch_size, call, close, output_tensor, take, tolerance
 from lapwing.model.copies import written_by_forward
-from lapwing.model.inputs import Inputs, batch_size, close, take, tolerance
 from lapwing.model.linearization import Outputs, pull
-from lapwing.model.module import call, output_tensor
 from lapwing.model.network import Network
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, Source, Step, make_plan
@@ -30,22 +29,22 @@ from lapwing.model.rules import Samples
 from lapwing.model.tape import Pass, Record, parameters_behind
 
 PROBED = 4  # samples on which the way from the layer to the outputs is looked at
-SIZES = (1.0, -1.0, 100.0, -100.0)  # of shifts of the layer's outputs that must arrive multiplied by M
-MOST = 2**22  # entries of M, at most
+SIZES = (1.0, -1.0, 100.0, -100.0)  # sizes of shifts of the layer's outputs, which must arrive multiplied by M
+MOST = 2**22  # largest number of entries of M
 _FOUND: WeakKeyDictionary[Network, Features | None] = WeakKeyDictionary()
 _HERE = threading.local()
 
 
 @dataclass(eq=False)
 class Sink:
-    """What the calls of a last layer leave: its inputs a and outputs z. `change` replaces z on its way out."""
+    """Collects inputs a and outputs z of the calls of a last layer. `change`, if given, replaces z for the network."""
 
     change: Callable[[Tensor], Tensor] | None = None
     caught: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class catching:
-    """Let the last layers that this thread runs leave their inputs and outputs in a sink."""
+    """Collect the inputs and outputs of the last layers that this thread runs in a sink."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -106,7 +105,7 @@ class Features:
         return (f, a) if self._follows(f, z) else None
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the same at the arguments that the network takes; refuse those that take another way.
+        """Return f and a as `read` does, from the network's own arguments; refuse inputs that take another way.
 
         Where f ≠ M z + c, another constant (a residual connection) does no harm. A second pass with shifted z tells
         it from another M. A compiled or exported form cannot look at numbers and checks nothing.
@@ -150,7 +149,7 @@ class Features:
         return v if self.tail is None else v @ self.tail.to(v)
 
     def alone(self) -> Features:
-        """Return the same with weights of its own, which later training of the network does not change."""
+        """Return a copy with weights of its own, which later training of the network does not change."""
         return replace(self, body=copy.deepcopy(self.body))
 
 
@@ -161,24 +160,9 @@ def features_of(network: Network, example: Inputs) -> Features | None:
     return _FOUND[network]
 
 
-def last_linear(network: Network) -> nn.Linear | None:
-    """Return the linear layer whose weight, or weight and bias, are all that is selected."""
-    names = network.params.names
-    if network.params.index is not None or len(names) > 2 or not names[0].endswith("weight"):
-        return None
-    owner = names[0].rpartition(".")[0]
-    layer = network.module.get_submodule(owner)
-    own = [f"{owner}." * bool(owner) + name for name in ("weight", "bias")]
-    plain = type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
-    if not plain or list(names) != own[: len(names)] or "forward" in vars(layer):
-        return None
-    uses = [id(p) for _, p in network.module.named_parameters(remove_duplicate=False)]
-    return layer if all(uses.count(id(p)) == 1 for p in layer.parameters()) else None  # type: ignore[return-value]
-
-
 def _look(network: Network, example: Inputs) -> Features | None:
     """Copy the network and look at what follows its last layer. What cannot be copied has no features."""
-    layer, module = last_linear(network), network.module
+    layer, module = network.last_linear, network.module
     if layer is None or any(written_by_forward(each) for each in module.modules()):
         return None  # a forward pass that writes to its module is not for several threads
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
@@ -282,8 +266,10 @@ def _arrives(found: Tensor, f: Tensor, shift: Tensor, tail: Tensor | None) -> bo
 
 
 def _near(found: Tensor, expected: Tensor, sizes: Tensor, rtol: float) -> bool:
-    """Whether entries are equal up to rtol of the sizes of what was summed for them, each entry for itself: one that
-    is very large, such as the −10⁹ of a class that is masked, must not hide what happens to the others."""
+    """Whether each entry is equal up to rtol of the size of the terms that were summed for it.
+
+    Entries count one by one: a very large one, such as the −10⁹ of a masked class, must not hide the others.
+    """
     return bool(((found == expected) | ((found - expected).abs() <= rtol * sizes)).all())
 
 

@@ -22,10 +22,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lapwing.model.inputs import close
+from lapwing.model.calls import close, warnings_here
 from lapwing.model.kernels import differentiable_kernels, elementary_attention
 from lapwing.model.linearization import pull
-from lapwing.model.module import warnings_here
 from lapwing.model.params import Params
 
 _LEVEL: WeakKeyDictionary[nn.Module, int] = (

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from lapwing.linalg import DenseRows, Jacobian, Layout
 from lapwing.model.blockrows import BlockRows, Gradients, RecordedPass, small_rows
-from lapwing.model.inputs import Inputs, batch_size, take
+from lapwing.model.calls import Inputs, batch_size, call, output_tensor, take, warnings_here
 from lapwing.model.kernels import FixedNorms
-from lapwing.model.module import call, output_tensor, warnings_here
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged
 from lapwing.model.rules import Call, RowsRule

@@ -5,35 +5,163 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import LapwingError, UnsupportedModel, brief
 from lapwing.model.blockrows import RecordedPass
-from lapwing.model.copies import written_by_forward
-from lapwing.model.forward import Recording, Values, agrees, push_forward
-from lapwing.model.inputs import (
+from lapwing.model.calls import (
+    APART,
+    NOT_DETERMINISTIC,
     Inputs,
-    Roles,
+    Path,
     Types,
+    arguments,
     batch_size,
+    call,
     close,
     detached,
+    explained,
+    lists_values,
+    map_named,
     map_tensors,
-    refusal,
+    named_tensors,
+    output_tensor,
+    share,
     take,
     tolerance,
+    warnings_here,
 )
+from lapwing.model.copies import borrowed, in_use, private, without_fast_path, written_by_forward
+from lapwing.model.forward import Recording, Values, agrees, push_forward
 from lapwing.model.kernels import FixedNorms, differentiable_kernels
 from lapwing.model.linearization import Linearization, Outputs, pull
-from lapwing.model.module import arguments, borrowed, call, explained, in_use, output_tensor, private, without_fast_path
 from lapwing.model.params import Params
 from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unseen_names
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
 from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
 
 ROWS = 2**26  # bytes of gradients and rows in memory at a time, where products are computed from rows
+FEW = 4  # samples that are run without the others of their batch
+AT_ONCE = 128  # samples times weight vectors that run together, so that they take no more memory than such a batch
+
+SMALL_BATCH = 32
+"""Samples up to which several weight vectors run together. A larger batch keeps the processor busy by itself: ten
+ResNet-20 then took twice as long together as one after another."""
+
+Forward = Callable[[Inputs], Tensor]
+"""Outputs f (n, *event, c) of a network, without gradients."""
+
+
+@dataclass(eq=False)
+class Roles:
+    """Which inputs of a network hold one entry per sample, and which all samples share.
+
+    A tensor whose first dimension differs from the number of samples is shared by all of them. One whose first
+    dimension equals it may be either: a few samples are run without the others, and their outputs decide.
+    """
+
+    shared: set[tuple[Path, int]] = field(default_factory=set)  # tensors that all samples share, and lengths
+    own: set[Path] = field(default_factory=set)  # tensors with one entry per sample
+    largest: int = FEW  # samples of the largest batch whose outputs were compared
+
+    def settle(self, inputs: Inputs, run: Forward) -> None:
+        """Mark the tensors that all samples share, so that they are not cut like samples."""
+        n = batch_size(inputs)
+        found = {path: t for path, t in named_tensors(inputs) if t.ndim}
+        whole = {path for path, t in found.items() if len(t) != n}
+        self.shared |= {(path, len(found[path])) for path in whole}
+        self.own -= whole
+        equal = [path for path, t in found.items() if (path, len(t)) not in self.shared]
+        doubtful = [path for path in equal[1:] if path not in self.own]
+        if doubtful:
+            self._find_out(inputs, run, doubtful)
+        for path, t in found.items():
+            if (path, len(t)) in self.shared:
+                share(t)
+
+    def _find_out(self, inputs: Inputs, run: Forward, doubtful: list[Path]) -> None:
+        """Run a few samples with every doubtful tensor cut, with one of them whole, with all of them whole."""
+        n = batch_size(inputs)
+        try:
+            whole = run(inputs)
+        except (RuntimeError, ValueError, IndexError):
+            return  # the caller that runs the batch reports the error
+        if len(whole) != n or lists_values(inputs, n) or not bool(whole.isfinite().all()):
+            return
+        rows, came = _spread(n, min(FEW, n - 1) or 2), "other values"  # a batch of one: its sample twice
+        for kept in chain([()], ((path,) for path in doubtful), [tuple(doubtful)]):
+            few = self._cut(inputs, rows, {*kept})
+            try:
+                if _same(whole[rows.to(whole.device)], few, run):
+                    self.shared |= {(path, n) for path in kept}
+                    self.own |= {*doubtful} - {*kept}
+                    self.largest = max(self.largest, n)
+                    return
+            except (RuntimeError, ValueError, IndexError) as error:
+                came = f"an error ({type(error).__name__}: {error})"
+        names = ", ".join(repr(".".join(map(str, path))) for path in doubtful)
+        raise UnsupportedModel(
+            f"the outputs of a sample depend on the other samples of its batch: without the others, {len(rows)} of a "
+            f"batch of {n} give {came}, whether the inputs {names}, which have {n} entries too, are cut into samples "
+            f"or shared by all. {APART}"
+        )
+
+    def _cut(self, inputs: Inputs, rows: Tensor, kept: set[Path]) -> Inputs:
+        """Return some samples; tensors that are shared, or assumed to be, stay whole."""
+        n = batch_size(inputs)
+
+        def cut(path: Path, t: Tensor) -> Tensor:
+            whole = not t.ndim or len(t) != n or (path, n) in self.shared or path in kept
+            return t if whole else t[rows.to(t.device)]
+
+        return map_named(cut, inputs)
+
+    def require_apart(self, inputs: Inputs, f: Tensor, run: Forward) -> None:
+        """Refuse outputs f of a batch, larger than any before, if a few of its samples alone have other outputs."""
+        n = batch_size(inputs)
+        if n <= self.largest or len(f) != n or lists_values(inputs, n) or not bool(f.isfinite().all()):
+            return  # lists of plain values are not cut: a few samples cannot be run without the others
+        rows = _spread(n, FEW).to(f.device)
+        try:
+            same = _same(f.detach()[rows], take(inputs, rows, n), run)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise refusal(n, FEW, error) from error
+        if not same:
+            raise UnsupportedModel(
+                f"the outputs of a sample depend on the other samples of its batch: in a batch of {n} they differ from "
+                f"those of the same sample in a batch of {FEW}. {APART}"
+            )
+        self.largest = n
+
+
+def refusal(n: int, few: int, error: Exception) -> UnsupportedModel:
+    """Return the error for a network that runs a batch, but not a few of its samples."""
+    return UnsupportedModel(
+        f"the network runs a batch of {n} samples but not {few} of them without the others "
+        f"({type(error).__name__}: {error}). {APART}"
+    )
+
+
+def _same(f: Tensor, few: Inputs, run: Forward) -> bool:
+    """Whether a few samples alone have outputs f, within the precision that the network computes in."""
+    alone = run(few)
+    if close(f, alone, tolerance([f.dtype])):
+        return True
+    with Types() as inside:
+        again = run(few)
+    rtol = tolerance(inside.seen)
+    if not close(again, alone, rtol):
+        raise UnsupportedModel(NOT_DETERMINISTIC)
+    return close(f, alone, rtol)
+
+
+def _spread(n: int, count: int) -> Tensor:
+    """Return indices of samples spread over the whole batch, with the last: where capacity is limited, it loses."""
+    return torch.linspace(n - 1, 0, count).round().long().flip(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +176,8 @@ class Network:
     module: nn.Module
     params: Params
     outputs: Outputs
-    _trusted: dict[str, bool] = field(
-        default_factory=dict, init=False, repr=False
-    )  # whether each way to compute products agrees with reverse mode
-    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # made for later inputs
+    _trusted: dict[str, bool] = field(default_factory=dict, init=False, repr=False)  # faster ways, once tried
+    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False)  # plans of later inputs
     _roles: Roles = field(default_factory=Roles, init=False, repr=False)
 
     @contextmanager
@@ -73,11 +199,26 @@ class Network:
         """The private copy that this thread has borrowed."""
         return in_use(self.module, self.params.names)
 
+    @cached_property
+    def last_linear(self) -> nn.Linear | None:
+        """The plain linear layer whose weight, or weight and bias, are all that is selected; None for anything else."""
+        names = self.params.names
+        if self.params.index is not None or len(names) > 2 or not names[0].endswith("weight"):
+            return None
+        owner = names[0].rpartition(".")[0]
+        layer = self.module.get_submodule(owner)
+        own = [f"{owner}." * bool(owner) + name for name in ("weight", "bias")]
+        plain = type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
+        if not plain or list(names) != own[: len(names)] or "forward" in vars(layer):
+            return None
+        uses = [id(p) for _, p in self.module.named_parameters(remove_duplicate=False)]
+        return layer if all(uses.count(id(p)) == 1 for p in layer.parameters()) else None  # type: ignore[return-value]
+
     def forward(self, inputs: Inputs) -> Tensor:
         """Return f (n, *event, c) without gradients."""
         self.settle(inputs)
         f = self.outputs(output_tensor(self.returned(inputs))).detach()
-        self._roles.require_apart(inputs, f, self._plain)
+        self.require_apart(inputs, f)
         return f
 
     def returned(self, inputs: Inputs) -> object:
@@ -100,14 +241,12 @@ class Network:
         """Find out which inputs all samples share. Call it before a batch is cut into samples."""
         self._roles.settle(inputs, self._plain)
 
-    def require_apart(self, inputs: Inputs) -> None:
-        """Refuse a batch, larger than those seen before, whose samples depend on each other."""
-        if batch_size(inputs) > self._roles.largest:
+    def require_apart(self, inputs: Inputs, f: Tensor | None = None) -> None:
+        """Refuse a batch, larger than those seen before, whose samples depend on each other; f are its outputs."""
+        if f is not None:
+            self._roles.require_apart(inputs, f, self._plain)
+        elif batch_size(inputs) > self._roles.largest:
             self.forward(inputs)
-
-    def compare(self, inputs: Inputs, f: Tensor) -> None:
-        """Refuse outputs f of a batch, larger than those seen before, whose samples depend on each other."""
-        self._roles.require_apart(inputs, f, self._plain)
 
     def _plain(self, inputs: Inputs) -> Tensor:
         with self.borrow(), torch.no_grad():
@@ -118,6 +257,46 @@ class Network:
         wanted = torch.is_grad_enabled()
         with self.borrow(), torch.set_grad_enabled(wanted):
             return self.functional(self.params.unflatten(theta), inputs)
+
+    def at_each(self, weights: Tensor, inputs: Inputs) -> Tensor:
+        """Return f at each row of weights (s, P), (s, n, *event, c).
+
+        Small batches run at several weights at once (`torch.func.vmap`), if a first trial gives what they give one by
+        one; everything else runs in a loop. With gradients enabled, they flow into the weights and the inputs.
+        """
+        n = batch_size(inputs)
+        with self.copied():
+            if n <= SMALL_BATCH and len(weights) > 1 and self._runs_together(weights, inputs):
+                try:
+                    return torch.cat(list(self._together(weights, inputs, max(1, AT_ONCE // n))))
+                except Exception:  # operations that these inputs need may have no batched form: the loop tells
+                    self._trusted["together"] = False
+            return torch.stack([self.at_weights(theta, inputs) for theta in weights])
+
+    def _together(self, weights: Tensor, inputs: Inputs, size: int) -> Iterator[Tensor]:
+        wanted = torch.is_grad_enabled()
+        with self.borrow() as module, torch.set_grad_enabled(wanted):
+            own = map_tensors(Tensor.clone, inputs)
+            run = torch.func.vmap(lambda values: output_tensor(call(module, own, values)))
+            for part in weights.split(size):
+                with warnings_here("ignore", UserWarning, "There is a performance drop"):
+                    raw = run(self.params.unflatten(part))
+                yield torch.stack([self.outputs(each) for each in raw])
+
+    def _runs_together(self, weights: Tensor, inputs: Inputs) -> bool:
+        """Find out once, with two samples and two rows, whether the batched form gives the outputs of each row."""
+        if "together" not in self._trusted:
+            few = detached(take(inputs, slice(0, 2), batch_size(inputs)))
+            pair = torch.stack([weights[0], weights[-1]]).detach()
+            with torch.no_grad():
+                expected = torch.stack([self.at_weights(theta, few) for theta in pair])
+                try:
+                    found = torch.cat(list(self._together(pair, few, 2)))
+                    same = found.shape == expected.shape and close(found, expected, tolerance([found.dtype]))
+                except Exception:  # PyTorch raises many kinds where an operation has no batched form
+                    same = False
+            self._trusted["together"] = same
+        return self._trusted["together"]
 
     def functional(self, values: dict[str, Tensor] | None, inputs: Inputs) -> Tensor:
         """Return f with some parameters replaced by these values. Call it inside `borrow()`."""
@@ -131,7 +310,7 @@ class Network:
         self.settle(inputs)
         with FixedNorms(), nullcontext() if values is None else Recording(values):
             f = self.functional(None, inputs)
-        self._roles.require_apart(inputs, f, self._plain)
+        self.require_apart(inputs, f)
         return f
 
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,7 +406,7 @@ class Network:
             if not unseen_names(finished, ids) <= set(plan.looped):
                 raise PlanChanged
         f = self.outputs(finished.outputs)
-        self._roles.require_apart(inputs, f, self._plain)
+        self.require_apart(inputs, f)
         recorded = RecordedPass(finished, plan, self.params, leaves, f.shape[0], create_graph)
         return Linearization(module, inputs, self.outputs, f, recorded)
 

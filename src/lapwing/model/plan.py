@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from lapwing.linalg import Layout, Places
-from lapwing.model.inputs import close
+from lapwing.model.calls import close
 from lapwing.model.params import Params, orders, places_of
 from lapwing.model.rules import RULES, Call, MatrixRule, Rule, Samples
 from lapwing.model.tape import Pass, Record, parameters_behind, unseen_parameters

@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 
 from lapwing.errors import BadData
 from lapwing.model.batches import Batch, Batches
+from lapwing.model.calls import Inputs, batch_size, per_sample, take, tensors_in
 from lapwing.model.forward import Values, forward_mode, lacks_derivative, push_forward
-from lapwing.model.inputs import Inputs, batch_size, per_sample, take, tensors_in
 from lapwing.model.kernels import differentiable_kernels, elementary_attention
 from lapwing.model.linearization import pull, pull_all
 from lapwing.model.network import Network

@@ -15,20 +15,22 @@ from torch import Tensor, nn
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import Rows
 from lapwing.model.blockrows import Gradients, RecordedPass
-from lapwing.model.inputs import (
+from lapwing.model.calls import (
     APART,
     NOT_DETERMINISTIC,
     Inputs,
     Types,
     batch_size,
+    call,
     close,
     map_tensors,
+    output_tensor,
     take,
     tensors_in,
     tolerance,
+    warnings_here,
 )
 from lapwing.model.linearization import Linearization, Outputs, pull
-from lapwing.model.module import call, output_tensor, warnings_here
 from lapwing.model.params import Params
 from lapwing.model.plan import (
     AMBIGUOUS,

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.errors import CorruptFile, LapwingError, UnsupportedModel
 from lapwing.model.batches import Convention
-from lapwing.model.fingerprint import Probe, fingerprint, written
+from lapwing.model.watch import Probe, contents, tensor_bytes, written
 from lapwing.storage import full, lean, prefixed, under
 
 
+def fingerprint(module: nn.Module, skip: Iterable[str] = ()) -> str:
+    """Return the SHA-256 of parameters, buffers, plain tensors, numbers and strings, except those in `skip`."""
+    text, state = contents(module, skip)
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in state:
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
 def describe_module(
-    module: torch.nn.Module, probe: Probe | None, tensors: Mapping[str, Tensor], header: Mapping[str, Any]
+    module: nn.Module, probe: Probe | None, tensors: Mapping[str, Tensor], header: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Add the fingerprint of a module and a probe to the tensors and the header of a file."""
     own: dict[str, Any] = {"written": written(module), "fingerprint": fingerprint(module, written(module))}
@@ -41,7 +51,7 @@ def intact(path: Path) -> Iterator[None]:
         raise CorruptFile(f"{path.name!r} does not fit together ({error}); fit again, or restore a copy") from error
 
 
-def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
+def require_same_module(header: Mapping[str, Any], module: nn.Module, path: Path) -> None:
     """Refuse a module with other parameters, shapes or weights than the file was made with."""
     live = dict(module.named_parameters())
     for name, shape in header["parameters"].items():
@@ -60,7 +70,7 @@ def require_same_module(header: Mapping[str, Any], module: torch.nn.Module, path
 
 
 def restore_probe(
-    tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module, path: Path
+    tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: nn.Module, path: Path
 ) -> Probe | None:
     """Return the probe of the fit; refuse a module that gives other outputs for its inputs."""
     if "probe" not in header:

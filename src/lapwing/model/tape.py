@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lapwing.errors import UnsupportedModel
-from lapwing.model.inputs import Inputs, tensors_in
+from lapwing.model.calls import Inputs, call, output_tensor, tensors_in
 from lapwing.model.kernels import WRITTEN_OUT, fixed_batch_norm
-from lapwing.model.module import call, output_tensor
 
 SHUFFLING = ("nonzero", "argwhere", "where", "masked_select", "unique", "unique_consecutive", "_pack_padded_sequence")
 READING = ("index_select", "gather", "take", "take_along_dim", "repeat_interleave")
@@ -199,37 +198,35 @@ def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterato
 
 def unseen_parameters(finished: Pass) -> list[Tensor]:
     """Return the leaves that reach the outputs without a record on the way: uses that the tape did not see."""
-    recorded = {record.edge.node: record for record in finished.records}
-    seen, stack, leaves = set(), [finished.outputs.grad_fn], []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in recorded:
-            stack.extend(recorded[node].upstream)
-            continue
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        stack.extend(child for child, _ in node.next_functions)
-    return leaves
+    met = _met(finished, lambda _: True, (finished.outputs.grad_fn,))
+    return [node.variable for node, record in met if record is None and hasattr(node, "variable")]
 
 
 def first_reached(
     finished: Pass, through: Callable[[Record], bool] = lambda _: False, start: tuple[Any, ...] | None = None
 ) -> list[Record]:
     """Return the records met on the way back from the outputs (or from `start`), going through those of `through`."""
+    met = _met(finished, through, (finished.outputs.grad_fn,) if start is None else start)
+    return [record for _, record in met if record is not None]
+
+
+def _met(
+    finished: Pass, through: Callable[[Record], bool], start: tuple[Any, ...]
+) -> Iterator[tuple[Any, Record | None]]:
+    """Yield the autograd nodes on the way back from `start`, each with its record, if it has one.
+
+    The way ends at a record, unless it is one of `through`: then it goes on from the data that the record has read.
+    """
     recorded = {record.edge.node: record for record in finished.records}
-    seen, stack, found = set(), [finished.outputs.grad_fn] if start is None else [*start], []
+    seen, stack = set(), [*start]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node in recorded:
-            found.append(recorded[node])
-            if through(recorded[node]):
-                stack.extend(recorded[node].upstream)
-            continue
-        stack.extend(child for child, _ in node.next_functions)
-    return found
+        record = recorded.get(node)
+        yield node, record
+        if record is None:
+            stack.extend(child for child, _ in node.next_functions)
+        elif through(record):
+            stack.extend(record.upstream)

@@ -8,10 +8,9 @@ Example:
 """
 
 from lapwing.plots.calibration import coverage, reliability, risk_coverage
-from lapwing.plots.distributions import ecdf, entropies, separation, uncertain_images
-from lapwing.plots.outside import roc, scores
 from lapwing.plots.regression import band, parity, residuals
 from lapwing.plots.tuning import evidence, surface, temperature
+from lapwing.plots.uncertainty import ecdf, entropies, roc, scores, separation, uncertain_images
 
 __all__ = [
     "band",

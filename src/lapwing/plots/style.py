@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lapwing.errors import BadData
-from lapwing.model.inputs import as_tensors
+from lapwing.model.calls import as_tensors
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lapwing.errors import BadData
 from lapwing.evidence import Tuning
-from lapwing.evidence.compare import Comparison
 from lapwing.evidence.curves import TemperatureCurve
+from lapwing.evidence.evidence import Comparison
 from lapwing.evidence.loop import Moment
 from lapwing.plots.style import INSIDE, LINES, MUTED, OUTSIDE, array, blank, grid, lattice, one, style, tip
 

@@ -25,7 +25,7 @@ from lapwing.errors import (
 )
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import PSD, Diagonal
-from lapwing.model.module import outside_autocast
+from lapwing.model.calls import outside_autocast
 from lapwing.posterior.prior import Prior, resolve_prior
 
 DENSE_BYTES = 2 * 1024**3
@@ -160,7 +160,7 @@ class Tempered:
             raise BadData(f"temperature must be {'positive' if self.prior else 'at least 0'}, got {value.item()}")
 
     def likelihood_scale(self, dispersion: Tensor, power: int = 1) -> Tensor:
-        """T/φ^power: what multiplies the stored curvature, 0-d; gradients flow into T and φ."""
+        """Return T/φ^power, which multiplies the stored curvature, 0-d; gradients flow into T and φ."""
         return torch.as_tensor(self.T, dtype=dispersion.dtype, device=dispersion.device) / dispersion**power
 
     @property

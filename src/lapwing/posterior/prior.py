@@ -24,6 +24,8 @@ class Prior:
     `precision` is a scalar; a dict from parameter names or globs to scalars (the first pattern that matches a
     parameter holds); a flat tensor with one value per weight; or a `PSD` such as the precision of another posterior.
     `mean` is a scalar or a flat tensor. Tensors that require gradients keep them through `resolve`.
+
+        la = lapwing.fit(model, loader, "classification", prior=lapwing.Prior({"*.bias": 0.1, "*": 10.0}))
     """
 
     precision: Precision = 1.0
@@ -40,7 +42,7 @@ class Prior:
     def from_weight_decay(
         cls, decay: float, n: float, *, outputs: int | None = None, noise: float | None = None
     ) -> "Prior":
-        """The precision that a weight decay stands for: the loss was mean ℓ + (decay/2)‖θ‖² over `n` data.
+        """Return the precision that a weight decay stands for: the loss was mean ℓ + (decay/2)‖θ‖² over `n` data.
 
         Where ℓ is a negative log-likelihood (cross-entropy, Poisson, …) the sum over data gives τ = n·decay. The mean
         squared error of K `outputs` is (2σ²/K) times a Gaussian's with standard deviation `noise` = σ, so that
@@ -55,13 +57,13 @@ class Prior:
 
     @classmethod
     def from_posterior(cls, posterior: Any) -> "Prior":
-        """Yesterday's posterior (a `Posterior`, or the `Laplace` that holds it) as today's prior: precision and mean.
+        """Make yesterday's posterior (a `Posterior`, or the `Laplace` that holds it) today's prior: precision and mean.
 
         The sum of this precision and today's curvature is exact for diag, blockdiag, full and lowrank posteriors, and
         for any posterior under structure="full". It is exact for a Kronecker posterior with factored damping, whose
         precision is a product L ⊗ R (`la.damping("factored")`), and for layers with one output. For the other
         Kronecker and EKFAC posteriors the sum has no common eigenbasis: its diagonal is kept in the best of three bases
-        (`lapwing.linalg.simultaneous.add`), and the `neglected` of each block of `la.posterior.precision` says what
+        (`lapwing.linalg.eigenkronecker.add`), and the `neglected` of each block of `la.posterior.precision` says what
         share was dropped.
 
             prior = Prior.from_posterior(lapwing.fit(model, monday, "classification").posterior)
@@ -77,7 +79,7 @@ class Prior:
     def per_block(
         cls, values: Sequence[Scalar] | Tensor, names: Sequence[Sequence[str]], mean: Scalar = 0.0
     ) -> "Prior":
-        """One precision per block, where `names` holds the parameter names of each block (`curvature.names`)."""
+        """Give each block one precision; `names` holds the parameter names of each block (`curvature.names`)."""
         if len(values) != len(names):
             raise ValueError(f"{len(names)} blocks need as many precisions, got {len(values)}")
         return cls({name: value for value, block in zip(values, names, strict=True) for name in block}, mean)
@@ -92,7 +94,7 @@ class Prior:
         *,
         bias: float = 1.0,
     ) -> "Prior":
-        """One precision per output of a linear layer times one per input, τ_kj = units_k · inputs_j, for its weights.
+        """Multiply one precision per output of a linear layer by one per input, τ_kj = units_k · inputs_j.
 
         For a last layer these are precisions per class and per feature; a number stands for all of them. `layer` is
         the name of the layer in the model. Its bias, if it has one, has the precisions units_k · `bias`. Structures
@@ -128,7 +130,7 @@ class Prior:
         *,
         index: Tensor | None = None,
     ) -> tuple[Tensor, PSD]:
-        """The mean (P,) and the precision Π as a matrix, for parameters `names` with `sizes`; gradients flow.
+        """Return the mean (P,) and the precision Π as a matrix, for parameters `names` with `sizes`; gradients flow.
 
         `index` picks the P weights of a subnetwork out of the whole flat vector; flat tensors and matrices that were
         given then speak of the picked ones. A matrix keeps its own type and device.
@@ -171,7 +173,7 @@ class Prior:
             yield "the prior precision", self.precision
 
     def spec(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and a JSON-able description, for storage; `Prior.from_spec` reads them back."""
+        """Return tensors and a JSON-able description, for storage; `Prior.from_spec` reads them back."""
         tensors: dict[str, Tensor] = {}
         spec: dict[str, Any] = {"mean": _store(self.mean, "mean", tensors)}
         if isinstance(self.precision, PSD) and self.precision.iterative:
@@ -193,7 +195,7 @@ class Prior:
 
     @classmethod
     def from_spec(cls, tensors: Mapping[str, Tensor], spec: Mapping[str, Any], size: int | None = None) -> "Prior":
-        """The inverse of `spec`; where `size` weights are given, a matrix is checked to be one of as many."""
+        """Rebuild the prior that `spec` described; a matrix is checked to be over `size` weights, if that is given."""
         mean = _restore(spec["mean"], tensors)
         if spec["kind"] == "matrix":
             inner, matrix = under("precision.", tensors), spec["precision"]
@@ -210,7 +212,7 @@ class Prior:
 
 
 def resolve_prior(prior: Precision | Prior) -> Prior:
-    """What the front door accepts as `prior=`: a number, a dict, a tensor, a matrix or a `Prior`."""
+    """Return the prior that `prior=` means: a number, a dict, a tensor, a matrix or a `Prior`."""
     if isinstance(prior, Prior):
         return prior
     if isinstance(prior, int | float | Tensor | Mapping | PSD):
@@ -229,7 +231,7 @@ def _by_name(
     device: torch.device | str,
     index: Tensor | None,
 ) -> Diagonal:
-    """One value per weight, from the first pattern that matches each parameter."""
+    """Return one value per weight, from the first pattern that matches each parameter."""
     used = [_first_match(precision, name) for name in names]
     _check_patterns(precision, names, used)
     values = {pattern: torch.as_tensor(precision[pattern], dtype=dtype, device=device) for pattern in precision}
@@ -251,7 +253,7 @@ def _by_name(
 
 
 def _side(values: float | Sequence[float] | Tensor, count: int, name: str, layer: str) -> Tensor:
-    """One precision per unit or input, (count,), from as many or from one for all."""
+    """Return one precision per unit or input, (count,), from as many or from one for all."""
     found = torch.as_tensor(values, dtype=torch.float64).detach()
     if found.shape not in ((), (count,)):
         raise IncompatiblePrior(f"the layer {layer!r} has {count} {name}, and got {tuple(found.shape)} precisions")

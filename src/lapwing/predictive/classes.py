@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lapwing.errors import warn
 from lapwing.likelihoods.likelihood import masked
-from lapwing.model.module import outside_autocast
+from lapwing.model.calls import outside_autocast
 from lapwing.predictive.links import ClassLaw, entropy, law_of
 from lapwing.predictive.prediction import MOST_WORDS, Prediction
 

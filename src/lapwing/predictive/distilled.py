@@ -22,10 +22,9 @@ from lapwing.likelihoods import Likelihood, likelihood_from_spec
 from lapwing.metrics import auroc
 from lapwing.model import Network, batch_size, take, tensors_in
 from lapwing.model.batches import Convention
-from lapwing.model.fingerprint import Probe
-from lapwing.model.inputs import Inputs, as_tensors, map_tensors
-from lapwing.model.module import arguments, outside_inference, placed, unwrap
+from lapwing.model.calls import Inputs, arguments, as_tensors, map_tensors, outside_inference, placed, unwrap
 from lapwing.model.stored import describe_module, intact, require_same_module, restore_convention, restore_probe
+from lapwing.model.watch import Probe
 from lapwing.predictive.energies import EnergyNetwork
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction, fixed_generator
 from lapwing.predictive.prediction import Prediction

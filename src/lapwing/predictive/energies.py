@@ -13,10 +13,9 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from lapwing.errors import UnsupportedModel
 from lapwing.model import batch_size, take
-from lapwing.model.copies import written_by_forward
-from lapwing.model.inputs import Inputs, close, tolerance
+from lapwing.model.calls import Inputs, arguments, close, output_tensor, tolerance
+from lapwing.model.copies import without_fast_path, written_by_forward
 from lapwing.model.linearization import Outputs
-from lapwing.model.module import arguments, output_tensor, without_fast_path
 
 CALLS = 8
 """Layers, at most, whose inputs are looked at: the first, the last and others in between."""

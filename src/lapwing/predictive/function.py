@@ -14,7 +14,7 @@ from torch.quasirandom import SobolEngine
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods.marginal import safe_sqrt
-from lapwing.model.module import outside_autocast
+from lapwing.model.calls import outside_autocast
 from lapwing.predictive.writtenout import is_written_out, powers
 
 SEED = 2021

@@ -15,8 +15,8 @@ from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, DenseRows, Jacobian, MatrixRows, Term
 from lapwing.model import Network
+from lapwing.model.calls import Inputs
 from lapwing.model.features import Features, features_of
-from lapwing.model.inputs import Inputs
 from lapwing.predictive.function import GaussianFunction
 from lapwing.predictive.linearized import CLOSED_FORM
 from lapwing.predictive.novelty import information_bound, information_gain
@@ -307,14 +307,14 @@ class LastLayer(nn.Module):
 
 
 def last_layer_of(
-    network: Network, precision: PSD, memory: int, example: Inputs | None, classes: bool = False
+    network: Network, precision: PSD, memory: int, example: Inputs, classes: bool = False
 ) -> LastLayer | None:
     """The short path for a posterior over one linear layer that produces the outputs; None where there is none.
 
     `example` are inputs of the network, for a look at what follows the layer. `classes`: outputs are logits of a
     softmax.
     """
-    features = None if example is None else features_of(network, example)
+    features = features_of(network, example)
     root = None if features is None else root_of(precision, features, memory, classes)
     return None if features is None or root is None else LastLayer(features, root).eval()
 

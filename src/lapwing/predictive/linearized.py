@@ -12,9 +12,8 @@ from lapwing.errors import TooLarge
 from lapwing.linalg import PSD, Diagonal, Jacobian
 from lapwing.linalg.rows import chunks
 from lapwing.model import Linearization, Network, Plan, PlanChanged, batch_size, dynamic_plan, take
-from lapwing.model.inputs import Inputs
+from lapwing.model.calls import Inputs, outside_inference
 from lapwing.model.linearization import pull
-from lapwing.model.module import outside_inference
 from lapwing.predictive.function import GaussianFunction
 
 CLOSED_FORM = 64

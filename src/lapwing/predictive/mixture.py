@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, UnsupportedOperation, brief
-from lapwing.model.module import outside_autocast
+from lapwing.model.calls import outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator, shares
 from lapwing.predictive.prediction import Prediction
 from lapwing.storage import prefixed, write_file

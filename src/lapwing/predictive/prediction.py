@@ -17,8 +17,7 @@ from lapwing.errors import BadData, UnsupportedOperation, nearest, require_gener
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import log_mix
 from lapwing.model.batches import are_tokens, shift
-from lapwing.model.inputs import as_tensors
-from lapwing.model.module import outside_autocast
+from lapwing.model.calls import as_tensors, outside_autocast
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.links import ClassLaw
 from lapwing.predictive.table import SHOWN, frame_of, html_of

@@ -16,8 +16,7 @@ from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Batch, Convention
-from lapwing.model.inputs import Inputs, as_tensors, finite
-from lapwing.model.module import placed
+from lapwing.model.calls import Inputs, as_tensors, finite, placed
 from lapwing.model.products import Products
 from lapwing.posterior import Belief
 from lapwing.predictive.lastlayer import LastLayer, last_layer_of
@@ -70,6 +69,8 @@ class Predictive:
     @cached_property
     def last_layer(self) -> LastLayer | None:
         """The short path to predictions, where the posterior is one over the linear layer that produces the outputs."""
+        if self.example is None or self.network.last_linear is None:
+            return None
         precision, classes = self.belief.posterior.precision, self.belief.likelihood.shift_invariant
         return last_layer_of(self.network, precision, self.options.memory, self.example, classes)
 
@@ -140,7 +141,7 @@ class Predictive:
             layer = None if joint or differentiable or by_draws else self.last_layer
             found = None if layer is None else layer.read(inputs)
             if layer is not None and found is not None:
-                self.network.compare(inputs, found[0])
+                self.network.require_apart(inputs, found[0])
                 function, scale = layer.function(*found, belief.likelihood.shift_invariant, scale), 1.0
             else:
                 function = self.linearized(inputs).function(
@@ -169,7 +170,7 @@ class Predictive:
         found = None if layer is None else layer.read(inputs, differentiable)
         if layer is not None and found is not None:
             f, a = found
-            self.network.compare(inputs, f)
+            self.network.require_apart(inputs, f)
             with torch.set_grad_enabled(differentiable):
                 left = right = layer.root.across(a)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.likelihoods import Likelihood
-from lapwing.model.module import warnings_here
+from lapwing.model.calls import warnings_here
 from lapwing.predictive.lastlayer import LastLayer
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.softmax import prepare

@@ -14,10 +14,8 @@ from torch.distributions import Categorical as CategoricalLaw
 from lapwing.errors import brief, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Network, batch_size, take
-from lapwing.model.fingerprint import Watch
-from lapwing.model.inputs import Inputs
-from lapwing.model.members import run_members
-from lapwing.model.module import outside_autocast, outside_inference
+from lapwing.model.calls import Inputs, outside_autocast, outside_inference
+from lapwing.model.watch import Watch
 from lapwing.predictive.function import BLOCK, FunctionDistribution, fixed_generator
 from lapwing.predictive.links import inner_law, log_class_probs
 from lapwing.predictive.prediction import Prediction
@@ -91,7 +89,7 @@ def sampled_function(
     """Run the network at each row of weights (s, P). `differentiable` keeps the graph to the inputs."""
     network.require_apart(inputs)
     with torch.set_grad_enabled(differentiable):
-        return SampledFunction(None, run_members(network, weights, inputs))
+        return SampledFunction(None, network.at_each(weights, inputs))
 
 
 def warn_of_collapse(network: Network, likelihood: Likelihood, function: SampledFunction, inputs: Inputs) -> None:

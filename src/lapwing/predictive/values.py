@@ -14,8 +14,7 @@ from torch import Tensor
 from lapwing.errors import BadData, UnsupportedOperation, refuse_export
 from lapwing.likelihoods.likelihood import masked
 from lapwing.likelihoods.marginal import BlendedMarginal, Marginal, MixtureMarginal, sample_crps
-from lapwing.model.inputs import as_tensors
-from lapwing.model.module import outside_autocast
+from lapwing.model.calls import as_tensors, outside_autocast
 from lapwing.predictive.function import fixed_generator, shares
 from lapwing.predictive.links import inner_law, law_of
 from lapwing.predictive.prediction import MOST_WORDS, Prediction

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lapwing.fitting import fit, load
 from lapwing.laplace import Laplace
-from lapwing.model.module import evaluated, output_tensor
+from lapwing.model.calls import evaluated, output_tensor
 from lapwing.predictive import Prediction
 from lapwing.sklearn.networks import Pair, Schedule, Standardized, made_by, mlp
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.model import Network, Params
-from lapwing.model.inputs import map_tensors
+from lapwing.model.calls import map_tensors
 from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule, Samples
 
 RTOL, ATOL = 1e-8, 1e-10

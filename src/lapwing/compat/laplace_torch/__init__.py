@@ -13,6 +13,7 @@ The page docs/coming-from-laplace-torch.md says what is different.
 """
 
 from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
+from lapwing.compat.laplace_torch.base import BaseLaplace
 from lapwing.compat.laplace_torch.enums import (
     FunctionalApproximation,
     HessianStructure,
@@ -28,7 +29,6 @@ from lapwing.compat.laplace_torch.functional import FunctionalLaplace, Functiona
 from lapwing.compat.laplace_torch.installing import install, place_beside
 from lapwing.compat.laplace_torch.lastlayer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
-from lapwing.compat.laplace_torch.settings import BaseLaplace
 from lapwing.compat.laplace_torch.subnet import DiagSubnetLaplace, FullSubnetLaplace, SubnetLaplace
 from lapwing.compat.laplace_torch.training import marglik_training
 

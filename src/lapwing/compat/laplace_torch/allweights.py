@@ -25,22 +25,12 @@ class DenseCurvature(ParametricLaplace):
     def _structure(self) -> Structure:
         return Full()
 
-    def _init_H(self) -> None:
-        self._la = None
-        self._changed()
-
     @property
     def H(self) -> Tensor | None:
         """The curvature (P, P), without prior, noise and temperature; zero before a fit."""
         if self._la is not None:
             return self._la.curvature.dense().to(self._dtype)
-        size = self._size
-        return None if size is None else torch.zeros(size, size, device=self._device, dtype=self._dtype)
-
-    @property
-    def _size(self) -> int | None:
-        """The number of weights with a posterior, where it is known."""
-        return self.n_params
+        return self._zeros(2)
 
     @property
     def posterior_precision(self) -> Tensor:
@@ -70,22 +60,12 @@ class DiagonalCurvature(ParametricLaplace):
     def _structure(self) -> Structure:
         return Diag()
 
-    def _init_H(self) -> None:
-        self._la = None
-        self._changed()
-
     @property
     def H(self) -> Tensor | None:
         """The diagonal of the curvature (P,), without prior, noise and temperature; zero before a fit."""
         if self._la is not None:
             return self._la.curvature.matrix.diagonal().to(self._dtype)
-        size = self._size
-        return None if size is None else torch.zeros(size, device=self._device, dtype=self._dtype)
-
-    @property
-    def _size(self) -> int | None:
-        """The number of weights with a posterior, where it is known."""
-        return self.n_params
+        return self._zeros(1)
 
     @property
     def posterior_precision(self) -> Tensor:
@@ -145,8 +125,8 @@ class KroneckerCurvature(ParametricLaplace):
         return KronStructure(sharing="expand", bias="separate")
 
     def _init_H(self) -> None:
-        self._la = self._factors = self._undamped = None
-        self._changed()
+        self._factors = self._undamped = None
+        super()._init_H()
 
     def _fitted(self, found: Laplace, outputs: int) -> None:
         self._factors = self._undamped = None
@@ -232,10 +212,6 @@ class LowRankLaplace(ParametricLaplace):
 
     def _structure(self) -> Structure:
         return LowRank(min(self.rank, self.n_params or self.rank))
-
-    def _init_H(self) -> None:
-        self._la = None
-        self._changed()
 
     def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
         if not override:

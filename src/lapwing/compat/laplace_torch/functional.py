@@ -46,7 +46,7 @@ class FunctionSpace(ParametricLaplace):
         **last_layer: Any,
     ) -> None:
         if n_subset is None:
-            raise ValueError("hessian_structure='gp' needs n_subset, the number of data that it is fitted on")
+            raise TypeError("hessian_structure='gp' needs n_subset, the number of data that it is fitted on")
         self.n_subset, self.independent_outputs, self.seed = n_subset, independent_outputs, seed
         self._prior_factor_sod = 1.0
         super().__init__(

@@ -10,6 +10,7 @@ from typing import Any
 from lapwing.compat.laplace_torch import (
     allweights,
     backends,
+    base,
     enums,
     features,
     front,
@@ -19,7 +20,6 @@ from lapwing.compat.laplace_torch import (
     masks,
     matrix,
     parametric,
-    settings,
     subnet,
     training,
 )
@@ -40,8 +40,8 @@ def _of(*sources: ModuleType, only: str = "") -> Names:
 
 def contents() -> dict[str, Names]:
     """Return what each module of laplace-torch offers, by the module's name."""
-    base = _of(settings, parametric, allweights, functional) | {"BaseLaplace": settings.BaseLaplace}
-    base = {name: value for name, value in base.items() if "LLLaplace" not in name}
+    own = _of(base, parametric, allweights, functional, only="Laplace")
+    whole = {name: value for name, value in own.items() if "LLLaplace" not in name}
     last = _of(lastlayer) | {"FunctionalLLLaplace": functional.FunctionalLLLaplace}
     utils = {
         "enums": _of(enums),
@@ -55,10 +55,10 @@ def contents() -> dict[str, Names]:
     curvature = {name: _of(backends, only=name) for name in ("asdfghjkl", "asdl", "backpack", "curvlinops")}
     interfaces = ("CurvatureInterface", "GGNInterface", "EFInterface")
     curvature["curvature"] = {name: getattr(backends, name) for name in interfaces}
-    everything = base | last | _of(subnet, enums) | {"Laplace": front.Laplace}
+    everything = whole | last | _of(subnet, enums) | {"Laplace": front.Laplace}
     return {
         "laplace": everything | {"marglik_training": training.marglik_training},
-        "laplace.baselaplace": base,
+        "laplace.baselaplace": whole,
         "laplace.lllaplace": last,
         "laplace.subnetlaplace": _of(subnet),
         "laplace.laplace": {"Laplace": front.Laplace},

@@ -1,4 +1,4 @@
-"""`ParametricLaplace`: a posterior over weights that is fitted, tuned, sampled and scored by laplace-torch's names.
+"""`ParametricLaplace`: a posterior over weights that is fitted, sampled, scored and stored by laplace-torch's names.
 
 It holds one frozen `lapwing.Laplace`, and replaces it whenever a setting changes.
 """
@@ -6,19 +6,21 @@ It holds one frozen `lapwing.Laplace`, and replaces it whenever a setting change
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import MutableMapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.compat.laplace_torch.enums import Likelihood
-from lapwing.compat.laplace_torch.mapped import Mapped
-from lapwing.compat.laplace_torch.saved import Saved
+from lapwing.compat.laplace_torch.predictive import Predictions
 from lapwing.curvature import Factor, Structure
-from lapwing.errors import BadData, NotReiterable
-from lapwing.fitting import fit
+from lapwing.errors import BadData, NotReiterable, UnsupportedModel
+from lapwing.fitting import fit, load
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import BradleyTerry, Categorical, Gaussian
 from lapwing.likelihoods import Likelihood as Family
@@ -27,7 +29,18 @@ from lapwing.model.batches import NoSamples
 from lapwing.posterior import Belief, Prior, Tempered
 
 
-class ParametricLaplace(Saved):
+class Mapped(nn.Module):
+    """Calls model(mapping) where Lapwing calls module(**mapping); `kind` makes the mapping (dict, UserDict, …)."""
+
+    def __init__(self, model: nn.Module, kind: type) -> None:
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(self.kind(inputs))
+
+
+class ParametricLaplace(Predictions):
     """A Gaussian posterior over weights; subclasses choose which weights and which structure."""
 
     _la: Laplace | None = None
@@ -36,12 +49,15 @@ class ParametricLaplace(Saved):
     def _begin(self) -> None:
         self.mean = self.prior_mean
 
-    # --- what subclasses choose --------------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def _key(self) -> Any:
         """The subset of weights and the structure that `Laplace(...)` finds the class by: a plain class attribute."""
+
+    @property
+    @abstractmethod
+    def H(self) -> Any:
+        """The curvature as a tensor or a `Kron`."""
 
     @abstractmethod
     def _structure(self) -> Structure:
@@ -58,8 +74,6 @@ class ParametricLaplace(Saved):
 
     def _factor(self) -> Factor:
         return self._backend_cls.factor(self._backend_kwargs)
-
-    # --- fit ---------------------------------------------------------------------------------------------------------
 
     def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
         """Fit the posterior at the weights that the model has; `override=False` adds data to an earlier fit.
@@ -113,7 +127,20 @@ class ParametricLaplace(Saved):
         if self.likelihood == Likelihood.REGRESSION and y.ndim != outputs.ndim - scalar:
             raise BadData(f"the outputs have {outputs.ndim - scalar} dimensions and the targets {y.ndim}: use the same")
 
-    # --- the posterior under the present settings ---------------------------------------------------------------------
+    @property
+    def _size(self) -> int | None:
+        """The number of weights with a posterior, where it is known."""
+        return self.n_params
+
+    def _zeros(self, dims: int) -> Tensor | None:
+        """Return the curvature before a fit, a vector (`dims` 1) or a matrix (2); None where its size is unknown."""
+        size = self._size
+        return None if size is None else torch.zeros([size] * dims, device=self._device, dtype=self._dtype)
+
+    def _init_H(self) -> None:
+        """Forget the fit."""
+        self._la = None
+        self._changed()
 
     def _changed(self) -> None:
         self._cached: Laplace | None = None
@@ -166,8 +193,6 @@ class ParametricLaplace(Saved):
     def _precision(self) -> PSD:
         return self._current.posterior.precision
 
-    # --- density and samples -----------------------------------------------------------------------------------------
-
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draw weight vectors, (n_samples, P)."""
         return self._current.posterior.sample(n_samples, generator).to(self._dtype)
@@ -190,8 +215,6 @@ class ParametricLaplace(Saved):
         if self.mean is None:
             raise AttributeError("this posterior is not fitted yet: call fit(train_loader) first")
         return self.mean
-
-    # --- evidence ----------------------------------------------------------------------------------------------------
 
     @property
     def loss(self) -> Tensor | float:
@@ -255,8 +278,6 @@ class ParametricLaplace(Saved):
         fitted = self._log_likelihood() - 0.5 * (self._log_det_ratio() + self._scatter())
         return fitted.to(self._dtype)
 
-    # --- covariances of outputs from Jacobians -----------------------------------------------------------------------
-
     def functional_variance(self, Js: Tensor) -> Tensor:
         """J Σ Jᵀ of each item: Jacobians (batch, outputs, P) → (batch, outputs, outputs)."""
         self._check_jacobians(Js)
@@ -272,3 +293,81 @@ class ParametricLaplace(Saved):
         size = self._precision.size
         if not isinstance(Js, Tensor) or Js.ndim != 3 or Js.shape[-1] != size:
             raise ValueError(f"Jacobians have the shape (batch, outputs, {size}), got {getattr(Js, 'shape', Js)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the posterior and its settings as tensors and plain values, for `torch.save`."""
+        self._check_H_init()
+        assert self._la is not None
+        return {
+            "mean": self.mean,
+            "H": self._stored_H(),
+            "loss": self.loss,
+            "prior_mean": self.prior_mean,
+            "prior_precision": self.prior_precision,
+            "sigma_noise": self.sigma_noise,
+            "n_data": self.n_data,
+            "n_outputs": self.n_outputs,
+            "likelihood": self.likelihood.value,
+            "temperature": self.temperature,
+            "enable_backprop": self.enable_backprop,
+            "cls_name": type(self).__name__,
+            "mapping": isinstance(self._la.module, Mapped),
+            "posterior": written(self._la),
+        }
+
+    def _stored_H(self) -> Any:
+        return self.H
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, for the same class, likelihood and weights of the model.
+
+        A model with other weights than those of the fit is refused; laplace-torch loads silently.
+        """
+        if type(self).__name__ != state_dict["cls_name"]:
+            raise ValueError(f"the state is that of a {state_dict['cls_name']}, not of a {type(self).__name__}")
+        if self.likelihood != state_dict["likelihood"]:
+            raise ValueError(
+                f"the state has likelihood {state_dict['likelihood']!r}, this is {self.likelihood.value!r}"
+            )
+        if self.n_params is not None and len(state_dict["mean"]) != self.n_params:
+            raise ValueError(f"the state has {len(state_dict['mean'])} weights, the model {self.n_params}")
+        if "posterior" not in state_dict:
+            raise BadData(
+                "this state was written by laplace-torch itself and lacks the posterior in Lapwing's format: fit again"
+            )
+        if self.temperature != state_dict["temperature"]:
+            warnings.warn(f"the temperature becomes {state_dict['temperature']}, as it was stored", stacklevel=2)
+        module: nn.Module = self._network
+        try:
+            found = self._read(state_dict["posterior"], Mapped(module, dict) if state_dict["mapping"] else module)
+        except UnsupportedModel as error:
+            raise BadData(f"the state was made with other weights than the model has: {error}") from error
+        self._fitted(found, state_dict["n_outputs"])
+        for name in ("prior_mean", "prior_precision", "sigma_noise", "temperature", "enable_backprop"):
+            setattr(self, name, state_dict[name])
+
+    def _read(self, stored: Tensor, module: nn.Module) -> Laplace:
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "posterior.lapwing"
+            path.write_bytes(stored.cpu().numpy().tobytes())
+            return load(path, module, split=self._targets_of)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_cached": None, "_backend": None, "_la": None}
+        if self._la is not None:
+            state["_la"] = (written(self._la), isinstance(self._la.module, Mapped))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        stored = state.pop("_la")
+        vars(self).update(state, _la=None)
+        if stored is not None:
+            self._la = self._read(stored[0], Mapped(self._network, dict) if stored[1] else self._network)
+
+
+def written(la: Laplace) -> Tensor:
+    """Return the file of a posterior as a vector of bytes."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.lapwing"
+        la.save(path)
+        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)

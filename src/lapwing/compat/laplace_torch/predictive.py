@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from lapwing.compat.laplace_torch.base import BaseLaplace
 from lapwing.compat.laplace_torch.enums import Likelihood, LinkApprox, PredType
-from lapwing.compat.laplace_torch.tuning import Tuned
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Categorical
 from lapwing.predictive.targets import predict_targets
@@ -20,7 +20,7 @@ from lapwing.predictive.targets import predict_targets
 AT_ONCE = 1024  # outputs of all items together up to which joint draws come from their covariance
 
 
-class Predictions(Tuned):
+class Predictions(BaseLaplace):
     """Calls, functional samples and predictive samples of a fitted posterior."""
 
     _pred_types: tuple[str, ...] = ("glm", "nn")
@@ -79,8 +79,6 @@ class Predictions(Tuned):
             raise ValueError(f"generator is a torch.Generator on {self._device}, got {generator!r}")
         return PredType(pred_type)
 
-    # --- the linearized network --------------------------------------------------------------------------------------
-
     def _predict(self, x: Any, **options: Any) -> Any:
         x = dict(x) if isinstance(x, Mapping) else x
         return self._current.predict(x, differentiable=self.enable_backprop, **options)
@@ -105,8 +103,6 @@ class Predictions(Tuned):
         generator = self._generator(generator) if link == LinkApprox.MC else None
         p = predict_targets(function, Categorical(), link=LinkApprox(link).value, samples=samples, generator=generator)
         return p.probs.to(self._dtype)
-
-    # --- draws -------------------------------------------------------------------------------------------------------
 
     def functional_samples(
         self,

@@ -12,10 +12,10 @@ from torch.nn.utils import parameters_to_vector
 from tqdm import trange
 
 from lapwing.compat.laplace_torch.backends import CurvatureInterface, CurvlinopsGGN
+from lapwing.compat.laplace_torch.base import BaseLaplace
 from lapwing.compat.laplace_torch.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
 from lapwing.compat.laplace_torch.front import Laplace
 from lapwing.compat.laplace_torch.functions import expand_prior_precision, fix_prior_prec_structure
-from lapwing.compat.laplace_torch.settings import BaseLaplace
 from lapwing.errors import BadData
 
 

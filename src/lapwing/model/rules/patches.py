@@ -25,8 +25,8 @@ Part = tuple[int, int, int]  # the first entry of the image that a strip of patc
 
 CHANNELS = 8  # with fewer, torch's kernels for correlations are slower than the patches
 CORRELATION_WORTH = 0.6  # share of the multiplications of written-out patches that correlations may take
-BAND_WORTH = 0.8  # share that bands may take
-PIXELS = 2**13  # that torch's kernel sums in a row: it loses digits with their number (to 1e-7 of the norm for these)
+BAND_WORTH = 0.8  # share of these multiplications that bands may take
+PIXELS = 2**13  # pixels that torch's kernel sums in a row: more lose digits (these: to 1e-7 of the norm)
 
 
 def correlation_gram(x: Tensor, kernel: Sides, edges: tuple[Sides, Sides]) -> Tensor:

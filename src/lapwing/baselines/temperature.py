@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.curvature.shards import require_one_process
 from lapwing.errors import BadData, UnsupportedOperation, brief, warn
-from lapwing.evidence.heldout import best_logit_temperature
+from lapwing.evaluation.scoring import device_of, point_prediction
+from lapwing.evidence.scores import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
-from lapwing.model.batches import Batches, Convention
-from lapwing.model.inputs import Inputs
-from lapwing.model.module import borrowed, call, explained, output_tensor, outside_autocast, outside_inference
-from lapwing.predictive import Prediction, SampledFunction, predict_targets
+from lapwing.model.batches import Batches, Convention, require_one_process
+from lapwing.model.calls import Inputs, call, output_tensor, outside_autocast, outside_inference
+from lapwing.model.copies import borrowed
+from lapwing.predictive import Prediction
 from lapwing.predictive.predictive import prepared
 
 LOWEST, HIGHEST = 0.01, 100.0
@@ -66,16 +66,6 @@ class TemperatureScaled:
             return output_tensor(module(*args, **kwargs)) / self.temperature
 
 
-def point_prediction(
-    model: nn.Module, inputs: Inputs, likelihood: Likelihood, temperature: float = 1.0, differentiable: bool = False
-) -> Prediction:
-    """Return p(y | f(x)/T) for a network without a posterior: the distribution of f is one point."""
-    with borrowed(model) as own, torch.set_grad_enabled(differentiable), explained(inputs):
-        raw = output_tensor(call(own, inputs)) / temperature
-    f = likelihood.outputs(raw)
-    return predict_targets(SampledFunction(None, f[None]), likelihood, scalar=raw.ndim == 1)
-
-
 @outside_autocast
 def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
     """Return all outputs f (N, *event, C) and targets of the data, in float64."""
@@ -100,10 +90,3 @@ def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
             f"{temperature:.3g}): every item may be right, or none. Use more validation data.",
         )
     return temperature
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter or buffer; the CPU for a model without any."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Scores of strangeness from the features of a classifier's last layer, beside those of its predictions."""
+"""Scores of strangeness: numbers that are higher for inputs unlike the training data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import BadData, UnsupportedModel
+from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
 from lapwing.model import last_layer
-from lapwing.model.module import borrowed, call, explained
+from lapwing.model.calls import call, explained
+from lapwing.model.copies import borrowed
+from lapwing.predictive import Prediction
+
+
+def strangeness(prediction: Prediction, outside: bool, novelty: bool) -> dict[str, Tensor]:
+    """Return the scores of strangeness that a prediction has beside its uncertainty, and its novelty if asked for."""
+    found: dict[str, Tensor] = {}
+    if outside:
+        doubt = prediction.epistemic
+        if prediction.kind != "classes":
+            doubt = doubt.flatten(1).sum(-1) if doubt.ndim > 1 else doubt
+        found["epistemic"] = doubt.sqrt() if prediction.kind == "numbers" else doubt
+        if prediction.kind == "classes" and prediction.likelihood.has_logits:
+            f = prediction.function.mean
+            found |= {"energy": energy(f), "maxlogit": max_logit(f)}
+    if novelty:
+        try:
+            found["novelty"] = prediction.novelty
+        except UnsupportedOperation:
+            pass
+    return found
 
 
 @dataclass(frozen=True, eq=False)

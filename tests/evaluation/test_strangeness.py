@@ -8,7 +8,7 @@ from torch import nn
 
 import lapwing
 from lapwing import metrics
-from lapwing.evaluation.features import Mahalanobis, energy, features_of, max_logit
+from lapwing.evaluation.strangeness import Mahalanobis, energy, features_of, max_logit
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +100,39 @@ def test_epistemic_uncertainty_of_a_posterior_is_a_score() -> None:
     row = lapwing.evaluate({"Laplace": la}, (x, y), ood={"far": 4 * x}).row("Laplace")
     inside, outside = la.predict(x).epistemic, la.predict(4 * x).epistemic
     assert row["auroc_epistemic far"] == pytest.approx(metrics.auroc(inside, outside).item())
+
+
+def test_a_network_without_such_a_layer_has_no_features() -> None:
+    class Twice(nn.Module):
+        """The last layer runs twice, so that its inputs are not the features of one item."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x).tanh())
+
+    class Two(nn.Module):
+        """The outputs come from two layers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.left(x) + self.right(x)
+
+    x = torch.randn(4, 3)
+    for model in (Twice(), Two(), nn.Conv1d(3, 2, 1)):
+        assert features_of(model, x[..., None] if isinstance(model, nn.Conv1d) else x) is None
+
+
+def test_training_data_that_do_not_fit_are_refused() -> None:
+    model, x = net(), torch.randn(8, 4)
+    features = features_of(model, x)
+    assert features is not None
+    with pytest.raises(lapwing.BadData, match=r"features of shape \(8, 6\) need one label per row, got \(4,\)"):
+        Mahalanobis.of(features, [(x, torch.zeros(4, dtype=torch.long))])
+    with pytest.raises(lapwing.BadData, match="hold no labeled item"):
+        Mahalanobis.of(features, [(x, torch.full((8,), -100))])

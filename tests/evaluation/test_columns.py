@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing import metrics
-from lapwing.evaluation import intervals
-from lapwing.evaluation.intervals import Entries
+from lapwing.evaluation import columns
+from lapwing.evaluation.columns import Entries
 from lapwing.likelihoods import Gaussian
 
 
@@ -22,7 +22,7 @@ def _seed() -> None:
 
 def weights(*sizes: int) -> dict[str, Tensor]:
     names = ["test", "far"][: len(sizes)]
-    return next(iter(intervals.weight_chunks(dict(zip(names, sizes)), 7, 7)))
+    return next(iter(columns.weight_chunks(dict(zip(names, sizes)), 7, 7)))
 
 
 def repeated(values: Tensor, counts: Tensor, owner: Tensor | None = None) -> Tensor:
@@ -45,10 +45,10 @@ def test_statistics_are_the_metrics_of_repeated_items(clustered: bool) -> None:
     inside, outside = Entries(score, owner, count), Entries(strange, others, m)
     entries = Entries(confidence, owner, count)
     found = {
-        "mean": intervals.mean_of(inside)(given),
-        "ece": intervals.ece_of(entries, correct, 7)(given),
-        "auroc": intervals.auroc_of(inside, outside, "far")(given),
-        "fpr95": intervals.fpr95_of(inside, outside, "far")(given),
+        "mean": columns.mean_of(inside)(given),
+        "ece": columns.ece_of(entries, correct, 7)(given),
+        "auroc": columns.auroc_of(inside, outside, "far")(given),
+        "fpr95": columns.fpr95_of(inside, outside, "far")(given),
     }
     for r in range(7):
         w, v = given["test"][r], given["far"][r]
@@ -62,8 +62,8 @@ def test_statistics_are_the_metrics_of_repeated_items(clustered: bool) -> None:
 
 def test_resamples_draw_as_many_items_as_there_are_and_are_the_same_in_any_chunks() -> None:
     sizes = {"test": 30, "far": 11}
-    whole = list(intervals.weight_chunks(sizes, 10, 10))
-    parts = list(intervals.weight_chunks(sizes, 10, 3))
+    whole = list(columns.weight_chunks(sizes, 10, 10))
+    parts = list(columns.weight_chunks(sizes, 10, 3))
     assert all((w.sum(1) == sizes[side]).all() for side, w in whole[0].items())
     for side, w in whole[0].items():
         assert torch.equal(torch.cat([part[side] for part in parts]), w)
@@ -71,8 +71,8 @@ def test_resamples_draw_as_many_items_as_there_are_and_are_the_same_in_any_chunk
 
 def test_the_interval_of_a_mean_is_that_of_the_central_limit() -> None:
     values = torch.randn(400, dtype=torch.float64)
-    samples = intervals.resampled({"a": {"m": intervals.mean_of(Entries(values, None, 400))}}, {"test": 400}, 400)
-    low, high = intervals.interval(values.mean().item(), samples["a"]["m"])
+    samples = columns.resampled({"a": {"m": columns.mean_of(Entries(values, None, 400))}}, {"test": 400}, 400)
+    low, high = columns.bootstrap_interval(values.mean().item(), samples["a"]["m"])
     error = 1.96 * values.std().item() / 20
     assert low == pytest.approx(values.mean().item() - error, abs=0.1 * error)
     assert high == pytest.approx(values.mean().item() + error, abs=0.1 * error)
@@ -80,9 +80,9 @@ def test_the_interval_of_a_mean_is_that_of_the_central_limit() -> None:
 
 def test_the_interval_of_a_root_mean_square_is_that_of_scipy() -> None:
     values = torch.randn(200, dtype=torch.float64).square()
-    statistic = intervals.mean_of(Entries(values, None, 200), torch.sqrt)
-    samples = intervals.resampled({"a": {"m": statistic}}, {"test": 200}, 200)["a"]["m"]
-    found = intervals.interval(values.mean().sqrt().item(), samples)
+    statistic = columns.mean_of(Entries(values, None, 200), torch.sqrt)
+    samples = columns.resampled({"a": {"m": statistic}}, {"test": 200}, 200)["a"]["m"]
+    found = columns.bootstrap_interval(values.mean().sqrt().item(), samples)
     theirs = stats.bootstrap(
         (values.numpy(),), lambda v, axis: np.sqrt(v.mean(axis)), method="BCa", n_resamples=4000, random_state=0
     ).confidence_interval
@@ -92,26 +92,26 @@ def test_the_interval_of_a_root_mean_square_is_that_of_scipy() -> None:
 
 def test_the_correction_moves_a_biased_interval_over_the_value() -> None:
     samples = torch.randn(1000, dtype=torch.float64) + 1.0
-    low, high = intervals.interval(0.0, samples)
+    low, high = columns.bootstrap_interval(0.0, samples)
     assert low < 0 < high
     assert high < torch.quantile(samples, 0.975).item() - 1  # Φ⁻¹ moves twice the bias down
 
 
 def test_what_does_not_vary_or_is_not_finite_has_no_interval() -> None:
-    assert all(math.isnan(v) for v in intervals.interval(1.0, torch.ones(10)))
-    assert all(math.isnan(v) for v in intervals.interval(math.inf, torch.rand(10)))
-    assert all(math.isnan(v) for v in intervals.interval(1.0, torch.tensor([1.0, torch.inf])))
+    assert all(math.isnan(v) for v in columns.bootstrap_interval(1.0, torch.ones(10)))
+    assert all(math.isnan(v) for v in columns.bootstrap_interval(math.inf, torch.rand(10)))
+    assert all(math.isnan(v) for v in columns.bootstrap_interval(1.0, torch.tensor([1.0, torch.inf])))
 
 
 def test_a_share_of_one_has_the_interval_of_clopper_and_pearson() -> None:
     theirs = stats.binomtest(30, 30).proportion_ci(0.95, "exact")
-    assert intervals.share_interval(1.0, 30) == pytest.approx((theirs.low, theirs.high))
+    assert columns.share_interval(1.0, 30) == pytest.approx((theirs.low, theirs.high))
     theirs = stats.binomtest(0, 30).proportion_ci(0.95, "exact")
-    assert intervals.share_interval(0.0, 30) == pytest.approx((theirs.low, theirs.high))
+    assert columns.share_interval(0.0, 30) == pytest.approx((theirs.low, theirs.high))
 
 
 def test_many_entries_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals, "MOST", 50)
+    monkeypatch.setattr(columns, "MOST", 50)
     values = torch.arange(500.0)
     thin = Entries(values, None, 500).thinned()
     assert len(thin.values) == 50
@@ -158,7 +158,7 @@ def test_pixels_of_an_image_are_drawn_together() -> None:
     right = (torch.rand(n) > 0.3).double()
     owner = torch.arange(n).repeat_interleave(pixels)
     entries = Entries(right.repeat_interleave(pixels), owner, n)
-    samples = intervals.resampled({"a": {"m": intervals.mean_of(entries)}}, {"test": n}, n)["a"]["m"]
+    samples = columns.resampled({"a": {"m": columns.mean_of(entries)}}, {"test": n}, n)["a"]["m"]
     assert samples.std().item() == pytest.approx((right.var(correction=0) / n).sqrt().item(), rel=0.1)
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.model import fingerprint
-from lapwing.model import unmoved as room
-from lapwing.model.unmoved import unmoved
+from lapwing.model import watch
+from lapwing.model.watch import unmoved
 from tests.model.test_changed_modules import CHANGES, HARMLESS, X, Y, make
 
 
@@ -120,8 +119,8 @@ def test_another_module_with_the_same_values_is_another() -> None:
 
 
 def test_a_large_module_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "WHOLE", 1000)
-    monkeypatch.setattr(room, "SPREAD", 8)
+    monkeypatch.setattr(watch, "WHOLE", 1000)
+    monkeypatch.setattr(watch, "SPREAD", 8)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2).double())
     still = look(model)
     model[0].weight.data.view(-1)[:: 64 * 64 // 8][3] += 1  # one of the values that are read
@@ -208,7 +207,7 @@ def test_the_longer_look_is_taken_once_after_a_harmless_change(what: str, monkey
     def refused(_: nn.Module) -> list:
         raise AssertionError("the longer look was taken")
 
-    monkeypatch.setattr(fingerprint, "glance", refused)
+    monkeypatch.setattr(watch, "glance", refused)
     assert torch.equal(la.predict(X[:4]).probs, before)
     model.head.weight.data[0, 0] += 1.0
     with pytest.raises(AssertionError, match="the longer look"):

@@ -1,4 +1,7 @@
-"""Intervals by the bootstrap: how much each number of a report would change with other test items."""
+"""The columns of a report: their values from the scores of all items, their intervals by the bootstrap, their words.
+
+An interval says how much a number would change with other test items.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lapwing import metrics
+from lapwing.evaluation.scoring import Items, Result
+from lapwing.predictive import Prediction
 
 RESAMPLES, FEWER = 1000, 200
 MANY = 50_000  # entries of a score from which on fewer resamples are drawn
@@ -18,6 +26,113 @@ SEED = 0
 LEVEL = 0.95
 
 Estimate = tuple[float, float, float]  # value, low, high
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the report: a metric, and whether more of it is better (None: neither)."""
+
+    name: str
+    more_is_better: bool | None
+
+
+BETTER = {"accuracy": True, "nll": False, "ece": False, "brier": False, "entropy": None} | {
+    "rmse": False, "crps": False, "coverage95": None, "stddev": None
+}  # fmt: skip
+SCORES = tuple(Column(name, more) for name, more in BETTER.items())
+COST_COLUMNS = (Column("seconds", False), Column("peak_mb", False))
+TITLES = {"nll": "NLL", "ece": "ECE", "rmse": "RMSE", "crps": "CRPS", "brier": "Brier", "peak_mb": "peak MB"}
+STRANGE = ("uncertainty", "epistemic", "novelty", "energy", "maxlogit", "mahalanobis")  # scores of strangeness
+WORDS = {"maxlogit": "max logit", "mahalanobis": "Mahalanobis"}
+PRINTED = ("auroc", "fpr95", "auroc_epistemic", "auroc_novelty")  # of outside sets: a text table has room for these
+SHARES = {"accuracy": "correct", "coverage95": "covered 0.95"}  # columns whose entries are 0 or 1
+
+
+class Numbers(Protocol):
+    """What findings, pictures and pages read of a report."""
+
+    @property
+    def results(self) -> Mapping[str, Result]: ...
+    @property
+    def bins(self) -> int: ...
+    @property
+    def data(self) -> Mapping[str, str]: ...
+    @property
+    def kind(self) -> type[Prediction]: ...
+    @property
+    def baseline(self) -> str: ...
+    @property
+    def places(self) -> tuple[str, ...]: ...
+    def columns(self) -> tuple[Column, ...]: ...
+    def row(self, name: str) -> dict[str, float]: ...
+    def interval(self, name: str, column: str) -> Estimate: ...
+    def difference(self, name: str, column: str, baseline: str | None = None) -> Estimate: ...
+    def verdict(self, name: str, column: str, baseline: str | None = None) -> int: ...
+
+
+def column_of(metric: str, score: str, place: str) -> str:
+    """Return the name of the column of a metric of an outside set by a score; the uncertainty needs no name."""
+    return f"{metric}{'' if score == 'uncertainty' else '_' + score} {place}"
+
+
+def title(column: str) -> str:
+    """Return the heading of a column."""
+    name, _, place = column.partition(" ")
+    if not place:
+        return TITLES.get(name, name)
+    metric, _, score = name.partition("_")
+    return f"{metric.upper()} {place}" + (f" by {WORDS.get(score, score)}" if score else "")
+
+
+def cell(column: str, value: float | None) -> str:
+    """Return a value as it is printed."""
+    if value is None or math.isnan(value):
+        return "–"
+    if column == "accuracy":
+        return f"{100 * value:.2f} %"
+    digits = {"seconds": 2, "peak_mb": 0}.get(column, 4)
+    return f"{value:.{digits}f}"
+
+
+def summary(items: Items, bins: int) -> dict[str, float]:
+    """Return the value of each column from the scores of all items (`Prediction.scores`).
+
+    The NLL is that of all labels or outputs of an item together; the other scores count each of them.
+    """
+    row = {"nll": -items["log_prob"].mean().item()}
+    if "correct" in items:
+        row["accuracy"] = items["correct"].mean().item()
+        row["ece"] = metrics.reliability(items["confidence"], items["correct"], bins).gap.item()
+    if "square" in items:
+        row["rmse"] = items["square"].mean().sqrt().item()
+        row["coverage95"] = items["covered 0.95"].mean().item()
+    return row | {name: items[name].mean().item() for name in ("brier", "entropy", "crps", "stddev") if name in items}
+
+
+def statistics_of(result: Result, bins: int) -> dict[str, Statistic]:
+    """Return the columns of one model as functions of how often each item is drawn."""
+    if result.count < 2:
+        return {}
+
+    def entries(name: str) -> Entries:
+        return Entries(result.items[name], result.owners.get(name), result.count)
+
+    found = {"nll": mean_of(entries("log_prob"), torch.neg)}
+    means = {"accuracy": "correct", "coverage95": "covered 0.95"}
+    means |= {name: name for name in ("brier", "entropy", "crps", "stddev")}
+    found |= {column: mean_of(entries(name)) for column, name in means.items() if name in result.items}
+    if "square" in result.items:
+        found["rmse"] = mean_of(entries("square"), torch.sqrt)
+    if "correct" in result.items:
+        found["ece"] = ece_of(entries("confidence"), result.items["correct"], bins)
+    for place, outside in result.outside.items():
+        for score in STRANGE:
+            if score in result.scores and score in outside.scores and outside.count > 1:
+                inside = Entries(result.scores[score], result.owners.get(score), result.count)
+                others = Entries(outside.scores[score], outside.owners.get(score), outside.count)
+                found[column_of("auroc", score, place)] = auroc_of(inside, others, place)
+                found[column_of("fpr95", score, place)] = fpr95_of(inside, others, place)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +258,7 @@ def weight_chunks(sizes: Mapping[str, int], count: int, chunk: int, seed: int = 
         yield weights
 
 
-def interval(value: float, samples: Tensor, level: float = LEVEL) -> tuple[float, float]:
+def bootstrap_interval(value: float, samples: Tensor, level: float = LEVEL) -> tuple[float, float]:
     """Return a bias-corrected percentile interval (Efron 1981): NaN where the resamples do not vary or are not finite.
 
     Resamples of a calibration error are larger than the error itself on average; the correction moves the percentiles

@@ -5,8 +5,8 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import nn
 
+from lapwing.baselines.temperature import TemperatureScaled, best_temperature
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.evaluation.temperature import TemperatureScaled, best_temperature
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 
 
@@ -68,3 +68,9 @@ def test_refusals_say_what_to_do() -> None:
         TemperatureScaled.fit(nn.Linear(2, 1), (torch.zeros(3, 2), torch.zeros(3)), Gaussian())
     with pytest.raises(BadData, match="no samples"):
         TemperatureScaled.fit(nn.Linear(2, 2), [])
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    f = torch.tensor([[0.0, -torch.inf]])
+    with pytest.raises(BadData, match="the validation NLL is not finite"):
+        best_temperature(f, torch.tensor([1]), Categorical())
