@@ -27,9 +27,8 @@ from lapwing.model.stored import describe_module, intact, require_same_module, r
 from lapwing.model.watch import Probe
 from lapwing.predictive.energies import EnergyNetwork
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction, fixed_generator
-from lapwing.predictive.prediction import Prediction
+from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.predictor import Predictor, export
-from lapwing.predictive.targets import predict_targets
 from lapwing.predictive.variancehead import VarianceHead, fit_head, restored_head
 from lapwing.storage import prefixed, read_file, under, write_file
 

@@ -18,8 +18,7 @@ from lapwing.model import Network
 from lapwing.model.calls import Inputs
 from lapwing.model.features import Features, features_of
 from lapwing.predictive.function import GaussianFunction
-from lapwing.predictive.linearized import CLOSED_FORM
-from lapwing.predictive.novelty import information_bound, information_gain
+from lapwing.predictive.linearized import CLOSED_FORM, information_bound, information_gain
 from lapwing.predictive.softmax import ITEMS, SOME, DenseSpread, SharedSpread, Spread
 
 SHARE = 4
