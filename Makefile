@@ -1,4 +1,4 @@
-# make demo | bench | test | test-slow | reliability | check | docs | docs-serve | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
+# make demo | bench | test | test-slow | reliability | coverage | check | docs | docs-serve | clean. Each creates .venv itself and reinstalls only when pyproject.toml or
 # constraints.txt has changed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 DATA ?= digits
@@ -15,7 +15,7 @@ ifneq ($(LAPWING_DATA),)
 export LAPWING_DATA
 endif
 
-.PHONY: demo bench test test-slow reliability check docs docs-serve clean
+.PHONY: demo bench test test-slow reliability coverage check docs docs-serve clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lapwing demo --data $(DATA) --out $(OUT)
@@ -37,6 +37,13 @@ test-slow: $(STAMP)
 # the table of docs/reliability.md, of all tests by category
 reliability: $(STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.reliability
+
+# which lines of the package no test runs (but the slow ones): about an hour on one core; TESTS=tests/linalg
+coverage: $(STAMP)
+	$(BIN)/python -m coverage erase
+	-OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q -m "not slow" $(TESTS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
 
 # the documentation in site/; tutorials run once and are kept until they or the package change
 docs: $(STAMP)

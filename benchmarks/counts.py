@@ -16,8 +16,7 @@ import torch
 from benchmarks.workloads import WORKLOADS, Task
 from lapwing.likelihoods import Categorical
 from lapwing.model import Linearization, Network, Params
-from lapwing.model.rules.matrix import Convolution
-from lapwing.model.rules.patches import band_cost, correlation_cost
+from lapwing.model.rules.convolution import Convolution, band_cost, correlation_cost
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from benchmarks.workloads import Task
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lapwing.model.rules.patches import band_gram
+from lapwing.model.rules.convolution import band_gram
 
 
 def network() -> Task:

@@ -17,6 +17,7 @@ from lapwing.linalg.operator import Operator
 from lapwing.linalg.solvers import Sketch
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products
+from tests.dense import build, randn
 from tests.noise import unit_noise
 
 N = 24
@@ -499,3 +500,17 @@ def test_yesterdays_posterior_as_a_prior(tmp_path: Path) -> None:
         free.replace(temperature=temperature).log_evidence()
     with pytest.raises(lapwing.UnsupportedOperation, match="cannot be stored"):
         free.save(tmp_path / "free.lapwing")
+
+
+def test_joint_covariances_from_samples() -> None:
+    """With predictive="samples" the joint covariance and the factors of the kernel are those of the full posterior."""
+    model, x, y = build(lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))), randn(10, 2), randn(10, 1)
+    likelihood, count = lapwing.Gaussian(noise=0.5), 4000
+    free = lapwing.fit(model, (x, y), likelihood, structure=MatrixFree(predictive="samples", samples=count))
+    full = lapwing.fit(model, (x, y), likelihood, structure="full")
+    expected = full.predict(x[:3], joint=True).function.covariance.reshape(3, 3)
+    scale = expected.diagonal().sqrt().outer(expected.diagonal().sqrt())
+    joint = free.predict(x[:3], joint=True).function.covariance.reshape(3, 3)
+    _, left, right = free.kernel_factors(x[:3])
+    for found in (joint, left[:, 0] @ right[:, 0].mT):
+        assert ((found - expected).abs() / scale).max() < 5 * (2 / count) ** 0.5  # five standard errors

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.linalg import BlockDiagonal, EigenKronecker, Kronecker, move, once, pack
-from lapwing.model.rules.matrix import Linear
+from lapwing.model.rules.rule import Linear
 
 
 class Attention(nn.Module):

@@ -78,12 +78,19 @@ def test_methods_agree_with_dense(kind: str, dtype: torch.dtype, draw: Draw) -> 
     rows = every_rows(draw, dtype)[kind]
     j = rows.dense().double()
     w = draw(rows.size).square().to(dtype)
+    basis = draw(rows.size, 6).to(dtype)
+    pairs = torch.tensor([[0, 1, 1, 2, 0], [0, 0, 1, 0, 2]]).clamp(max=rows.r - 1)
     answers = {
         "square_sum": (rows.square_sum(), j.square().sum((0, 1))),
         "gram": (rows.gram(), torch.einsum("nrp,nrq->pq", j, j)),
         "weighted_gram": (rows.weighted_gram(w), torch.einsum("nrp,p,nsp->nrs", j, w.double(), j)),
         "weighted_norm": (rows.weighted_norm(w), torch.einsum("nrp,p->nr", j.square(), w.double())),
         "joint_gram": (rows.joint_gram(w), torch.einsum("nrp,p,msp->nrms", j, w.double(), j)),
+        "times": (rows.times(basis).dense(), torch.einsum("nrp,pk->nrk", j, basis.double())),
+        "weighted_products": (
+            rows.weighted_products(basis.mT, pairs),
+            torch.einsum("nkp,nkp,pm->mnk", j[:, pairs[0]], j[:, pairs[1]], basis.double()),
+        ),
         "narrow": (rows.narrow(1, 3).dense(), j[1:4]),
         "to": (rows.to(torch.float64).dense(), j),
     }

@@ -401,6 +401,19 @@ def test_a_cholesky_factor_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(calls) == 1
 
 
+def test_no_eigenvalues_are_computed_to_see_that_a_matrix_is_positive_definite() -> None:
+    matrix = Dense(psd(size=6))
+    (matrix + constant(6, 0.1)).require_positive_definite()
+    assert not matrix.spectrum.known
+    values = torch.linalg.eigvalsh(matrix.dense())
+    indefinite = Dense(matrix.dense() - 2 * values[0] * torch.eye(6, dtype=F64))
+    (indefinite + constant(6, 1.01 * values[0].item())).require_positive_definite()
+    with pytest.raises(NotPositiveDefinite):
+        (indefinite + constant(6, 0.99 * values[0].item())).require_positive_definite()
+    with pytest.raises(NotPositiveDefinite):
+        Dense(torch.diag(torch.tensor([1.0, 0.0], dtype=F64))).require_positive_definite()
+
+
 def test_an_almost_constant_prior_is_constant() -> None:
     values = torch.full((24,), 0.7, dtype=F64)
     values[3] *= 1 + 4e-16

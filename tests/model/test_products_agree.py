@@ -6,7 +6,9 @@ from torch import nn
 
 import lapwing
 from lapwing.curvature import MatrixFree
+from lapwing.model import products
 
+from .. import dense
 from ..zoo import oracle
 from ..zoo.cases import assert_same
 
@@ -105,3 +107,30 @@ def test_forward_mode_is_kept_where_it_is_right():
     la = lapwing.fit(model, (x, torch.zeros(6, 3).double()), lapwing.Gaussian(1.0), structure="diag")
     la.network.jvp(x, torch.randn(2, la.params.size).double())
     assert la.network._trusted == {"forward mode": True}
+
+
+def test_blocks_of_vectors_through_attention_take_both_directions_from_one_graph(monkeypatch):
+    """Networks with attention and more than SMALL weights take Jᵀ Λ J v from the graph of the gradient."""
+    monkeypatch.setattr(products, "SMALL", 0)
+    taken = []
+    plain = products.Products._by_one_graph
+    monkeypatch.setattr(products.Products, "_by_one_graph", lambda *args: taken.append(1) or plain(*args))
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            seen = nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), x)
+            return self.head(seen.mean(1))
+
+    torch.manual_seed(0)
+    model, x = Attends().double(), torch.randn(9, 5, 4, dtype=torch.float64)
+    y = torch.arange(9) % 3
+    batches = [(x[k : k + 3], y[k : k + 3]) for k in (0, 3, 6)]
+    la = lapwing.fit(model, batches, "classification", structure=MatrixFree(rank=5), factor=lapwing.GGN(tolerance=0))
+    found = la.curvature.dense()
+    assert len(taken) == 2  # all batches but the first, which finds out that there is attention
+    J = dense.jacobian(model, x)
+    assert_same(found, dense.ggn(J, dense.softmax_hessian(dense.outputs(model, x))), 1e-8)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from lapwing import __version__
-from lapwing.cli import demo, doctor, fit, predict, report, repository
+from lapwing.cli import demo, doctor, fit, predict, repository
 from lapwing.cli.command import plain
 from lapwing.errors import LapwingError
 
@@ -22,8 +22,8 @@ COMMANDS = (
     doctor.COMMAND,
     fit.FIT,
     fit.TUNE,
-    predict.COMMAND,
-    report.COMMAND,
+    predict.PREDICT,
+    predict.REPORT,
     demo.COMMAND,
     repository.REPRODUCE,
     repository.BENCH,

@@ -1,4 +1,8 @@
-"""A module and its selected parameters as functions: f(x), rows of its Jacobian, products with weight directions."""
+"""A module and its selected parameters as functions: f(x), rows of its Jacobian, products with weight directions.
+
+A batch is cut into samples only after it is known which of its tensors hold one entry per sample, and outputs are used
+only if those of a sample do not depend on the other samples of its batch (`Roles`).
+"""
 
 from __future__ import annotations
 

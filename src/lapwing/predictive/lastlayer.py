@@ -224,6 +224,13 @@ class FeatureSpread(Spread):
     def conditional(self) -> Tensor:
         return self._dense.conditional
 
+    @property
+    def variance(self) -> Tensor:
+        return self._dense.variance
+
+    def times(self, v: Tensor) -> Tensor:
+        return self._dense.times(v)
+
     def root(self, pivot: Tensor) -> Tensor:
         return self._dense.root(pivot)
 

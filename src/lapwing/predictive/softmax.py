@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
+from lapwing.predictive.maximum import STEPS, by_maximum, prepare_maximum
 from lapwing.predictive.pairs import Estimate, Pairs, matched_points, prepare_pairs
 
 ENOUGH = 6e-3
@@ -74,6 +75,15 @@ class Spread(ABC):
 
     @property
     @abstractmethod
+    def variance(self) -> Tensor:
+        """Var(f_k − the average of f), (n, K)."""
+
+    @abstractmethod
+    def times(self, v: Tensor) -> Tensor:
+        """The covariance of f − its average, times vectors (n, T, K)."""
+
+    @property
+    @abstractmethod
     def chunk(self) -> int:
         """How many items to work on at a time."""
 
@@ -122,6 +132,13 @@ class DenseSpread(Spread):
 
     def own(self, z: Tensor) -> Tensor:
         return _product(z, self._parts[1])
+
+    @property
+    def variance(self) -> Tensor:
+        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0)
+
+    def times(self, v: Tensor) -> Tensor:
+        return v @ self.covariance
 
     def take(self, items: Tensor) -> DenseSpread:
         part = DenseSpread(self.covariance[items])
@@ -176,13 +193,24 @@ class SharedSpread(Spread):
             return (each * self.spread.square().unsqueeze(1)).sum(-1)
         if self.spread.shape[-1] <= SOME:
             return self.root(pivot).square().sum(-1)
-        left, square = self.left - self.left.mean(0), self.spread.square()
-        at = left[pivot[:, 0]]  # (n, K)
-        found = square @ left.square().mT - 2 * (square * at) @ left.mT + (square * at.square()).sum(-1, keepdim=True)
+        own = (self._centered[pivot[:, 0]] * self.spread.square()) @ self._centered.mT  # covariances with the pivot
+        found = self.variance + self.variance.gather(1, pivot) - 2 * own
         return found.scatter(1, pivot, 0.0).clamp(min=0)
 
+    @cached_property
+    def _centered(self) -> Tensor:
+        """R minus its average over the logits."""
+        return self.left - self.left.mean(0)
+
+    @cached_property
+    def variance(self) -> Tensor:
+        return self.spread.square() @ self._centered.square().mT
+
+    def times(self, v: Tensor) -> Tensor:
+        return ((v @ self._centered) * self.spread.square().unsqueeze(1)) @ self._centered.mT
+
     def steps(self, z: Tensor) -> Tensor:
-        return (z[:, None] * self.spread) @ (self.left - self.left.mean(0)).mT
+        return (z[:, None] * self.spread) @ self._centered.mT
 
     def own(self, z: Tensor) -> Tensor:
         along = self._precision[0].to(self.spread)
@@ -191,8 +219,9 @@ class SharedSpread(Spread):
 
     def take(self, items: Tensor) -> SharedSpread:
         part = replace(self, spread=self.spread[items])
-        if self.inverse is None:
-            part.__dict__["_dual"] = self._dual
+        part.__dict__.update({name: self.__dict__[name] for name in ("_dual", "_centered") if name in self.__dict__})
+        if "variance" in self.__dict__:
+            part.__dict__["variance"] = self.variance[items]
         return part
 
     @property
@@ -218,7 +247,7 @@ class Softmax:
     """Probabilities (n, K), the expected entropy of softmax(f) and the estimated error of the probabilities, (n,).
 
     `logs` computes the logarithms of the probabilities, also of those that underflow. `close`: no error is above
-    `CLOSE`.
+    `ENOUGH`.
     """
 
     probs: Tensor
@@ -257,7 +286,10 @@ class _Chunk:
     seed: int
 
     def run(self, samples: int | None) -> Softmax:
-        """Take pairs of classes where they do, a few points where these do, and levels of points for what is left."""
+        """Take pairs of classes where they do, and levels of points for what is left.
+
+        In between come a few points for few classes, and the law of the maximum for many.
+        """
         if samples is not None:
             return self._by_levels(samples)
         pairs = Pairs.of(self.mean, self.spread.apart)
@@ -266,19 +298,39 @@ class _Chunk:
             return Softmax(probs, entropy, error, self._logs, close=True)
         error = torch.minimum(error, pairs.bound())
         items = (~(error <= CLOSE)).nonzero()[:, 0]
+        if not len(items):
+            return Softmax(probs, entropy, error, self._logs, close=True)
         rest = self._take(items)
-        for stage in range(len(STAGES)) if self._few_do else ():
-            for some in torch.arange(len(items), device=items.device).split(self._at_once(stage)):
+        for way, size, enough in self._ways(pairs):
+            for some in torch.arange(len(items), device=items.device).split(size):
                 at = items[some]
-                probs[at], entropy[at], error[at] = rest._take(some)._some_points(pairs, stage, at)
-            open_ = (~(error[items] <= CLOSE)).nonzero()[:, 0]
+                probs[at], entropy[at], error[at] = way(rest._take(some), at)
+            open_ = (~(error[items] <= enough)).nonzero()[:, 0]
             items, rest = items[open_], rest._take(open_)
             if not len(items):
-                break
-        if len(items):
-            found = rest._by_levels(None)
-            probs[items], entropy[items], error[items] = found.probs, found.entropy, found.error
-        return Softmax(probs, entropy, error, self._logs, close=not len(items))
+                return Softmax(probs, entropy, error, self._logs, close=True)
+        found = rest._by_levels(None)
+        better = ~(error[items] <= found.error)
+        some = items[better]
+        probs[some], entropy[some], error[some] = found.probs[better], found.entropy[better], found.error[better]
+        return Softmax(probs, entropy, error, self._logs)
+
+    def _ways(self, pairs: Pairs) -> list[tuple[Callable[[_Chunk, Tensor], Estimate], int, float]]:
+        """Return what to try on items before levels of points, on how many at a time, and up to which error it does.
+
+        A way takes a chunk of the items, and their places among the pairs.
+        """
+        if not self._few_do:
+            size = max(1, BLOCK // (STEPS * self.mean.shape[-1]))
+            return [(lambda chunk, _: chunk._by_maximum(), size, ENOUGH)]
+
+        def points(stage: int) -> Callable[[_Chunk, Tensor], Estimate]:
+            return lambda chunk, items: chunk._some_points(pairs, stage, items)
+
+        return [(points(stage), self._at_once(stage), CLOSE) for stage in range(len(STAGES))]
+
+    def _by_maximum(self) -> Estimate:
+        return by_maximum(self.mean, self.spread.variance, self.spread.times)
 
     def _some_points(self, pairs: Pairs, stage: int, items: Tensor | None = None) -> Estimate:
         """Return what the points of a stage find; `items` are the places of this chunk among the pairs."""
@@ -342,10 +394,11 @@ class _Chunk:
             done += now
         pairs = Pairs.of(self.mean, self.spread.apart)
         stages = reversed(range(len(STAGES))) if self._few_do else ()
-        alone = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound())
-        ways = [*(self._some_points(pairs, stage) for stage in stages), alone]
-        for p, h, e in ways if samples is None else ():
-            near = e <= CLOSE
+        ways = [(*self._some_points(pairs, stage), CLOSE) for stage in stages]
+        ways += [] if self._few_do else [(*self._by_maximum(), ENOUGH)]
+        alone = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound()), CLOSE
+        for p, h, e, enough in [*ways, alone] if samples is None else ():
+            near = e <= enough
             probs = torch.where(near[:, None], p, probs)
             entropy, error = torch.where(near, h, entropy), torch.where(near, e, error)
         return Softmax(probs, entropy, error, lambda p: p.clamp(min=torch.finfo(p.dtype).tiny).log())
@@ -396,6 +449,8 @@ class _Chunk:
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     """Make the points that a traced form will hold: tracing itself can make none."""
     prepare_pairs(classes, [size for size, _ in STAGES] if classes < SOME else (), SEED, dtype)
+    if classes >= SOME:
+        prepare_maximum(classes)
     for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
         for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
             kept_points(size, classes, seed, dtype)

@@ -3,16 +3,27 @@
 import torch
 from torch.nn import functional as F
 
-from lapwing.model.rules import matrix, rows
-from lapwing.model.rules.matrix import Convolution, Embedding, Linear, TransposedConvolution
+from lapwing.model.rules import rows, rule
+from lapwing.model.rules.convolution import Convolution, TransposedConvolution
 from lapwing.model.rules.rows import Norm, PReLU, Product, Sum
-from lapwing.model.rules.rule import RULES, Call, MatrixRule, RowsRule, Rule, Samples, register, with_ones
+from lapwing.model.rules.rule import (
+    RULES,
+    Call,
+    Embedding,
+    Linear,
+    MatrixRule,
+    RowsRule,
+    Rule,
+    Samples,
+    register,
+    with_ones,
+)
 
 T = torch.Tensor
 
-register(Linear(matrix.read_linear), F.linear)
-register(Linear(matrix.read_matmul, transposed=True), torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__)
-register(Linear(matrix.read_addmm, transposed=True), torch.addmm, T.addmm)
+register(Linear(rule.read_linear), F.linear)
+register(Linear(rule.read_matmul, transposed=True), torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__)
+register(Linear(rule.read_addmm, transposed=True), torch.addmm, T.addmm)
 register(Convolution(1), F.conv1d)
 register(Convolution(2), F.conv2d)
 register(Convolution(3), F.conv3d)

@@ -8,8 +8,16 @@ from torch.nn import functional as F
 
 from lapwing.linalg import rows
 from lapwing.model.rules import Samples
-from lapwing.model.rules.matrix import Axis, Convolution, TransposedConvolution
-from lapwing.model.rules.patches import PIXELS, band_gram, band_pays, correlation_gram, correlation_pays
+from lapwing.model.rules.convolution import (
+    PIXELS,
+    Axis,
+    Convolution,
+    TransposedConvolution,
+    band_gram,
+    band_pays,
+    correlation_gram,
+    correlation_pays,
+)
 
 
 @pytest.mark.parametrize("ones", [False, True])
@@ -63,7 +71,7 @@ def test_covariances_without_transposed_patches(ones: bool, groups: int) -> None
 @pytest.mark.parametrize("pixels", [1, PIXELS])
 def test_covariances_by_products_of_images(pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel and padding, where it pays and where it does not."""
-    monkeypatch.setattr("lapwing.model.rules.patches.PIXELS", pixels)
+    monkeypatch.setattr("lapwing.model.rules.convolution.PIXELS", pixels)
     generator = torch.Generator().manual_seed(0)
     sizes, kernels = ((1, 1), (2, 5), (7, 4)), ((1, 1), (3, 3), (2, 4), (5, 1))
     edges = ((0, 0), (1, 1), (0, 2), (5, 3))
@@ -106,7 +114,7 @@ def test_covariances_by_products_of_rows(chunk: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_convolutions_use_products_of_rows(ones: bool, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, own = [], band_gram
-    monkeypatch.setattr("lapwing.model.rules.matrix.band_gram", lambda *a: calls.append(a) or own(*a))
+    monkeypatch.setattr("lapwing.model.rules.convolution.band_gram", lambda *a: calls.append(a) or own(*a))
     x = torch.randn(4 * repeats, 3, 15, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight = torch.zeros(5, 3, 5, 3, dtype=torch.float64)
     for stride, padding, dilation in ((1, 0, 1), (2, (2, 1), 1), ((1, 3), "valid", (1, 2))):
@@ -145,7 +153,7 @@ def test_products_of_rows_are_for_few_numbers() -> None:
 def test_convolutions_use_products_of_images(ones: bool, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     counted = lambda *a: calls.append(a) or correlation_gram(*a)  # noqa: E731
-    monkeypatch.setattr("lapwing.model.rules.matrix.correlation_gram", counted)
+    monkeypatch.setattr("lapwing.model.rules.convolution.correlation_gram", counted)
     x = torch.randn(4 * repeats, 8, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rule, weight = Convolution(2), torch.zeros(5, 8, 3, 3, dtype=torch.float64)
     patches = F.unfold(x, 3, padding=1)
