@@ -28,8 +28,7 @@ from experiments import _networks as networks
 from lapwing import metrics
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.distilled import perturbed
-from lapwing.predictive.energies import EnergyNetwork
-from lapwing.predictive.variancehead import fit_head, quadratic_weights
+from lapwing.predictive.distilledlayer import EnergyNetwork, fit_head, quadratic_weights
 
 ABOUT = {"paper": "001, appendix D", "minutes": None}
 

@@ -166,7 +166,7 @@ def main(given: Any) -> None:
 if __name__ == "__main__":
     parser = Experiment(
         __doc__,
-        smoke={"size": 200, "epochs": 1, "test": 200},
+        smoke={"size": 300, "epochs": 3, "test": 200},
         quick={"size": 1000, "epochs": 10, "test": 1000},
     )
     parser.add_argument("--size", type=int, default=2000)

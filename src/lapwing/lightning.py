@@ -97,8 +97,6 @@ class LaplaceCallback(Callback):
             self._la, self._stored = _restored(self._stored, network, self.likelihood), None
         return self._la
 
-    # --- training --------------------------------------------------------------------------------------------------
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         _network(pl_module, self.network)
         self._module = pl_module
@@ -142,8 +140,6 @@ class LaplaceCallback(Callback):
         data = Hooked(once_each(loader), trainer, pl_module, "validating", None if limit == float("inf") else limit)
         return la.tune(data, **(self.tune if isinstance(self.tune, Mapping) else {}))
 
-    # --- checkpoints -----------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """The file of the posterior as bytes, and the weights it belongs to where the module has others."""
         la = self._la
@@ -158,8 +154,6 @@ class LaplaceCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
             self._la, self._stored = None, state_dict
-
-    # --- prediction ------------------------------------------------------------------------------------------------
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         if self.predict is None:
@@ -209,8 +203,6 @@ def load_posterior(
         )
     return _restored(found[0], _network(module, network), likelihood)
 
-
-# --- data -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,8 +321,6 @@ def _first(loaders: Any) -> Any:
         return loaders[0] if loaders else None
     return loaders
 
-
-# --- modules and checkpoints ----------------------------------------------------------------------------------------
 
 
 def _network(module: nn.Module, name: str | None) -> nn.Module:

@@ -14,8 +14,7 @@ import lapwing
 from lapwing import metrics
 from lapwing.errors import BadData, UnsupportedModel, UnsupportedOperation
 from lapwing.predictive.distilled import perturbed
-from lapwing.predictive.energies import EnergyNetwork
-from lapwing.predictive.variancehead import quadratic_weights
+from lapwing.predictive.distilledlayer import EnergyNetwork, quadratic_weights
 
 TASKS = {
     "classification": (3, lambda f: f.argmax(-1)),

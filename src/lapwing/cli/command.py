@@ -14,16 +14,13 @@ from torch import Tensor, nn
 
 from lapwing.cli.data import Reading
 from lapwing.cli.models import read_model
-from lapwing.curvature import GGN, Factor, Structure
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.fitting import load
 from lapwing.laplace import Laplace
-from lapwing.likelihoods import Gaussian, Likelihood, likelihood_from_spec, resolve_likelihood
+from lapwing.likelihoods import Likelihood, likelihood_from_spec
 from lapwing.saving import read
 from lapwing.storage import named
-from lapwing.writing import require_writable
 
-LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 Answer = Mapping[str, Any]
 """What a command found, by name: numbers, texts, paths, tensors, lists and mappings of them."""
@@ -100,39 +97,6 @@ def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
     add("--memory", type=memory, metavar="SIZE", help="memory to use, such as 4GB (default: half of what is free)")
 
 
-def add_factor(parser: argparse.ArgumentParser) -> None:
-    """Add structure and factor of the curvature."""
-    add = parser.add_argument
-    kinds, factors = sorted(named(Structure)), sorted(["auto", *named(Factor)])
-    add("--structure", choices=kinds, default="auto", help="form of the curvature (default: %(default)s)")
-    add("--factor", choices=factors, default="ggn", help="how the curvature is computed (default: %(default)s)")
-    add("--tolerance", type=float, metavar="SHARE", help="share of the GGN to leave out; 1e-3 is several times faster")
-
-
-def add_tuning(parser: argparse.ArgumentParser) -> None:
-    """Add the options of tuning."""
-    add = parser.add_argument
-    add(
-        "--learn",
-        type=learned,
-        metavar="NAMES",
-        help=f"what to choose, with commas: {', '.join(LEARNED)} (default: what applies)",
-    )
-    add(
-        "--tune-prior",
-        choices=("scalar", "layerwise", "parameterwise"),
-        default="scalar",
-        help="one prior precision for all weights, per layer or per weight (default: %(default)s)",
-    )
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add --out for a posterior, and --force."""
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="FILE", help="file to write, such as model.lapwing")
-    add("--force", action="store_true", help="replace FILE if it exists")
-
-
 def model_of(options: argparse.Namespace) -> nn.Module:
     """Return the network with its weights, on its device."""
     model = read_model(options.model, options.weights, options.device)
@@ -160,38 +124,8 @@ def posterior_of(options: argparse.Namespace, model: nn.Module) -> Laplace:
         raise BadData(f"{error}{'' if options.train else ' (--train DATA)'}") from error
 
 
-def likelihood_of(options: argparse.Namespace) -> Likelihood:
-    if options.noise is None:
-        return resolve_likelihood(options.likelihood)
-    if options.likelihood != "regression":
-        raise BadData(f"--noise is for --likelihood regression, not for {options.likelihood}")
-    return Gaussian(noise=options.noise)
-
-
 def selection_of(options: argparse.Namespace) -> Any:
     return options.select[0] if len(options.select) == 1 else list(options.select)
-
-
-def factor_of(options: argparse.Namespace) -> str | Factor:
-    if options.tolerance is None:
-        return str(options.factor)
-    if options.factor != "ggn":
-        raise BadData(f"--tolerance is for --factor ggn, not for {options.factor}")
-    return GGN(tolerance=options.tolerance)
-
-
-def tuned(la: Laplace, data: Any, options: argparse.Namespace) -> Laplace:
-    """Tune a posterior on held-out data, or by the evidence where there are none."""
-    return la.tune(data, learn=options.learn, prior=options.tune_prior)
-
-
-def require_free(path: Path, force: bool) -> None:
-    """Refuse to replace a posterior, which may have taken hours, unless told to."""
-    if path.is_dir():
-        raise BadData(f"--out {path} is a folder; name a file such as {path / 'model.lapwing'}")
-    if path.exists() and not force:
-        raise BadData(f"{path} exists: choose another --out, or say --force to replace it")
-    require_writable(path.parent)
 
 
 def require_other(options: argparse.Namespace, but: str = "") -> None:
@@ -219,26 +153,6 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def described(la: Laplace) -> dict[str, Any]:
-    """Return the settings of a posterior by name, and the lines of its summary."""
-    noise = getattr(la.likelihood, "noise", None)
-    return {
-        "model": type(la.module).__name__,
-        "weights": la.params.size,
-        "likelihood": str(la.likelihood),
-        **({} if noise is None else {"noise": noise}),
-        "structure": la.curvature.structure.name,
-        "factor": type(la.curvature.factor).__name__,
-        "n_data": la.curvature.n_data,
-        "prior": str(la.prior),
-        "temperature": float(la.temperature.T),
-        "logit_temperature": la.logit_temperature,
-        "tuned": la.tuned,
-        "notes": [*la.curvature.notes, *(la.tuning.messages if la.tuning else ())],
-        "summary": la.summary().split("\n"),
-    }
-
-
 def positive(text: str) -> int:
     """Read a whole number above zero."""
     value = int(text)
@@ -250,14 +164,6 @@ def positive(text: str) -> int:
 def names(text: str) -> tuple[str, ...]:
     """Read names separated by commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def learned(text: str) -> tuple[str, ...]:
-    """Read names of what tuning chooses."""
-    found = names(text)
-    if not found or not set(found) <= set(LEARNED):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(LEARNED)}")
-    return found
 
 
 def memory(text: str) -> int:

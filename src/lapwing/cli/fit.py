@@ -2,24 +2,31 @@
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lapwing.cli import command
 from lapwing.cli.command import Command
-from lapwing.errors import LapwingError
+from lapwing.curvature import GGN, Factor, Structure
+from lapwing.errors import BadData, LapwingError
 from lapwing.fitting import fit
 from lapwing.laplace import Laplace
+from lapwing.likelihoods import Gaussian, Likelihood, resolve_likelihood
+from lapwing.storage import named
+from lapwing.writing import require_writable
+
+LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 
 
 def _fit_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     command.add_model(parser)
     add("data", metavar="DATA", help=f"the training data: {command.DATA}")
-    command.add_output(parser)
+    _add_output(parser)
     command.add_fit(parser, required=True)
-    command.add_factor(parser)
+    _add_factor(parser)
     add("--prior", type=float, default=1.0, metavar="TAU", help="prior precision of the weights (default: %(default)s)")
     add("--temperature", type=float, default=1.0, metavar="T", help="power of the likelihood (default: %(default)s)")
     add("--noise", type=float, metavar="SD", help="standard deviation of the noise in regression (default: estimated)")
@@ -28,7 +35,7 @@ def _fit_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--tune-evidence", action="store_true", help="choose prior and noise by the evidence, without held-out data"
     )
-    command.add_tuning(parser)
+    _add_tuning(parser)
     add("--checkpoint", metavar="DIR", help="folder from which an interrupted fit goes on")
     add("--seed", type=command.seed, default=0, help="seed of all random draws (default: %(default)s)")
     command.add_reading(parser)
@@ -36,8 +43,8 @@ def _fit_options(parser: argparse.ArgumentParser) -> None:
 
 def _fit(options: argparse.Namespace) -> command.Answer:
     command.require_other(options)
-    command.require_free(options.out, options.force)
-    family = command.likelihood_of(options)
+    _require_free(options.out, options.force)
+    family = _likelihood_of(options)
     model = command.model_of(options)
     reading = command.reading_of(options)
     data = reading.read(options.data, model, family)
@@ -48,7 +55,7 @@ def _fit(options: argparse.Namespace) -> command.Answer:
         data,
         family,
         structure=options.structure,
-        factor=command.factor_of(options),
+        factor=_factor_of(options),
         select=command.selection_of(options),
         prior=options.prior,
         temperature=options.temperature,
@@ -67,12 +74,12 @@ def _fit(options: argparse.Namespace) -> command.Answer:
         spent += f", tuned in {seconds['tune']:.1f} s"
         la.save(options.out)
     print(f"{la.summary()}\n{spent}; written to {options.out}")
-    return {"out": options.out, "seconds": seconds, **command.described(la)}
+    return {"out": options.out, "seconds": seconds, **_described(la)}
 
 
 def _tuned(la: Laplace, held_out: Any, options: argparse.Namespace) -> Laplace:
     try:
-        return command.tuned(la, held_out, options)
+        return la.tune(held_out, learn=options.learn, prior=options.tune_prior)
     except LapwingError as error:
         words = str(error).rstrip(".")
         raise LapwingError(f"{words}. The fit itself is done: {options.out} holds it, untuned") from error
@@ -84,24 +91,110 @@ def _tune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data", metavar="DATA", nargs="?", help=f"held-out data: {command.DATA}; without it, the evidence decides"
     )
-    command.add_output(parser)
-    command.add_tuning(parser)
+    _add_output(parser)
+    _add_tuning(parser)
     command.add_reading(parser)
 
 
 def _tune(options: argparse.Namespace) -> command.Answer:
     command.require_other(options, but="posterior")  # --force may replace it, since the curvature is the same
-    command.require_free(options.out, options.force)
+    _require_free(options.out, options.force)
     model = command.model_of(options)
     la = command.posterior_of(options, model)
     reading = command.reading_of(options)
     data = None if options.data is None else reading.read(options.data, model, la.likelihood)
     begin = time.perf_counter()
-    la = command.tuned(la, data, options)
+    la = la.tune(data, learn=options.learn, prior=options.tune_prior)
     spent = time.perf_counter() - begin
     la.save(options.out)
     print(f"{la.summary()}\ntuned in {spent:.1f} s; written to {options.out}")
-    return {"out": options.out, "seconds": {"tune": spent}, **command.described(la)}
+    return {"out": options.out, "seconds": {"tune": spent}, **_described(la)}
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    """Add --out for a posterior, and --force."""
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE", help="file to write, such as model.lapwing")
+    add("--force", action="store_true", help="replace FILE if it exists")
+
+
+def _add_factor(parser: argparse.ArgumentParser) -> None:
+    """Add structure and factor of the curvature."""
+    add = parser.add_argument
+    kinds, factors = sorted(named(Structure)), sorted(["auto", *named(Factor)])
+    add("--structure", choices=kinds, default="auto", help="form of the curvature (default: %(default)s)")
+    add("--factor", choices=factors, default="ggn", help="how the curvature is computed (default: %(default)s)")
+    add("--tolerance", type=float, metavar="SHARE", help="share of the GGN to leave out; 1e-3 is several times faster")
+
+
+def _add_tuning(parser: argparse.ArgumentParser) -> None:
+    """Add the options of tuning."""
+    add = parser.add_argument
+    add(
+        "--learn",
+        type=_learned,
+        metavar="NAMES",
+        help=f"what to choose, with commas: {', '.join(LEARNED)} (default: what applies)",
+    )
+    add(
+        "--tune-prior",
+        choices=("scalar", "layerwise", "parameterwise"),
+        default="scalar",
+        help="one prior precision for all weights, per layer or per weight (default: %(default)s)",
+    )
+
+
+def _likelihood_of(options: argparse.Namespace) -> Likelihood:
+    if options.noise is None:
+        return resolve_likelihood(options.likelihood)
+    if options.likelihood != "regression":
+        raise BadData(f"--noise is for --likelihood regression, not for {options.likelihood}")
+    return Gaussian(noise=options.noise)
+
+
+def _factor_of(options: argparse.Namespace) -> str | Factor:
+    if options.tolerance is None:
+        return str(options.factor)
+    if options.factor != "ggn":
+        raise BadData(f"--tolerance is for --factor ggn, not for {options.factor}")
+    return GGN(tolerance=options.tolerance)
+
+
+def _require_free(path: Path, force: bool) -> None:
+    """Refuse to replace a posterior, which may have taken hours, unless told to."""
+    if path.is_dir():
+        raise BadData(f"--out {path} is a folder; name a file such as {path / 'model.lapwing'}")
+    if path.exists() and not force:
+        raise BadData(f"{path} exists: choose another --out, or say --force to replace it")
+    require_writable(path.parent)
+
+
+def _described(la: Laplace) -> dict[str, Any]:
+    """Return the settings of a posterior by name, and the lines of its summary."""
+    noise = getattr(la.likelihood, "noise", None)
+    return {
+        "model": type(la.module).__name__,
+        "weights": la.params.size,
+        "likelihood": str(la.likelihood),
+        **({} if noise is None else {"noise": noise}),
+        "structure": la.curvature.structure.name,
+        "factor": type(la.curvature.factor).__name__,
+        "n_data": la.curvature.n_data,
+        "prior": str(la.prior),
+        "temperature": float(la.temperature.T),
+        "logit_temperature": la.logit_temperature,
+        "tuned": la.tuned,
+        "notes": [*la.curvature.notes, *(la.tuning.messages if la.tuning else ())],
+        "summary": la.summary().split("\n"),
+    }
+
+
+def _learned(text: str) -> tuple[str, ...]:
+    """Read names of what tuning chooses."""
+    found = command.names(text)
+    if not found or not set(found) <= set(LEARNED):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(LEARNED)}")
+    return found
 
 
 FIT = Command(

@@ -88,7 +88,7 @@ def evaluate(
 def require_names(what: str, given: Any, example: str) -> None:
     """Refuse an argument that is not a dict from names to what they name."""
     if not isinstance(given, Mapping):
-        raise BadData(f"{what} is a dict by name, as in {what}={example}, got a {type(given).__name__}")
+        raise BadData(f"expected {what} by name, as in {example}, got a {type(given).__name__}")
 
 
 def split_of(model: Any) -> Callable[[Any], tuple] | None:

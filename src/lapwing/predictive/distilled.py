@@ -2,8 +2,8 @@
 
 The mean of the linearized predictive is the network's own output, which a forward pass gives exactly. What costs tens
 of passes is its covariance J Σ Jᵀ. A head that reads the same forward pass is fitted to covariances of the teacher
-(`variancehead.py`), at the data and at perturbed data, as in Bayesian dark knowledge (Balan et al. 2015; Ritter et al.
-2018, appendix D).
+(`distilledlayer.py`), at the data and at perturbed data, as in Bayesian dark knowledge (Balan et al. 2015; Ritter et
+al. 2018, appendix D).
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from lapwing.likelihoods import Likelihood, likelihood_from_spec
 from lapwing.metrics import auroc
 from lapwing.model import Network, batch_size, take, tensors_in
 from lapwing.model.batches import Convention
-from lapwing.model.calls import Inputs, arguments, as_tensors, map_tensors, outside_inference, placed, unwrap
+from lapwing.model.calls import Inputs, arguments, as_tensors, finite, map_tensors, outside_inference, placed, unwrap
 from lapwing.model.stored import describe_module, intact, require_same_module, restore_convention, restore_probe
 from lapwing.model.watch import Probe
-from lapwing.predictive.energies import EnergyNetwork
-from lapwing.predictive.function import FunctionDistribution, GaussianFunction, fixed_generator
+from lapwing.predictive.distilledlayer import DistilledLayer, EnergyNetwork, fit_head, restored_head
+from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.predictor import Predictor, export
-from lapwing.predictive.variancehead import VarianceHead, fit_head, restored_head
 from lapwing.storage import prefixed, read_file, under, write_file
 
 EPOCHS = 50
@@ -40,36 +39,6 @@ CHUNK = 100  # inputs that the teacher predicts at a time
 NOISES = 0.02, 2.0  # standard deviations of the noise, in units of the data's
 
 Teacher = Callable[[Inputs], Prediction]
-
-
-class DistilledLayer(nn.Module):
-    """A network with the covariance of its outputs by a fitted head; what `Predictor` runs."""
-
-    def __init__(self, network: EnergyNetwork, head: VarianceHead) -> None:
-        super().__init__()
-        self.network, self.head = network, head
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """f (B, C) and its standard deviations along the head's basis, (B, C)."""
-        f, z = self.network(*args, **kwargs)
-        return f, self.head(f, z)
-
-    def function(
-        self, f: Tensor, spread: Tensor, shift_invariant: bool = False, scale: float = 1.0
-    ) -> GaussianFunction:
-        """The Gaussian over the outputs, multiplied by `scale`."""
-        f, spread = (f, spread) if scale == 1.0 else (scale * f, scale * spread)
-        basis = self.head.basis.to(f)
-        seen = basis - basis.mean(0)
-        gram = lambda root: (root * spread[..., None, :].square()) @ root.mT  # noqa: E731
-        return GaussianFunction(
-            f,
-            lambda: gram(basis),
-            variance=lambda: spread.square() @ basis.square().mT,
-            contrasts=(lambda: gram(seen)) if shift_invariant and f.shape[-1] > 2 else False,
-            root=lambda: (basis, spread, basis.mT),
-            closed=True,
-        )
 
 
 @dataclass(frozen=True)
@@ -226,7 +195,7 @@ class Distilled:
         x, _ = placed(self.layer.network.body, x, self.layer.head.basis.device, self.convention.cast)
         if batch_size(x) == 0:
             raise BadData("the batch to predict is empty")
-        if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors_in(x)):
+        if any(t.is_floating_point() and not finite(t) for t in tensors_in(x)):
             raise BadData("the inputs hold numbers that are not finite")
         return x
 

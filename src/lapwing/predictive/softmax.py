@@ -40,9 +40,9 @@ NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as go
 CLOSE = 3e-4
 """The largest stated error for which pairs of classes, or a few points, do."""
 SOME = 64  # classes below which a few points, with an exact covariance, are tried
-STAGES = ((2, 3.0), (16, 1.5))
-"""How many times as many points as the first ones, and how many times the error that the difference of two sequences of
-them suggests is stated: two small ones may agree by chance."""
+STAGES = ((2, 3.0, CLOSE), (16, 1.5, 2e-3))
+"""How many times as many points as the first ones, how many times the error that the difference of two sequences of
+them suggests is stated (two small ones may agree by chance), and up to which error they do."""
 
 
 class Spread(ABC):
@@ -327,7 +327,7 @@ class _Chunk:
         def points(stage: int) -> Callable[[_Chunk, Tensor], Estimate]:
             return lambda chunk, items: chunk._some_points(pairs, stage, items)
 
-        return [(points(stage), self._at_once(stage), CLOSE) for stage in range(len(STAGES))]
+        return [(points(stage), self._at_once(stage), enough) for stage, (*_, enough) in enumerate(STAGES)]
 
     def _by_maximum(self) -> Estimate:
         return by_maximum(self.mean, self.spread.variance, self.spread.times)
@@ -394,7 +394,7 @@ class _Chunk:
             done += now
         pairs = Pairs.of(self.mean, self.spread.apart)
         stages = reversed(range(len(STAGES))) if self._few_do else ()
-        ways = [(*self._some_points(pairs, stage), CLOSE) for stage in stages]
+        ways = [(*self._some_points(pairs, stage), STAGES[stage][2]) for stage in stages]
         ways += [] if self._few_do else [(*self._by_maximum(), ENOUGH)]
         alone = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound()), CLOSE
         for p, h, e, enough in [*ways, alone] if samples is None else ():
@@ -448,7 +448,7 @@ class _Chunk:
 
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     """Make the points that a traced form will hold: tracing itself can make none."""
-    prepare_pairs(classes, [size for size, _ in STAGES] if classes < SOME else (), SEED, dtype)
+    prepare_pairs(classes, [size for size, *_ in STAGES] if classes < SOME else (), SEED, dtype)
     if classes >= SOME:
         prepare_maximum(classes)
     for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):

@@ -48,8 +48,6 @@ class LikelihoodLaws:
         f = torch.randn(n, *event, self.outputs, generator=generator, dtype=torch.float64).to(dtype)
         return f, self.likelihood.targets(f, self.likelihood.sample_target(f, generator))
 
-    # --- derivatives ------------------------------------------------------------------------------------------------
-
     def test_log_prob_is_that_of_the_conditional(self) -> None:
         for event in self.events:
             f, y = self.drawn(event)
@@ -128,8 +126,6 @@ class LikelihoodLaws:
             logs = f.log_softmax(-1).gather(-1, y[..., None])[..., 0]
             torch.testing.assert_close(self.likelihood.log_prob(f, y), logs)
 
-    # --- data -------------------------------------------------------------------------------------------------------
-
     def test_draws_follow_the_generator(self) -> None:
         f, _ = self.drawn((3,))
         before = torch.get_rng_state()
@@ -181,8 +177,6 @@ class LikelihoodLaws:
         broken[3, 0] = torch.inf
         _refuses(lambda: self.likelihood.targets(broken, y), "outputs are not finite: inf at index (3, 0)")
 
-    # --- the dispersion ---------------------------------------------------------------------------------------------
-
     def test_another_dispersion_is_another_likelihood(self) -> None:
         if not self.likelihood.dispersion_name:
             return
@@ -212,8 +206,6 @@ class LikelihoodLaws:
         top = self.likelihood.with_dispersion(best).log_prob(f, y).double().sum()
         for ratio in (0.9, 0.99, 1.01, 1.1):
             assert self.likelihood.with_dispersion(ratio * best).log_prob(f, y).double().sum() <= top + 1e-6
-
-    # --- predictions ------------------------------------------------------------------------------------------------
 
     def test_predictions_are_averages_over_f(self) -> None:
         """Mean and variance of y (or class probabilities) for Gaussian f, against draws of f."""
@@ -250,8 +242,6 @@ class LikelihoodLaws:
             below = (y <= at).double()
             self._estimates(below, share.reshape(below.shape[1:]), slack=1e-6)
 
-    # --- identity ---------------------------------------------------------------------------------------------------
-
     def test_spec_survives_json(self) -> None:
         likelihood = self.likelihood
         spec = json.loads(json.dumps(likelihood.spec()))
@@ -275,8 +265,6 @@ class LikelihoodLaws:
                 continue
             raise AssertionError(f"{name} could be changed: use @dataclass(frozen=True, eq=False)")
         assert copy.deepcopy(self.likelihood).spec() == self.likelihood.spec()
-
-    # --- how --------------------------------------------------------------------------------------------------------
 
     @property
     def expected(self) -> bool:

@@ -103,8 +103,6 @@ class MatrixLaws:
         c = torch.tensor(1.7, dtype=dtype, requires_grad=True)
         return Case(curvature, lambda theta: self.prior(curvature, theta), c, theta, self.rows(curvature, draw))
 
-    # --- values -----------------------------------------------------------------------------------------------------
-
     def test_answers_are_those_of_dense_algebra(self) -> None:
         for dtype in DTYPES:
             case = self.case(dtype)
@@ -157,8 +155,6 @@ class MatrixLaws:
         want = case.c * share.trace()  # log|I + Π^-½ A Π^-½| = tr(Π⁻¹ A) + …
         torch.testing.assert_close(got, want, rtol=self.digits, atol=0.0)
 
-    # --- draws ------------------------------------------------------------------------------------------------------
-
     def test_sampling_is_a_root_of_the_inverse(self) -> None:
         for dtype in DTYPES:
             case = self.case(dtype)
@@ -176,8 +172,6 @@ class MatrixLaws:
         assert torch.equal(first, second)
         assert torch.equal(state, torch.get_rng_state())
         assert not torch.equal(first, matrix.sample(3, torch.Generator().manual_seed(6)))
-
-    # --- what other rooms ask ---------------------------------------------------------------------------------------
 
     def test_eigenvalues_and_blocks(self) -> None:
         """Eigenvalues, where they are known, are all but zeros; blocks are A, cut up."""
@@ -233,8 +227,6 @@ class MatrixLaws:
         want = 1 - prior.diagonal() * inverse.diagonal()
         torch.testing.assert_close(scaled.determined_shares(prior), want, rtol=1e-7, atol=1e-9)
 
-    # --- gradients --------------------------------------------------------------------------------------------------
-
     def test_gradients_in_scale_and_prior(self) -> None:
         case = self.case()
         parameters = (case.c, case.theta)
@@ -289,8 +281,6 @@ class MatrixLaws:
         for _ in range(2):
             (got,) = torch.autograd.grad(matrix.logdet(), case.c, retain_graph=True)
             torch.testing.assert_close(got, want)
-
-    # --- storage ----------------------------------------------------------------------------------------------------
 
     def test_storage_is_exact(self) -> None:
         for dtype in DTYPES:

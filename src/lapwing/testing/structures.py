@@ -65,8 +65,6 @@ class StructureLaws:
         given = {"structure": self.structure, "progress": False, "prior": 0.7, **options}
         return fit(net, data, "classification", **given)  # type: ignore[arg-type]
 
-    # --- the curvature ----------------------------------------------------------------------------------------------
-
     def test_the_curvature_is_what_is_expected(self) -> None:
         for net, data in self.networks():
             la = self.fitted(net, data)
@@ -105,8 +103,6 @@ class StructureLaws:
             self._close(grown.curvature.dense(), whole.curvature.dense(), "an update")
             assert grown.n_data == whole.n_data
 
-    # --- the posterior ----------------------------------------------------------------------------------------------
-
     def test_predictions_are_those_of_dense_algebra(self) -> None:
         for net, (x, y) in self.networks():
             la = self.fitted(net, (x, y))
@@ -131,8 +127,6 @@ class StructureLaws:
                 tuned, held = la.tune(method="evidence"), la.tune(data)
             assert float(tuned.log_evidence()) >= float(la.log_evidence()) - 1e-3
             assert math.isfinite(float(held.predict(data[0]).log_prob(data[1]).sum()))
-
-    # --- files, devices, names --------------------------------------------------------------------------------------
 
     def test_it_is_saved_and_loaded(self) -> None:
         for net, data in self.networks():

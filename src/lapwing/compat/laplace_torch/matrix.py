@@ -31,7 +31,7 @@ class Kron:
 
     def __add__(self, other: Kron) -> Kron:
         """Add factor by factor, which is how sums of statistics are merged: it is not the sum of the matrices."""
-        if not isinstance(other, Kron):
+        if not isinstance(other, type(self)):
             raise ValueError(f"only a Kron can be added to a Kron, got {type(other).__name__}")
         pairs = zip(self.kfacs, other.kfacs, strict=True)
         return Kron([[a + b for a, b in zip(one, two, strict=True)] for one, two in pairs])
