@@ -99,7 +99,8 @@ def table_of(fields: Fields) -> dict[str, Tensor]:
     for name, value in fields.items():
         if value.ndim > 2:
             raise BadData(
-                f"{name!r} has shape {tuple(value.shape)}, not a table: write predictions to .npz or .safetensors"
+                f"{name!r} has shape {tuple(value.shape)}, not that of a table: write predictions to .npz or "
+                ".safetensors"
             )
     return columns_of(fields, 1)
 

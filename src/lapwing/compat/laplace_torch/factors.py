@@ -18,8 +18,8 @@ LARGEST = 4096  # weights of a block that is written out as one dense matrix
 def factors_of(curvature: Curvature, dtype: torch.dtype) -> Kron:
     """Return [G, A] for each weight and [G] for each bias, in the order of the parameters.
 
-    What is not a single Kronecker product (a convolution with groups, a norm with its scale and shift) is one dense matrix
-    over all its parameters.
+    What is not a single Kronecker product (a convolution with groups, a norm with its scale and shift) is one dense
+    matrix over all its parameters.
     """
     assert curvature.params is not None
     sizes = dict(zip(curvature.params.names, curvature.params.sizes, strict=True))
