@@ -137,7 +137,8 @@ def claims(mean: Mapping[str, Mapping[str, float]], given: Any) -> list[Claim]:
         f"At the data, the band is off by (Nyström, directions) {told(given.ranks, ranks)}; (share of the data) "
         f"{told(('1/8', '1/4', '1/2'), parts)}.",
         verdict(falls(ranks) and ranks[-1] < 0.05, falls(parts) and parts[-1] < 0.25),
-        "both must come nearer as they grow; the largest Nyström form within 5 %, half of the data within 25 %.",
+        "Nyström forms and parts of the data must both come nearer as they grow; the largest Nyström form within "
+        "5 %, half of the data within 25 %.",
     )
     return [same, other]
 

@@ -154,7 +154,8 @@ def claims(mean: Mapping[str, Mapping[str, float]]) -> list[Claim]:
         "Problem with Mean-Variance Parameterization; Revisiting the Natural Parameterization",
         f"Training points with an indefinite Hessian, in percent: {told(mixed | clean)}.",
         verdict(all(value > 0 for value in mixed.values()), all(value == 0 for value in clean.values())),
-        "some points for mean–variance, none for natural. In (μ, σ²) the determinant of the Hessian is −1/(2σ⁶), so "
+        "the Hessian must be indefinite at some training points for mean–variance and at none for natural. In (μ, "
+        "σ²) the determinant of the Hessian is −1/(2σ⁶), so "
         "that it is indefinite everywhere, not only potentially.",
     )
     fits = of("log-likelihood", "mean", "natural")

@@ -108,7 +108,8 @@ def claims(untargeted: Curves, targeted: Curves, chosen: Mapping[str, Mapping[st
                 all(peak[first] > 1.1 * peak[name] for name in others),
                 all(half[first] > 1.1 * half[name] for name in others),
             ),
-            "both by a tenth more than either way without augmentation.",
+            "with augmentation, the highest entropy and the steps until half of the images are fooled must both "
+            "be a tenth more than either way without.",
         ),
         Claim(
             "The difference between approximating the activation Hessian over a minibatch and calculating it exactly "

@@ -64,7 +64,8 @@ def claims(runs: dict[str, list[dict[str, Any]]], temperatures: list[float]) -> 
         "section 4.2",
         f"T from which on the entropy is within a tenth of its whole fall from its end: {where}.",
         verdict(*(each[s] > 1 for each in at.values() for s in ("Diag", "EKFAC"))),
-        "that T must be above 1 for both, on each network. (Entropy improves by falling.)",
+        "converged means that the entropy stays within a tenth of its whole fall from where it ends; the T where "
+        "this begins must be above 1 for both, on each network. (Entropy improves by falling.)",
     )
     parts = [at["lenet"]["KFAC"] < 1] if "lenet" in at else []
     parts += [1 <= at["resnet20"]["KFAC"] <= 3] if "resnet20" in at else []
@@ -73,7 +74,8 @@ def claims(runs: dict[str, list[dict[str, Any]]], temperatures: list[float]) -> 
         "section 4.2",
         f"The same measure: {where}.",
         verdict(*parts, all(each["KFAC"] < min(each["Diag"], each["EKFAC"]) for each in at.values())),
-        "below 1 on LeNet-5, from 1 to 3 on ResNet-20, and below that of the other two.",
+        "the T where KFAC has converged must be below 1 on LeNet-5, from 1 to 3 on ResNet-20, and below that of "
+        "the other two.",
     )
     sizes = {
         net: {name: sum(e["norms"][name] for e in each) / len(each) for name in each[0]["norms"]}

@@ -185,7 +185,8 @@ def claims(mean: Mapping[str, Mapping[str, float]]) -> list[Claim]:
         "section 5.1",
         f"Bands inside: {told(wide)}. Band at ±6 over band inside: {told(growth)}.",
         verdict(all(wide[n] > inside for n in tuned), all(growth[n] < growth["HMC"] for n in tuned)),
-        "both must be so for all three.",
+        "the band inside must be wider than HMC's, and grow by a smaller factor from inside to ±6, for all three "
+        "structures.",
     )
     raw, taus, counts = column(untuned, "band inside"), column(tuned, "τ"), column(tuned, "N")
     kron, *others = untuned

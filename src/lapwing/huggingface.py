@@ -179,7 +179,7 @@ def load(folder: str | Path, model: nn.Module, *, adapter: str | None = None, **
         raise BadData(f"there is no {FILE!r} in {str(folder)!r}: lapwing.huggingface.save(la, folder) writes it")
     tensors, header = read_file(path)
     if "adapter" not in header:
-        raise BadData(f"{str(path)!r} is no posterior over an adapter: read it with lapwing.load(path, model)")
+        raise BadData(f"{str(path)!r} is not a posterior over an adapter: read it with lapwing.load(path, model)")
     adapter = _active(model) if adapter is None else adapter
     names = {plain: name for name, (owner, plain) in adapter_tensors(model).items() if owner == adapter}
     if not names:

@@ -149,3 +149,15 @@ def test_a_line_that_is_not_smooth_gets_more_nodes_and_then_every_setting() -> N
     assert counts[0] < counts[1] < counts[2]
     assert counts[0] < 20
     assert counts[2] > 102
+
+
+def test_items_in_several_chunks_are_tuned_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descent goes backward through one chunk after the other."""
+    net = dense.build(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)))
+    x, y = dense.randn(120, 3, seed=1), torch.randint(4, (120,), generator=dense.seeded(2))
+    la = lapwing.fit(net, (x[:60], y[:60]), "classification", structure="kron", progress=False)
+    whole = la.tune((x[60:], y[60:])).tuning
+    monkeypatch.setattr(heldout, "CHUNK", 2**14)  # 16 items
+    parts = la.tune((x[60:], y[60:])).tuning
+    assert whole.iterations > 0
+    torch.testing.assert_close(parts.scores, whole.scores, rtol=1e-6, atol=1e-6)

@@ -83,7 +83,7 @@ class Reading:
             inputs, targets = READERS[path.suffix](path, self)
             return _rows(inputs, targets, self.size, text)
         if ":" not in text:
-            raise BadData(f"{text!r} is no data that Lapwing reads: give {FORMATS}; nothing is unpickled")
+            raise BadData(f"{text!r} is not data that Lapwing reads: give {FORMATS}; nothing is unpickled")
         return self._object(made(read_object(text), text), text)
 
     def _object(self, found: Any, text: str) -> Any:
@@ -167,7 +167,7 @@ def _from_safetensors(path: Path, reading: Reading) -> tuple[Tensor, Tensor | No
     try:
         return _pair(load_file(path), path)
     except SafetensorError as error:
-        raise BadData(f"{path.name} is no safetensors file: {error}") from error
+        raise BadData(f"{path.name} is not a safetensors file: {error}") from error
 
 
 def _from_npz(path: Path, reading: Reading) -> tuple[Tensor, Tensor | None]:
@@ -197,7 +197,7 @@ def _from_csv(path: Path, reading: Reading) -> tuple[Tensor, Tensor | None]:
             _require_header(header, path)
             table = [_numbers(row, header, path, lines.line_num) for row in lines if row]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise BadData(f"{path.name} is no table of numbers in UTF-8 with commas: {error}") from error
+        raise BadData(f"{path.name} is not a table of numbers in UTF-8 with commas: {error}") from error
     values = torch.tensor(table, dtype=torch.float64).reshape(len(table), len(header))
     chosen = [header.index(name) for name in _targets(header, reading, path)]
     features = [k for k in range(len(header)) if k not in chosen]
@@ -233,7 +233,7 @@ def _numbers(row: list[str], header: list[str], path: Path, line: int) -> list[f
     except ValueError:
         name, cell = next((n, c) for n, c in zip(header, row, strict=True) if not _is_number(c))
         raise BadData(
-            f"{path.name}, line {line}, column {name!r}: {cell!r} is no number; write classes as 0, 1, 2, …"
+            f"{path.name}, line {line}, column {name!r}: {cell!r} is not a number; write classes as 0, 1, 2, …"
         ) from None
 
 

@@ -351,7 +351,7 @@ def made_up(model: nn.Module, shape: tuple[int, ...] | None) -> Tensor:
             continue
     raise BadData(
         "the shape of an input cannot be guessed from the first layer: say --input 3,32,32 (without the batch), "
-        "or --data for inputs that are no single tensor of numbers"
+        "or --data for inputs that are not one tensor of numbers"
     )
 
 

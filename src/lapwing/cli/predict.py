@@ -95,11 +95,12 @@ def writer_for(path: Path) -> Callable[[Path, Iterable[Fields]], int]:
 
 
 def table_of(fields: Fields) -> dict[str, Tensor]:
-    """Return the columns of a table with one row per item; tokens and pixels are no table."""
+    """Return the columns of a table with one row per item; tokens and pixels have no such table."""
     for name, value in fields.items():
         if value.ndim > 2:
             raise BadData(
-                f"{name!r} has shape {tuple(value.shape)}, which is no table: write predictions to .npz or .safetensors"
+                f"{name!r} has shape {tuple(value.shape)}, not that of a table: write predictions to .npz or "
+                ".safetensors"
             )
     return columns_of(fields, 1)
 

@@ -138,10 +138,10 @@ class Candidates:
 
     def settled(self, sweep: Sweep) -> "Candidates":
         """Drop the temperature from what is learned if it is optional and would not help (`tells_apart`)."""
-        found = self
-        if "temperature" in self.optional and not tells_apart(sweep):
-            found = replace(found, learned=_without("temperature", found.learned), temperatures=(self.temperature,))
-        return found
+        if "temperature" not in self.optional or tells_apart(sweep):
+            return self
+        learned = tuple(name for name in self.learned if name != "temperature")
+        return replace(self, learned=learned, temperatures=(self.temperature,))
 
     def including(self, now: Setting) -> "Candidates":
         """Add the setting in force to the grid."""
@@ -186,11 +186,8 @@ class Candidates:
         return [text for text in found if text]
 
     def settings(self, sweep: Sweep, rivals: Mapping[str, Tensor], near: float) -> list[Setting]:
-        """Return all settings of the grid; logit temperatures that are fitted stay close to `near`."""
-        divisors = self.logit_temperatures or (1.0,)
-        product = itertools.product(self.precisions, self.temperatures, self.dispersions, divisors)
-        found = [Setting(tau, T, phi, logit_temperature=s, unit=self.unit) for tau, T, phi, s in product]
-        found = self.solvable(sweep, found)
+        """Return the settings of the grid that can be scored; fitted logit temperatures stay close to `near`."""
+        found = self.solvable(sweep, self.every())
         if not found:
             raise NotConverged(
                 f"no candidate has a prior precision of at least {self.least:.2g} times its temperature, below which "
@@ -199,12 +196,11 @@ class Candidates:
             )
         return found if self.logit_temperatures else self._with_logits(sweep, found, rivals, near)
 
-    @property
-    def count(self) -> int:
-        """How many settings the grid has."""
-        return math.prod(
-            map(len, (self.precisions, self.temperatures, self.dispersions, self.logit_temperatures or (1,)))
-        )
+    def every(self) -> list[Setting]:
+        """Return all settings of the grid, with a logit temperature of 1 where one will be fitted."""
+        divisors = self.logit_temperatures or (1.0,)
+        product = itertools.product(self.precisions, self.temperatures, self.dispersions, divisors)
+        return [Setting(tau, T, phi, logit_temperature=s, unit=self.unit) for tau, T, phi, s in product]
 
     def solvable(self, sweep: Sweep, settings: Sequence[Setting]) -> list[Setting]:
         """Return the settings at which the curvature can be solved."""
@@ -246,10 +242,6 @@ class Candidates:
                 guesses[c] = each.logit_temperature
                 chains[c][k] = replace(each, logit_temperature=each.logit_temperature * whole / part)
         return [setting for chain in chains for setting in chain]
-
-
-def _without(name: str, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(each for each in names if each != name)
 
 
 def log_spreads(sweep: Sweep) -> tuple[float, float]:

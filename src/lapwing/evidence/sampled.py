@@ -192,7 +192,7 @@ def tune_sampled(
         choices["dispersion"] = tuple(best * factor for factor in DISPERSIONS)
     candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, usual=choices)
     near = candidates.near(held) if "logit_temperature" in candidates.free else None
-    settings = list(_product(candidates))
+    settings = candidates.every()
     tried = len(settings)
     if tried > SCREENED and not grid:
         settings = _screened(held.coarse(), settings, near)
@@ -218,13 +218,6 @@ def tune_sampled(
         ),
         logit_temperature=trials.settings[best_index].logit_temperature,
     )
-
-
-def _product(candidates: Candidates) -> Iterable[Setting]:
-    divisors = candidates.logit_temperatures or (1.0,)
-    axes = (candidates.precisions, candidates.temperatures, candidates.dispersions, divisors)
-    for tau, T, phi, s in itertools.product(*axes):
-        yield Setting(tau, T, phi, logit_temperature=s, unit=candidates.unit)
 
 
 def _screened(coarse: HeldOut, settings: Sequence[Setting], near: float | None) -> list[Setting]:

@@ -66,10 +66,8 @@ def _log_prob_by_points(mean: Tensor, covariance: Tensor, y: Tensor, samples: in
     log-sum-exp, which leaves a one-dimensional integral, as in `expected_softmax`. Classes come first so that sums run
     over whole vectors; logarithms are used only where exponentials would overflow.
     """
-    base, own = (
-        kept_points(samples, mean.shape[-1] - 1, SEED, mean.dtype).to(mean.device),
-        y[:, None],
-    )  # (S, C − 1), (N, 1)
+    base = kept_points(samples, mean.shape[-1] - 1, SEED, mean.dtype).to(mean.device)  # (S, C − 1)
+    own = y[:, None]
     order = torch.arange(mean.shape[-1], device=mean.device).expand(len(mean), -1)
     order = order.scatter(1, own, mean.shape[-1] - 1).scatter(1, order[:, -1:], own)  # the own class last
     root, center = contrast_root(covariance, order), mean.gather(1, order)

@@ -134,7 +134,7 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
     given, candidates = candidates, candidates.settled(sweep)
     free, near = candidates.free, candidates.near(sweep)
     settings = candidates.settings(sweep, rivals, near)
-    left_out = candidates.count - len(settings)
+    left_out = len(candidates.every()) - len(settings)
     losses, iterations = sweep.losses(settings), 0
     scores = losses.mean(1).tolist()
     if steps and free and (len(settings) > 1 or "logit_temperature" in free) and math.isfinite(min(scores)):

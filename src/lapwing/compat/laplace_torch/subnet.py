@@ -125,7 +125,7 @@ class DiagSubnetLaplace(SubnetLaplace, DiagonalCurvature):
 
 
 def _checked(indices: Any, total: int) -> Tensor:
-    """Refuse what is no vector of distinct positions (int64) among so many weights."""
+    """Refuse what is not a vector of distinct positions (int64) among so many weights."""
     if indices is None:
         raise TypeError(
             "subset_of_weights='subnetwork' needs subnetwork_indices, the positions of its weights in "
