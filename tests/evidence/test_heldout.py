@@ -42,6 +42,28 @@ def test_scores_are_those_of_predictions(classes: int, scale: float) -> None:
     assert (found.mean() - predicted.mean()).abs() < 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_items_whose_exponentials_overflow_leave_the_others_as_they_are(dtype: torch.dtype) -> None:
+    """Some items under a prior so wide that logits reach thousands: values and gradients are those of each alone."""
+    mean = dense.randn(6, 4).to(dtype)
+    factor = dense.randn(6, 4, 4, seed=1)
+    sizes = torch.tensor([1.0, 1e6, 2.0, 1e12, 1.0, 1e4], dtype=torch.float64)
+    covariance = (sizes[:, None, None] * (factor @ factor.mT + torch.eye(4))).to(dtype)
+    y = torch.tensor([0, 1, 2, 3, 0, 1])
+
+    def scored(part: slice | Tensor) -> tuple[Tensor, Tensor]:
+        leaf = torch.ones((), dtype=dtype, requires_grad=True)
+        found = class_log_prob(mean[part], leaf * covariance[part], y[part], Categorical(), 64)
+        return found.detach(), torch.autograd.grad(found.sum(), leaf)[0]
+
+    together, slope = scored(slice(None))
+    alone = [scored(slice(k, k + 1)) for k in range(6)]
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(together, torch.cat([value for value, _ in alone]), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(slope, sum(each for _, each in alone), rtol=100 * tolerance, atol=tolerance)
+    assert bool(together.isfinite().all())
+
+
 def test_labels_that_do_not_count_score_nothing() -> None:
     mean, covariance = dense.randn(3, 4), torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
     found = class_log_prob(mean, covariance, torch.tensor([0, -100, 3]), Categorical(), 64)
