@@ -29,7 +29,7 @@ from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linke
 from lapwing.evidence.candidates import fit_logits
 from lapwing.evidence.heldout import GramSweep, Nodes
 from lapwing.predictive import GaussianFunction, predict_targets
-from lapwing.predictive.novelty import FLOOR, information_gain
+from lapwing.predictive.linearized import FLOOR, information_gain
 
 ABOUT = {"paper": "", "minutes": None, "page": "tuning.md"}
 

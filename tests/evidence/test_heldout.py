@@ -42,6 +42,28 @@ def test_scores_are_those_of_predictions(classes: int, scale: float) -> None:
     assert (found.mean() - predicted.mean()).abs() < 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_items_whose_exponentials_overflow_leave_the_others_as_they_are(dtype: torch.dtype) -> None:
+    """Some items under a prior so wide that logits reach thousands: values and gradients are those of each alone."""
+    mean = dense.randn(6, 4).to(dtype)
+    factor = dense.randn(6, 4, 4, seed=1)
+    sizes = torch.tensor([1.0, 1e6, 2.0, 1e12, 1.0, 1e4], dtype=torch.float64)
+    covariance = (sizes[:, None, None] * (factor @ factor.mT + torch.eye(4))).to(dtype)
+    y = torch.tensor([0, 1, 2, 3, 0, 1])
+
+    def scored(part: slice | Tensor) -> tuple[Tensor, Tensor]:
+        leaf = torch.ones((), dtype=dtype, requires_grad=True)
+        found = class_log_prob(mean[part], leaf * covariance[part], y[part], Categorical(), 64)
+        return found.detach(), torch.autograd.grad(found.sum(), leaf)[0]
+
+    together, slope = scored(slice(None))
+    alone = [scored(slice(k, k + 1)) for k in range(6)]
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(together, torch.cat([value for value, _ in alone]), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(slope, sum(each for _, each in alone), rtol=100 * tolerance, atol=tolerance)
+    assert bool(together.isfinite().all())
+
+
 def test_labels_that_do_not_count_score_nothing() -> None:
     mean, covariance = dense.randn(3, 4), torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
     found = class_log_prob(mean, covariance, torch.tensor([0, -100, 3]), Categorical(), 64)
@@ -149,3 +171,15 @@ def test_a_line_that_is_not_smooth_gets_more_nodes_and_then_every_setting() -> N
     assert counts[0] < counts[1] < counts[2]
     assert counts[0] < 20
     assert counts[2] > 102
+
+
+def test_items_in_several_chunks_are_tuned_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descent goes backward through one chunk after the other."""
+    net = dense.build(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)))
+    x, y = dense.randn(120, 3, seed=1), torch.randint(4, (120,), generator=dense.seeded(2))
+    la = lapwing.fit(net, (x[:60], y[:60]), "classification", structure="kron", progress=False)
+    whole = la.tune((x[60:], y[60:])).tuning
+    monkeypatch.setattr(heldout, "CHUNK", 2**14)  # 16 items
+    parts = la.tune((x[60:], y[60:])).tuning
+    assert whole.iterations > 0
+    torch.testing.assert_close(parts.scores, whole.scores, rtol=1e-6, atol=1e-6)

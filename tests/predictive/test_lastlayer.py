@@ -423,3 +423,20 @@ def test_a_masked_class_does_not_hide_a_limit_of_the_others() -> None:
     variance = la.predict(far).function.variance
     assert bool((variance[limited] == 0).all())  # ∂f/∂θ = 0 there
     assert bool((variance[~limited] > 0).all())
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_spread_of_classes_is_that_of_the_covariance(structure: str, bias: bool) -> None:
+    """Variances of differences come from the features directly; by definition they are those of the covariance."""
+    la, x = fitted(structure=structure, net=Net(3, bias))
+    function = la.replace(logit_temperature=1.7).predict(x).function
+    spread, covariance = function.spread, function.contrast_covariance
+    pivot = torch.tensor([[0], [2], [1], [2], [0], [1]])
+    for each, items in ((spread, slice(None)), (spread.take(torch.tensor([4])), slice(4, 5))):
+        own, p = covariance[items], pivot[items]
+        row = own.gather(1, p[:, :, None].expand(-1, 1, 3))[:, 0]
+        diagonal = own.diagonal(dim1=-2, dim2=-1)
+        torch.testing.assert_close(each.apart(p), diagonal + diagonal.gather(1, p) - 2 * row, rtol=1e-4, atol=1e-6)
+        root = each.root(p)
+        torch.testing.assert_close(root.square().sum(-1), each.apart(p), rtol=1e-4, atol=1e-5)

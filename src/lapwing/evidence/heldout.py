@@ -323,14 +323,15 @@ class GramSweep(Sweep):
         f, y = self.flat
         several = len(coefficients)
         plain = not logits.requires_grad and bool((logits == 1.0).all())
-        divisor = logits.to(f)[:, None, None]
-        if self.adjust is None and not plain:  # cheaper than to divide every covariance
-            coefficients = coefficients / logits.to(coefficients)[:, None, None].square()
-        for start in range(0, len(f), self._step):
+        for start in range(0, len(f), self._step):  # each part has its own graph: a descent goes back by parts
             part = slice(start, min(len(f), start + self._step))
-            covariance = self.covariance(coefficients, part.start, part.stop)
-            mean = f[part].expand(several, -1, -1)
-            mean = mean if plain else mean / divisor
+            mean, weights = f[part].expand(several, -1, -1), coefficients
+            divisor = logits.to(f)[:, None, None]
+            if not plain:
+                mean = mean / divisor
+            if not plain and self.adjust is None:  # cheaper than to divide every covariance
+                weights = weights / logits.to(weights)[:, None, None].square()
+            covariance = self.covariance(weights, part.start, part.stop)
             if self.adjust is not None:
                 covariance = self.adjust(covariance, scale, part)
                 covariance = covariance if plain else covariance / divisor.square()[..., None]

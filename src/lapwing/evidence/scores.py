@@ -76,14 +76,13 @@ def _log_prob_by_points(mean: Tensor, covariance: Tensor, y: Tensor, samples: in
     spread = spread.add_((center[:, :-1] - center[:, -1:]).T[:, :, None])  # (C − 1, N, S): f_c − E[f_y | others]
     nodes, log_weights = own_nodes(mean)
     steps = root[:, -1, -1][:, None, None] * nodes  # (N, 1, Q): f_y − E[f_y | others]
-    far = (spread.detach().amax((0, 2)) > OVERFLOW).nonzero()[:, 0]
-    if not len(far):
+    overflow = spread.detach().amax((0, 2)) > OVERFLOW
+    if not bool(overflow.any()):
         return _by_exponentials(spread, steps, log_weights)
+    far, near = overflow.nonzero()[:, 0], (~overflow).nonzero()[:, 0]
     inner = logsigmoid(steps[far] - spread[:, far].logsumexp(0)[..., None]) + log_weights
-    exact = inner.flatten(1).logsumexp(1) - math.log(samples)
-    if len(far) == len(mean):
-        return exact
-    return _by_exponentials(spread.clamp(max=OVERFLOW), steps, log_weights).index_put((far,), exact)
+    value = mean.new_zeros(len(mean)).index_put((far,), inner.flatten(1).logsumexp(1) - math.log(samples))
+    return value.index_put((near,), _by_exponentials(spread[:, near], steps[near], log_weights))
 
 
 def _by_exponentials(spread: Tensor, steps: Tensor, log_weights: Tensor) -> Tensor:

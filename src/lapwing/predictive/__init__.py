@@ -1,11 +1,11 @@
 """From weights to outputs to targets: distributions of f, links to y, and predictions."""
 
+from lapwing.predictive import classes, values  # noqa: F401  the kinds of predictions
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction
 from lapwing.predictive.links import ClassLaw, register_link
 from lapwing.predictive.mixture import MixtureFunction
-from lapwing.predictive.prediction import Prediction
+from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.sampled import SampledFunction
-from lapwing.predictive.targets import predict_targets
 
 __all__ = [
     "ClassLaw",

@@ -27,9 +27,8 @@ from lapwing.model.stored import describe_module, intact, require_same_module, r
 from lapwing.model.watch import Probe
 from lapwing.predictive.distilledlayer import DistilledLayer, EnergyNetwork, fit_head, restored_head
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
-from lapwing.predictive.prediction import Prediction
+from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.predictor import Predictor, export
-from lapwing.predictive.targets import predict_targets
 from lapwing.storage import prefixed, read_file, under, write_file
 
 EPOCHS = 50

@@ -124,6 +124,11 @@ class FunctionDistribution(ABC):
         """The covariance of f minus its average over the outputs of an item; None where there are only draws."""
         return None
 
+    @property
+    def spread(self) -> Any:
+        """The `Spread` of a softmax over all items, where there is a shorter way to it than a root or a covariance."""
+        return None
+
     @outside_autocast
     def points(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return all blocks at once, (S, B, *event, C)."""
@@ -143,7 +148,7 @@ class GaussianFunction(FunctionDistribution):
 
     `contrasts` serves targets that do not see the average of f over C (a softmax). Under a wide prior the variance of
     that average drowns all others in rounding, so expectations per item use the covariance of f minus the average:
-    give it as a function, or True to compute it from `covariance`.
+    give it as a function, or True to compute it from `covariance`. `spread` gives the same as a `Spread`.
 
     Example: `GaussianFunction(mean, variance=lambda: diagonal(x), sampler=weight_draws)`.
     """
@@ -156,6 +161,7 @@ class GaussianFunction(FunctionDistribution):
     _contrasts: Callable[[], Tensor] | bool
     _root: Callable[[], tuple[Tensor, ...] | None] | None
     _closed: bool
+    _spread: Callable[[], Any] | None
 
     def __init__(
         self,
@@ -168,12 +174,14 @@ class GaussianFunction(FunctionDistribution):
         contrasts: Callable[[], Tensor] | bool = False,
         root: Callable[[], tuple[Tensor, ...] | None] | None = None,
         closed: bool = False,
+        spread: Callable[[], Any] | None = None,
     ) -> None:
         if covariance is None and variance is None and sampler is None:
             raise ValueError("GaussianFunction needs a covariance, a variance or a sampler; all are missing.")
-        fields = {"mean": mean, "covariance": covariance, "variance": variance, "sampler": sampler, "joint": joint}
-        for name, value in (fields | {"contrasts": contrasts, "root": root, "closed": closed}).items():
-            object.__setattr__(self, f"_{name}", value)
+        self.__dict__.update(
+            _mean=mean, _covariance=covariance, _variance=variance, _sampler=sampler, _joint=joint,
+            _contrasts=contrasts, _root=root, _closed=closed, _spread=spread,
+        )  # fmt: skip
 
     @property
     def mean(self) -> Tensor:
@@ -347,6 +355,10 @@ class GaussianFunction(FunctionDistribution):
     @property
     def shared_root(self) -> tuple[Tensor, ...] | None:
         return self._found_root
+
+    @property
+    def spread(self) -> Any:
+        return None if self._spread is None else self._spread()
 
     @property
     def contrast_covariance(self) -> Tensor | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, pad
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods import Likelihood
@@ -15,114 +18,231 @@ from lapwing.model import Network
 from lapwing.model.calls import Inputs
 from lapwing.model.features import Features, features_of
 from lapwing.predictive.function import GaussianFunction
-from lapwing.predictive.linearized import CLOSED_FORM, output_spread
-from lapwing.predictive.novelty import information_bound, information_gain
+from lapwing.predictive.linearized import CLOSED_FORM, information_bound, information_gain
+from lapwing.predictive.softmax import ITEMS, SOME, DenseSpread, SharedSpread, Spread
 
 SHARE = 4
-"""The part of the memory budget that the root of a dense covariance may take."""
+"""The part of the memory budget that the root of a dense covariance may take; those of differences take as much."""
 
 SINGULAR = 1e6  # condition number of what follows the layer beyond which no inverse is used
 
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """A root of the covariance of the outputs at each input: V Vᵀ with V (..., o, k).
+    """A root of the covariance of the outputs at each input: V Vᵀ with V (..., o, k), both multiplied by a `factor`.
 
     V = R diag(s) where one R (o, o) serves all inputs; then `shared` holds R, s (..., o) and R⁻¹, and V is written out
     only when it is asked for.
     """
 
-    dense: Tensor | None = None
+    dense: Tensor | Callable[[], Tensor] | None = None
     shared: tuple[Tensor, Tensor, Tensor] | None = None
+    factor: float = 1.0
 
     def scaled(self, factor: float) -> Root:
         """The root for outputs that are multiplied by a factor."""
         if self.shared is None:
-            assert self.dense is not None
-            return Root(factor * self.dense)
+            return replace(self, factor=self.factor * factor)
         left, spread, inverse = self.shared
         return Root(shared=(left, factor * spread, inverse))
 
+    @cached_property
     def white(self) -> Tensor:
         """V."""
         if self.shared is None:
             assert self.dense is not None
-            return self.dense
+            white = self.dense() if callable(self.dense) else self.dense
+            return white if self.factor == 1.0 else self.factor * white
         return self.shared[0] * self.shared[1][..., None, :]
 
     def contrasts(self) -> Tensor:
         """V of the outputs minus their average."""
         if self.shared is None:
-            return self.white() - self.white().mean(-2, keepdim=True)
+            return self.white - self.white.mean(-2, keepdim=True)
         return (self.shared[0] - self.shared[0].mean(0)) * self.shared[1][..., None, :]
 
     def variance(self) -> Tensor:
         """The diagonal of V Vᵀ, (..., o)."""
         if self.shared is None:
-            return self.white().square().sum(-1)
+            return self.white.square().sum(-1)
         return self.shared[1].square() @ self.shared[0].square().mT
 
 
 class SharedRoot(nn.Module):
     """The covariance R diag(s²) Rᵀ of the outputs W a, with one R for all inputs: diagonal and Kronecker posteriors.
 
-    s² = E (Qᵀa)² for a basis Q of the inputs and the variances E (o, i) of the weights in the bases of both sides.
+    s² = E (Qᵀa)² for a basis Q of the inputs and the variances E (o, i) of the weights in the bases of both sides. A 1
+    is appended to a where the layer has an uncertain `bias`.
     """
 
     left: Tensor
     inverse: Tensor | None
+    squares: Tensor | None
     right: Tensor | None
+    shift: Tensor | None
     variances: Tensor
+    floor: Tensor
 
-    def __init__(self, left: Tensor, right: Tensor | None, variances: Tensor, tail: Tensor | None = None) -> None:
+    def __init__(
+        self, left: Tensor, right: Tensor | None, variances: Tensor, tail: Tensor | None = None, bias: bool = False
+    ) -> None:
         super().__init__()
         wide = left.detach().double() if tail is None else tail.double() @ left.detach().double()  # (c, o)
         inverse, failed = torch.linalg.inv_ex(wide) if len(wide) == wide.shape[1] else (None, torch.ones(()))
         found = inverse is not None and not bool(failed) and float(inverse.norm() * wide.norm()) < SINGULAR
+        squares = (wide - wide[:, None]).square().flatten(1) if len(wide) < SOME else None
+        self.bias = bias
         self.register_buffer("left", wide.to(left).contiguous())
         self.register_buffer("inverse", inverse.to(left).contiguous() if found and inverse is not None else None)
-        self.register_buffer(
-            "right", None if right is None else right.detach().clone(memory_format=torch.contiguous_format)
-        )
+        self.register_buffer("squares", None if squares is None else squares.to(left))
+        _keep(self, ("right", "shift"), None if right is None else right.detach().mT, bias)
         self.register_buffer("variances", variances.detach().clone(memory_format=torch.contiguous_format))
+        floor = torch.finfo(variances.dtype).tiny ** 0.5  # of s², where its root has a derivative
+        self.register_buffer("floor", torch.full_like(variances[:, 0], floor))
 
     @property
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
     def forward(self, a: Tensor) -> Root:
-        spread = output_spread(self.right, self.variances, a)
+        spread = linear(self._along(a).square(), self.variances, self.floor).sqrt()
         if self.inverse is None:  # fewer outputs than the layer has, or a combination of them is fixed
             return Root(self.left * spread[..., None, :])
         return Root(shared=(self.left, spread, self.inverse))
 
+    def _along(self, a: Tensor) -> Tensor:
+        """Qᵀa."""
+        if self.right is not None:
+            return linear(a, self.right, self.shift)
+        return pad(a, (0, 1), value=1.0) if self.bias else a
+
+    def spread(self, a: Tensor, root: Root) -> Spread | None:
+        """The spread of classes, for items whose root is this one; None where covariances do as well."""
+        if root.shared is None:
+            return None
+        left, spread, inverse = root.shared
+        return SharedSpread(
+            left, spread.reshape(-1, spread.shape[-1]) if spread.ndim > 2 else spread, inverse, self.squares
+        )
+
     def across(self, a: Tensor) -> Tensor:
         """V (..., o, o·i), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
-        along = a if self.right is None else a @ self.right
+        along = self._along(a)
         spread = (self.variances.sqrt() * along[..., None, :]).flatten(-2)  # (..., o·i)
-        return self.left.repeat_interleave(a.shape[-1], 1) * spread[..., None, :]
+        return self.left.repeat_interleave(along.shape[-1], 1) * spread[..., None, :]
 
 
 class DenseRoot(nn.Module):
-    """The covariance V Vᵀ of the outputs W a, with V (o, P) linear in a: every other posterior of few weights."""
+    """The covariance V Vᵀ of the outputs W a, with V (o, P) linear in a: every other posterior of few weights.
 
-    white: Tensor
+    `white` is V as a function of the weights, (o, i, P), with the bias as the last input if there is one. For more than
+    two classes there are roots of the variances of all differences of two outputs as well: these alone are most of what
+    probabilities need, at a fraction of the work.
+    """
 
-    def __init__(self, white: Tensor) -> None:
+    weight: Tensor
+    shift: Tensor | None
+    apart_weight: Tensor | None
+    apart_shift: Tensor | None
+
+    def __init__(self, white: Tensor, bias: bool = False, classes: bool = False) -> None:
         super().__init__()
         self.outputs = white.shape[0]
-        self.register_buffer("white", white.detach().transpose(0, 1).flatten(1).contiguous())  # (i, o · P)
+        _keep(self, ("weight", "shift"), white.detach().mT.flatten(0, 1), bias)  # (o · P, i)
+        between = None
+        if classes and 2 < self.outputs < SOME:
+            between = torch.stack([torch.linalg.qr((white - other).mT, mode="r").R.flatten(0, 1) for other in white])
+        _keep(self, ("apart_weight", "apart_shift"), between, bias)  # (o, o · i, i)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.white.dtype
+        return self.weight.dtype
 
     def forward(self, a: Tensor) -> Root:
-        return Root(self.across(a))
+        return Root(lambda: self.across(a))
+
+    def spread(self, a: Tensor, root: Root) -> Spread | None:
+        """The spread of classes, for items whose root is this one; None where covariances do as well."""
+        if self.apart_weight is None:
+            return None
+        return FeatureSpread(a if a.ndim == 2 else a.flatten(0, -2), self, root.factor)
 
     def across(self, a: Tensor) -> Tensor:
         """V (..., o, P), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
-        return (a @ self.white).unflatten(-1, (self.outputs, -1))
+        return linear(a, self.weight, self.shift).unflatten(-1, (self.outputs, -1))
+
+    def apart(self, a: Tensor, pivot: Tensor) -> Tensor:
+        """The variances of all outputs minus one, (n, o), for inputs a (n, i) and that one's number, (n, 1)."""
+        assert self.apart_weight is not None
+        if torch.compiler.is_compiling():  # no choice may depend on numbers
+            return self.between(a).gather(1, pivot.unsqueeze(-1).expand(-1, 1, self.outputs)).squeeze(1)
+        weights = self.apart_weight.unbind()
+        shifts = [None] * self.outputs if self.apart_shift is None else self.apart_shift.unbind()
+        if len(a) == 1:
+            p = int(pivot)
+            found = linear(a, weights[p], shifts[p])
+        else:  # items with the same pivot share a product
+            order = pivot[:, 0].argsort()
+            parts = a[order].split(pivot[:, 0].bincount(minlength=self.outputs).tolist())
+            along = [linear(part, weight, shift) for part, weight, shift in zip(parts, weights, shifts) if len(part)]
+            found = torch.cat(along)[order.argsort()]
+        return found.unflatten(-1, (self.outputs, -1)).square().sum(-1)
+
+    def between(self, a: Tensor) -> Tensor:
+        """The variances of the differences of any two outputs, (n, o, o), for inputs a (n, i)."""
+        assert self.apart_weight is not None
+        shift = None if self.apart_shift is None else self.apart_shift.flatten()
+        found = linear(a, self.apart_weight.flatten(0, 1), shift)
+        return found.unflatten(-1, (self.outputs, self.outputs, -1)).square().sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureSpread(Spread):
+    """The spread of classes from the inputs a (n, i) of a last layer: covariances only of the items that need them."""
+
+    a: Tensor
+    layer: DenseRoot
+    factor: float = 1.0
+
+    @cached_property
+    def _dense(self) -> DenseSpread:
+        """The covariance of f minus its average, which follows from the variances of all differences."""
+        half = -0.5 * self.factor**2 * self.layer.between(self.a)
+        half = half - half.mean(-1, keepdim=True)
+        return DenseSpread(half - half.mean(-2, keepdim=True))
+
+    def apart(self, pivot: Tensor) -> Tensor:
+        found = self.layer.apart(self.a, pivot)
+        return found if self.factor == 1.0 else self.factor**2 * found
+
+    def take(self, items: Tensor) -> Spread:
+        if "_dense" in self.__dict__:
+            return self._dense.take(items)
+        return FeatureSpread(self.a[items], self.layer, self.factor)
+
+    @property
+    def conditional(self) -> Tensor:
+        return self._dense.conditional
+
+    @property
+    def variance(self) -> Tensor:
+        return self._dense.variance
+
+    def times(self, v: Tensor) -> Tensor:
+        return self._dense.times(v)
+
+    def root(self, pivot: Tensor) -> Tensor:
+        return self._dense.root(pivot)
+
+    def steps(self, z: Tensor) -> Tensor:
+        return self._dense.steps(z)
+
+    def own(self, z: Tensor) -> Tensor:
+        return self._dense.own(z)
+
+    @property
+    def chunk(self) -> int:
+        return max(1, ITEMS // self.layer.weight.shape[0])
 
 
 class LastLayer(nn.Module):
@@ -147,26 +267,26 @@ class LastLayer(nn.Module):
         return LastLayer(self._features, root, nn.Identity())
 
     def read(self, inputs: Inputs, differentiable: bool = False) -> tuple[Tensor, Tensor] | None:
-        """f (B, *event, C), and the inputs of the last layer with a 1 appended where it has an uncertain bias.
+        """f (B, *event, C), and the inputs of the last layer.
 
         None where the network takes another way from its last layer to its outputs than it took at the fit.
         """
         found = self._features.read(inputs, differentiable)
         if found is None:
             return None
-        with torch.set_grad_enabled(differentiable):
-            return found[0], self._features.with_ones(found[1], self.root.dtype)
+        return found[0], found[1].to(self.root.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The same at the arguments that the network takes; those that take another way are refused."""
         f, a = self._features.run(*args, **kwargs)
-        return f, self._features.with_ones(a, self.root.dtype)
+        return f, a.to(self.root.dtype)
 
     def rows(self, f: Tensor, a: Tensor, plan_layout: Any, contrast: bool) -> Jacobian:
         """Rows of ∂f/∂θ for every output, or with `contrast` for the outputs minus their average; f is (B, C)."""
         directions = torch.eye(f.shape[-1], dtype=a.dtype, device=a.device)
         directions = directions - directions.mean(-1, keepdim=True) if contrast else directions
         left = self._features.back(directions)[None, :, None, None, :].expand(len(f), -1, -1, -1, -1)
+        a = self._features.with_ones(a, a.dtype)
         return Jacobian((MatrixRows((Term(left, a[:, None, None, None, :]),)),), plan_layout)
 
     def function(self, f: Tensor, a: Tensor, shift_invariant: bool = False, scale: float = 1.0) -> GaussianFunction:
@@ -175,11 +295,12 @@ class LastLayer(nn.Module):
         f = f if scale == 1.0 else scale * f
         return GaussianFunction(
             f,
-            lambda: gram(found.white()).to(f),
+            lambda: gram(found.white).to(f),
             variance=lambda: found.variance().to(f),
             contrasts=(lambda: gram(found.contrasts()).to(f)) if shift_invariant and f.shape[-1] > 2 else False,
             root=None if found.shared is None else lambda: found.shared,
             closed=True,
+            spread=(lambda: self.root.spread(a, found)) if shift_invariant and a.dtype == f.dtype else None,
         )
 
     def information(self, f: Tensor, a: Tensor, likelihood: Likelihood) -> Tensor:
@@ -187,26 +308,32 @@ class LastLayer(nn.Module):
         found = self.root(a)
         if f.shape[-1] > CLOSED_FORM:
             return information_bound(f, found.variance().to(f), likelihood)
-        white = found.contrasts() if likelihood.shift_invariant else found.white()
+        white = found.contrasts() if likelihood.shift_invariant else found.white
         return information_gain(f, gram(white).to(f), likelihood)
 
 
-def last_layer_of(network: Network, precision: PSD, memory: int, example: Inputs) -> LastLayer | None:
+def last_layer_of(
+    network: Network, precision: PSD, memory: int, example: Inputs, classes: bool = False
+) -> LastLayer | None:
     """The short path for a posterior over one linear layer that produces the outputs; None where there is none.
 
-    `example` are inputs of the network, for a look at what follows the layer.
+    `example` are inputs of the network, for a look at what follows the layer. `classes`: outputs are logits of a
+    softmax.
     """
     features = features_of(network, example)
-    root = None if features is None else root_of(precision, features, memory)
+    root = None if features is None else root_of(precision, features, memory, classes)
     return None if features is None or root is None else LastLayer(features, root).eval()
 
 
-def root_of(precision: PSD, features: Features, memory: int) -> SharedRoot | DenseRoot | None:
-    """The root of the outputs' covariance under a precision of the weights (o, i) and the bias of a layer."""
+def root_of(precision: PSD, features: Features, memory: int, classes: bool = False) -> SharedRoot | DenseRoot | None:
+    """The root of the outputs' covariance under a precision of the weights (o, i) and the bias of a layer.
+
+    `classes`: outputs are logits of a softmax.
+    """
     (o, i), bias, tail = features.shape, features.bias, features.tail
     factors = precision.output_factors(o, i + bias, bias)
     if factors is not None:
-        return SharedRoot(*factors, tail)
+        return SharedRoot(*factors, tail, bias)
     size = precision.size
     if precision.iterative or size * size * precision.dtype.itemsize > memory // SHARE:
         return None
@@ -215,7 +342,15 @@ def root_of(precision: PSD, features: Features, memory: int) -> SharedRoot | Den
     by_input = white[: o * i].reshape(o, i, -1)
     if bias:
         by_input = torch.cat([by_input, white[o * i :].reshape(o, 1, -1)], 1)
-    return DenseRoot(by_input if tail is None else torch.einsum("co,oik->cik", tail.to(by_input), by_input))
+    by_input = by_input if tail is None else torch.einsum("co,oik->cik", tail.to(by_input), by_input)
+    return DenseRoot(by_input, bias, classes)
+
+
+def _keep(module: nn.Module, names: tuple[str, str], matrix: Tensor | None, bias: bool) -> None:
+    """Keep a matrix (..., i) to multiply inputs of a layer with, and its last column apart where that is the bias."""
+    parts = (matrix, None) if matrix is None or not bias else (matrix[..., :-1], matrix[..., -1])
+    for name, part in zip(names, parts):
+        module.register_buffer(name, None if part is None else part.clone(memory_format=torch.contiguous_format))
 
 
 def gram(root: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""f(x, θ) ≈ f̂(x) + J(x)(θ − θ̂): the Gaussian over outputs that a Gaussian over weights gives."""
+"""f(x, θ) ≈ f̂(x) + J(x)(θ − θ̂): the Gaussian over outputs that a Gaussian over weights gives, and what it would learn.
+
+Novelty, a score for detection alone, is how much a target at an input would still teach about the weights.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.errors import TooLarge
+from lapwing.errors import TooLarge, UnsupportedOperation
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, Diagonal, Jacobian
 from lapwing.linalg.rows import chunks
 from lapwing.model import Linearization, Network, Plan, PlanChanged, batch_size, dynamic_plan, take
@@ -25,6 +29,9 @@ Equally accurate probabilities would need more draws than there are outputs."""
 
 CHUNK = 2**28
 """Bytes of back-propagated gradients, and of the graph behind them, in memory at a time."""
+
+FLOOR = 1e-4  # precision of weights in the score of novel inputs, in parts of their mean curvature
+SOFTEN = 2.0  # logits are divided by it: networks are too sure of what they have not seen
 
 OUTPUTS = 6
 """Tensors of the size of the outputs that a prediction by draws holds at least: its results and one draw."""
@@ -300,14 +307,12 @@ def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) ->
     if precision.is_diagonal:
         precision = Diagonal(block.places.take(precision.diagonal()))
     factors = precision.output_factors(at.f.shape[-1], a.shape[-1])
-    return None if factors is None else (factors[0], output_spread(*factors[1:], a[:, 0, 0].to(precision.dtype)))
-
-
-def output_spread(right: Tensor | None, variances: Tensor, a: Tensor) -> Tensor:
-    """Return s (..., o) = √(E (Rᵀa)²) for the inputs a (..., i) of a last layer (`PSD.output_factors`)."""
-    along = a if right is None else a @ right
-    square = along.square() @ variances.mT
-    return square.clamp(min=torch.finfo(square.dtype).tiny ** 0.5).sqrt()
+    if factors is None:
+        return None
+    left, right, variances = factors
+    inner = a[:, 0, 0].to(precision.dtype)
+    square = (inner if right is None else inner @ right).square() @ variances.mT
+    return left, (square + torch.finfo(square.dtype).tiny ** 0.5).sqrt()
 
 
 def _last(at: Linearization, k: int) -> bool:
@@ -318,3 +323,40 @@ def _last(at: Linearization, k: int) -> bool:
     v = torch.randn(at.f.shape, generator=torch.Generator().manual_seed(0)).to(at.f)
     (g,) = pull(at.f, [record.edge], v)
     return g is not None and torch.equal(g.to(v), v)
+
+
+def novelty_precision(matrix: PSD) -> PSD:
+    """Return H + ε·tr(H)/P·I, which does not depend on prior, noise and temperature."""
+    level = (FLOOR * matrix.trace().detach() / matrix.size).clamp(min=torch.finfo(torch.float64).tiny)
+    return matrix + Diagonal(level.expand(matrix.size))
+
+
+def information_gain(f: Tensor, covariance: Tensor, likelihood: Likelihood) -> Tensor:
+    """Return ½ log |I + Sᵀ V S| in nats, (B, *event), for f (B, *event, C) and V (B, *event, C, C).
+
+    V is the covariance under `novelty_precision`, S Sᵀ the Fisher information of the likelihood at f. In a linearized
+    model this is what one more target would tell about the weights. Logits are softened first, since a network that is
+    wrong but sure would find nothing left to learn. Without softening the score measures f more than V; softened
+    without limit, it measures the size of the gradients, which is small for smooth images, known or not. The trace of
+    V alone is mostly what all logits share.
+    """
+    factor, root = softened_root(f, likelihood)
+    root = root.to(covariance)
+    inner = root.mT @ covariance @ root / factor**2
+    eye = torch.eye(inner.shape[-1], dtype=inner.dtype, device=inner.device)
+    return 0.5 * torch.linalg.slogdet(eye + inner).logabsdet
+
+
+def information_bound(f: Tensor, variance: Tensor, likelihood: Likelihood) -> Tensor:
+    """Return ½ log(1 + tr(Sᵀ diag(v) S)) from variances v (B, *event, C), for outputs too many for a covariance."""
+    factor, root = softened_root(f, likelihood)
+    return 0.5 * (root.to(variance).square().sum(-1) * variance / factor**2).sum(-1).log1p()
+
+
+def softened_root(f: Tensor, likelihood: Likelihood) -> tuple[float, Tensor]:
+    """Return the number that outputs are divided by, and S there (the identity where S needs targets)."""
+    factor = SOFTEN if likelihood.has_logits else 1.0
+    try:
+        return factor, likelihood.factor(f / factor)
+    except UnsupportedOperation:
+        return factor, torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).expand(*f.shape, f.shape[-1])

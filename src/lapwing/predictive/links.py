@@ -208,10 +208,13 @@ def _error(p: Tensor, squares: Tensor, pairs: int) -> Tensor | None:
 
 def _softmax(mean: Tensor, spread: Spread, samples: int | None, generator: torch.Generator | None) -> ClassLaw:
     seed = None if generator is None else int(torch.randint(2**31, (), generator=generator, device=generator.device))
-    found = expected_softmax(mean.reshape(-1, mean.shape[-1]), spread, samples, seed)
-    entropies, error = (part.reshape(mean.shape[:-1]) for part in (found.entropy, found.error))
-    logs = lambda: found.log_probs.reshape(mean.shape)  # noqa: E731
-    return ClassLaw(logs, lambda: entropies, error, found.probs.reshape(mean.shape), found.close)
+    found = expected_softmax(mean if mean.ndim == 2 else mean.reshape(-1, mean.shape[-1]), spread, samples, seed)
+    probs, entropies, error = found.probs, found.entropy, found.error
+    if mean.ndim != 2:
+        probs, entropies, error = (
+            part.reshape(*mean.shape[:-1], *part.shape[1:]) for part in (probs, entropies, error)
+        )
+    return ClassLaw(lambda: found.log_probs.reshape(mean.shape), lambda: entropies, error, probs, found.close)
 
 
 def binary_quadrature(mean: Tensor, variance: Tensor) -> ClassLaw:

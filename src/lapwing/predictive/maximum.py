@@ -163,7 +163,8 @@ def _normal_rates(t: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Te
     above = torch.where(u > 1, tail, 0.5 - 0.5 * (u * math.sqrt(0.5)).erf())
     height = (1 - above).clamp(min=torch.finfo(u.dtype).tiny)
     rate = density * inverse / height
-    return rate, rate * (u * inverse + rate), torch.where(u > 1, -torch.log1p(-above), -height.log())
+    deficit = above * (1 + above / 2 + above.square() / 3)  # −log(1 − above) without log1p, which ONNX has not
+    return rate, rate * (u * inverse + rate), torch.where(u > 1, deficit, -height.log())
 
 
 def _gumbel_sums(x: Tensor, variance: Tensor) -> tuple[Tensor, ...]:

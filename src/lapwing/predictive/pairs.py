@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -28,7 +28,7 @@ _SCALES = (
 """sigmoid(x) = Σ w Φ(x/s) up to 4e-9 everywhere: such mixtures are due to Monahan and Stefanski (1992)."""
 
 PAIRS = 16  # pairs of points z, −z in each of two sequences, at least
-BELOW = -1e4  # a logit that adds nothing to any sum, and whose square is finite
+BELOW = -80.0  # a logit that adds nothing to any sum, and whose exponential does not underflow
 WIDEST = 36.0  # variance of a difference of logits beyond which a few points say nothing
 
 
@@ -86,7 +86,7 @@ class Pairs:
     """Logits (n, K) by their pairs with the pivot (n, 1): the sigmoid s_k of each, in expectation.
 
     `center` and `apart` are mean and variance of f_k − f_pivot, and E[s_k] is `core` · exp(`tail`), each (n, K). The
-    pivot itself is so far below in `center` that it adds nothing to any sum.
+    pivot itself is so far below in `center` that it adds nothing to any sum: its E[s_k] is 0.
     """
 
     pivot: Tensor
@@ -123,12 +123,6 @@ class Pairs:
         value = torch.where(y == self.pivot, (-rest).log1p(), others).squeeze(-1)
         return value, torch.minimum(self.least(), self.bound())
 
-    def take(self, items: Tensor) -> Pairs:
-        """Return the pairs of some items."""
-        part = Pairs(*(getattr(self, each.name)[items] for each in fields(self)))
-        part.__dict__.update(own=self.own[items], entropy=self.entropy[items])
-        return part
-
     def alone(self) -> tuple[Tensor, Tensor]:
         """Return probabilities and entropy with what third classes take from each pair as it is at the mean.
 
@@ -138,15 +132,10 @@ class Pairs:
         e = self.center.exp()
         grown, rest = e + 1, e.sum(-1, keepdim=True)
         total, size = rest + 1, e * self.center
-        probs = self._with_pivot(self.own * (grown / total))
+        probs = _with_pivot(self.own * (grown / total), self.pivot)
         pairs = torch.addcdiv(grown.log(), size, grown, value=-1).sum(-1)  # their entropies at the mean
         whole = torch.addcdiv(rest.log1p(), size.sum(-1, keepdim=True), total, value=-1).squeeze(-1)
         return probs, whole + (self.entropy - pairs)
-
-    def _with_pivot(self, probs: Tensor) -> Tensor:
-        """Give the pivot what the other probabilities (n, K, ...) leave of 1; its own entry is 0."""
-        pivot = self.pivot.reshape(-1, *(1,) * (probs.ndim - 1)).expand(-1, 1, *probs.shape[2:])
-        return probs.scatter(1, pivot, 1 - probs.sum(1, keepdim=True))
 
     def least(self) -> Tensor:
         """Return a bound on the error of `alone`: twice the sum of all E[s_j] but the largest, (n,).
@@ -166,28 +155,39 @@ class Pairs:
         b = (self.center + self.apart).detach().clamp(max=0).exp()
         return b.sum(-1).square() - b.square().sum(-1)
 
-    def with_points(self, root: Tensor, points: Tensor, caution: float) -> Estimate:
+    def with_points(self, root: Tensor, points: Tensor, caution: float, items: Tensor | None = None) -> Estimate:
         """Return the estimate with what third classes take from each pair averaged over two sequences of points.
 
-        `root` V (n, K, k) is one of the covariances of f − f_pivot; `points` are (2P, k), one sequence after the other.
+        `items` are the numbers of those n items that are wanted, all without it. `root` V (n, K, k) is one of the
+        covariances of f − f_pivot; `points` are (2P, k), one sequence after the other.
         Each probability is E[s_k] times the ratio of the averages of p_k and s_k, and the entropies of the pairs are
         replaced by their expectations where there are few rivals to the pivot. The error is `caution` times what the
         difference of the sequences suggests, and infinite where variances are beyond `WIDEST`.
         """
-        f = linear(root, points) + self.center.unsqueeze(-1)  # (n, K, 2P)
+        every = self.pivot, self.center, self.apart.amax(-1), self.own, self.entropy
+        pivot, center, widest, own, entropy = every if items is None else (each[items] for each in every)
+        f = linear(root, points) + center.unsqueeze(-1)  # (n, K, 2P)
         e = f.exp()
         grown, rest = e + 1, e.sum(1, keepdim=True)
         p, s = e / (rest + 1), e / grown
         averages = _averages(len(points), f.dtype, f.device)  # of either sequence, and of both
         share = (p @ averages) / (s @ averages).clamp(min=torch.finfo(f.dtype).tiny)  # (n, K, 3): left of each pair
-        one, other, probs = self._with_pivot(self.own.unsqueeze(-1) * share).unbind(-1)
-        few = (2 - 2 * self.own.sum(-1)).clamp(0, 1)  # with many rivals, pairs say little
-        pairs = self.entropy - (grown.log() - s * f).sum(1).mean(-1)  # expected, minus their average over the points
-        entropy = (rest.squeeze(1).log1p() - (p * f).sum(1)).mean(-1) + few * pairs
+        one, other, both = (own.unsqueeze(-1) * share).unbind(-1)
+        probs = _with_pivot(both, pivot)
+        few = torch.rsub(own.sum(-1), 2, alpha=2).clamp(0, 1)  # with many rivals, pairs say little
+        pairs = torch.addcmul(grown.log(), s, f, value=-1).sum((1, 2)) / len(points)  # their entropy at the points
+        whole = (rest.log1p().sum((1, 2)) - (p * f).sum((1, 2))) / len(points)
         with torch.no_grad():
-            error = caution / 4 * (one - other).abs().sum(-1)
-            fine = (self.apart.amax(-1) <= WIDEST) & (probs.amin(-1) >= 0)
-            return probs, entropy, torch.where(fine, error, torch.inf)
+            apart = one - other
+            error = caution / 4 * (apart.abs().sum(-1) + apart.sum(-1).abs())
+            fine = (widest <= WIDEST) & (probs.amin(-1) >= 0)
+            error = torch.where(fine, error, torch.inf)
+        return probs, whole + few * (entropy - pairs), error
+
+
+def _with_pivot(probs: Tensor, pivot: Tensor) -> Tensor:
+    """Give the pivot what the other probabilities (n, K) leave of 1."""
+    return probs.scatter(1, pivot, 1 - probs.sum(1, keepdim=True))
 
 
 @lru_cache(maxsize=64)

@@ -20,11 +20,15 @@ from lapwing.model.calls import Inputs, as_tensors, finite, placed
 from lapwing.model.products import Products
 from lapwing.posterior import Belief
 from lapwing.predictive.lastlayer import LastLayer, last_layer_of
-from lapwing.predictive.linearized import CLOSED_FORM, Linearized
-from lapwing.predictive.novelty import information_bound, information_gain, novelty_precision
-from lapwing.predictive.prediction import Prediction
+from lapwing.predictive.linearized import (
+    CLOSED_FORM,
+    Linearized,
+    information_bound,
+    information_gain,
+    novelty_precision,
+)
+from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.sampled import sampled_function, warn_of_collapse
-from lapwing.predictive.targets import predict_targets
 
 JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
 SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
@@ -71,7 +75,8 @@ class Predictive:
         """The short path to predictions, where the posterior is one over the linear layer that produces the outputs."""
         if self.example is None or self.network.last_linear is None:
             return None
-        return last_layer_of(self.network, self.belief.posterior.precision, self.options.memory, self.example)
+        precision, classes = self.belief.posterior.precision, self.belief.likelihood.shift_invariant
+        return last_layer_of(self.network, precision, self.options.memory, self.example, classes)
 
     @cached_property
     def novelty_layer(self) -> LastLayer | None:

@@ -18,8 +18,7 @@ from lapwing.model.calls import Inputs, outside_autocast, outside_inference
 from lapwing.model.watch import Watch
 from lapwing.predictive.function import BLOCK, FunctionDistribution, fixed_generator
 from lapwing.predictive.links import inner_law, log_class_probs
-from lapwing.predictive.prediction import Prediction
-from lapwing.predictive.targets import predict_targets
+from lapwing.predictive.prediction import Prediction, predict_targets
 
 LOOKED_AT = 16  # items of a batch that are compared with the network's own predictions
 SURE = 0.9  # probability from which the network itself counts as sure of its label

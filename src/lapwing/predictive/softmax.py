@@ -164,6 +164,7 @@ class SharedSpread(Spread):
     left: Tensor
     spread: Tensor
     inverse: Tensor | None = None  # of the left side, where it is at hand
+    squares: Tensor | None = None  # (R_kj − R_pj)² as (p, k·j), for few classes, where it is at hand
 
     @cached_property
     def _dual(self) -> Tensor:
@@ -187,6 +188,9 @@ class SharedSpread(Spread):
         return (self.left - embedding(pivot, self.left)) * self.spread.unsqueeze(1)
 
     def apart(self, pivot: Tensor) -> Tensor:
+        if self.squares is not None:
+            each = embedding(pivot, self.squares).view(-1, *self.left.shape)
+            return (each * self.spread.square().unsqueeze(1)).sum(-1)
         if self.spread.shape[-1] <= SOME:
             return self.root(pivot).square().sum(-1)
         own = (self._centered[pivot[:, 0]] * self.spread.square()) @ self._centered.mT  # covariances with the pivot
@@ -228,6 +232,8 @@ class SharedSpread(Spread):
 
 def spread_of(function: FunctionDistribution) -> Spread | None:
     """Return the roots of the covariances of all items, (items, C, C); None where there are only draws."""
+    if function.spread is not None:
+        return function.spread
     shared = function.shared_root
     if shared is not None:
         root, spread, *inverse = (part.to(function.mean) for part in shared)
@@ -292,33 +298,44 @@ class _Chunk:
             return Softmax(probs, entropy, error, self._logs, close=True)
         error = torch.minimum(error, pairs.bound())
         items = (~(error <= CLOSE)).nonzero()[:, 0]
+        if not len(items):
+            return Softmax(probs, entropy, error, self._logs, close=True)
+        rest = self._take(items)
         for way, size, enough in self._ways(pairs):
-            for some in items.split(size) if len(items) else ():
-                probs[some], entropy[some], error[some] = way(some)
-            items = items[~(error[items] <= enough)]
-        if len(items):
-            rest = self._take(items)._by_levels(None)
-            better = ~(error[items] <= rest.error)
-            some = items[better]
-            probs[some], entropy[some], error[some] = rest.probs[better], rest.entropy[better], rest.error[better]
-        return Softmax(probs, entropy, error, self._logs, close=not len(items))
+            for some in torch.arange(len(items), device=items.device).split(size):
+                at = items[some]
+                probs[at], entropy[at], error[at] = way(rest._take(some), at)
+            open_ = (~(error[items] <= enough)).nonzero()[:, 0]
+            items, rest = items[open_], rest._take(open_)
+            if not len(items):
+                return Softmax(probs, entropy, error, self._logs, close=True)
+        found = rest._by_levels(None)
+        better = ~(error[items] <= found.error)
+        some = items[better]
+        probs[some], entropy[some], error[some] = found.probs[better], found.entropy[better], found.error[better]
+        return Softmax(probs, entropy, error, self._logs)
 
-    def _ways(self, pairs: Pairs) -> list[tuple[Callable[[Tensor], Estimate], int, float]]:
-        """Return what to try on items before levels of points, on how many at a time, and up to which error it does."""
+    def _ways(self, pairs: Pairs) -> list[tuple[Callable[[_Chunk, Tensor], Estimate], int, float]]:
+        """Return what to try on items before levels of points, on how many at a time, and up to which error it does.
+
+        A way takes a chunk of the items, and their places among the pairs.
+        """
         if not self._few_do:
             size = max(1, BLOCK // (STEPS * self.mean.shape[-1]))
-            return [(lambda some: self._take(some)._by_maximum(), size, ENOUGH)]
+            return [(lambda chunk, _: chunk._by_maximum(), size, ENOUGH)]
 
-        def points(stage: int) -> Callable[[Tensor], Estimate]:
-            return lambda some: self._take(some)._some_points(pairs.take(some), stage)
+        def points(stage: int) -> Callable[[_Chunk, Tensor], Estimate]:
+            return lambda chunk, items: chunk._some_points(pairs, stage, items)
 
         return [(points(stage), self._at_once(stage), enough) for stage, (*_, enough) in enumerate(STAGES)]
 
     def _by_maximum(self) -> Estimate:
         return by_maximum(self.mean, self.spread.variance, self.spread.times)
 
-    def _some_points(self, pairs: Pairs, stage: int) -> Estimate:
-        return pairs.with_points(self.spread.root(pairs.pivot), self._few_points(stage), STAGES[stage][1])
+    def _some_points(self, pairs: Pairs, stage: int, items: Tensor | None = None) -> Estimate:
+        """Return what the points of a stage find; `items` are the places of this chunk among the pairs."""
+        pivot = pairs.pivot if items is None else pairs.pivot[items]
+        return pairs.with_points(self.spread.root(pivot), self._few_points(stage), STAGES[stage][1], items)
 
     @property
     def _few_do(self) -> bool:

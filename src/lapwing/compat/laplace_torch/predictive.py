@@ -15,7 +15,7 @@ from lapwing.compat.laplace_torch.base import BaseLaplace
 from lapwing.compat.laplace_torch.enums import Likelihood, LinkApprox, PredType
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Categorical
-from lapwing.predictive.targets import predict_targets
+from lapwing.predictive.prediction import predict_targets
 
 AT_ONCE = 1024  # outputs of all items together up to which joint draws come from their covariance
 
