@@ -175,3 +175,18 @@ def test_a_head_of_many_classes_exports(prior: float, tmp_path: Path) -> None:
     written, p = torch.export.load(tmp_path / "model.pt2").module()(x[:7]), la.predict(x[:7])
     torch.testing.assert_close(written["probs"], p.probs, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(written["epistemic"], p.epistemic, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_head_of_many_classes_is_the_same_in_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    net = dense.build(lambda: nn.Linear(6, 80)).float()
+    x, y = torch.randn(60, 6, generator=dense.seeded(1)), torch.randint(80, (60,), generator=dense.seeded(2))
+    la = lapwing.fit(net, [(x, y)], "classification", structure="kron", select="last_layer", prior=0.05)
+    la.export(tmp_path / "model.onnx", x[:2])
+    session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
+    values = session.run(["probs", "epistemic"], {session.get_inputs()[0].name: x[:7].numpy()})
+    p = la.predict(x[:7])
+    torch.testing.assert_close(torch.tensor(values[0]), p.probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(values[1]), p.epistemic, rtol=0, atol=1e-4)
