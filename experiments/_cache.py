@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from experiments._results import plain
+from safetensors.torch import load_file, save_file
 from torch import nn
+
+from lapwing.writing import replacing
 
 AROUND = ("smoke", "quick", "seeds", "first", "out", "cache")  # options that do not change what one seed gives
 
@@ -24,8 +27,8 @@ def cached(folder: Path | None, name: str, options: Any, compute: Callable[[], A
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     found = plain(compute())
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found), encoding="utf-8")
+    with replacing(path) as part:
+        part.write_text(json.dumps(found), encoding="utf-8")
     return found
 
 
@@ -52,11 +55,12 @@ def trained_once(
     """Return the network that `train` returns, in evaluation mode; its weights are kept and put into `make`."""
     if folder is None:
         return train()
-    path = _path(folder, name, options, "pt")
+    path = _path(folder, name, options, "safetensors")
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(train().state_dict(), path)
-    make.load_state_dict(torch.load(path, weights_only=True))
+        state = {key: value.contiguous() for key, value in train().state_dict().items()}
+        with replacing(path) as part:
+            save_file(state, part)
+    make.load_state_dict(load_file(path))
     return make.eval()
 
 
