@@ -46,3 +46,13 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         lapwing.load(path, [two, one])
     with pytest.raises(lapwing.BadData, match="holds one posterior"):
         lapwing.load(single, [one, two])
+
+
+def test_members_without_a_posterior_are_refused(tmp_path: Path) -> None:
+    model, la, _ = regressor(0)
+    with pytest.raises(lapwing.BadData, match="is a Sequential, which has no predict"):
+        lapwing.Mixture([la, model])
+    ensemble = lapwing.baselines.DeepEnsemble([model, model], lapwing.Gaussian(0.1))
+    with pytest.raises(lapwing.UnsupportedOperation, match="a DeepEnsemble in a mixture cannot be saved"):
+        lapwing.Mixture([la, ensemble]).save(tmp_path / "mixture.lapwing")
+    assert not list(tmp_path.iterdir())

@@ -120,6 +120,12 @@ class Mixture:
         object.__setattr__(self, "members", tuple(self.members))
         if not self.members:
             raise BadData("a mixture needs at least one member")
+        for member in self.members:
+            if not hasattr(member, "predict"):
+                raise BadData(
+                    f"a member of the mixture is a {type(member).__name__}, which has no predict(x): give a network a "
+                    "posterior first, with lapwing.fit"
+                )
         if isinstance(self.weights, str):
             if self.weights not in ("uniform", "evidence"):
                 raise ValueError(f"weights={self.weights!r}: use 'uniform', 'evidence' or a tensor, one per member")
@@ -161,6 +167,10 @@ class Mixture:
         tensors: dict[str, Tensor] = {}
         headers = []
         for k, member in enumerate(self.members):
+            if not hasattr(member, "stored"):
+                raise UnsupportedOperation(
+                    f"a {type(member).__name__} in a mixture cannot be saved: only Laplace posteriors have a file"
+                )
             own, header = member.stored()
             tensors |= prefixed(f"{k}.", own)
             headers.append(header)
