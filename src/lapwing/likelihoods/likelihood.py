@@ -35,13 +35,17 @@ class Likelihood(ABC):
 
     Example: a Gamma regression, good for `lapwing.fit(model, data, "positive")`:
 
-        @lapwing.register(name="positive")
-        @dataclass(frozen=True, eq=False)
-        class PositiveTarget(Likelihood):
-            shape: float = 2.0
-
-            def conditional(self, f):
-                return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @lapwing.register(name="positive")
+        ... @dataclass(frozen=True, eq=False)
+        ... class PositiveTarget(lapwing.Likelihood):
+        ...     shape: float = 2.0
+        ...     def conditional(self, f):
+        ...         return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
+        >>> la = lapwing.fit(network, (inputs, targets.exp()[:, 0]), "positive")
+        >>> la.predict(inputs).mean.shape
+        torch.Size([40])
     """
 
     links: ClassVar[tuple[str, ...]] = ("mc",)
@@ -57,6 +61,11 @@ class Likelihood(ABC):
     def law(self, f: Tensor) -> Distribution:
         """Return the conditional with batch_shape (B, *event): one per output is made independent over outputs."""
         conditional = self.conditional(promote(f))
+        if not isinstance(conditional, Distribution):
+            raise UnsupportedOperation(
+                f"{type(self).__name__}.conditional returned {type(conditional).__name__}; it must return a "
+                "torch.distributions.Distribution, such as torch.distributions.Normal(f, 1.0)."
+            )
         surplus = len(conditional.batch_shape) - (f.ndim - 1)
         if surplus > 0:
             conditional = Independent(conditional, surplus)
