@@ -1,14 +1,12 @@
 """Matrices and rows of Jacobians. Knows no network and no data."""
 
-from lapwing.linalg.blockdiagonal import BlockDiagonal
+from lapwing.linalg.blocks import BlockDiagonal, Jacobian, Layout, Places
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.eigenkronecker import EigenKronecker, SimultaneousKronecker
 from lapwing.linalg.kronecker import Kronecker
-from lapwing.linalg.layout import Layout, Places
 from lapwing.linalg.lowrank import LowRank
-from lapwing.linalg.matrixrows import DeferredRows, Extent, FactoredRows, MatrixRows, Term
 from lapwing.linalg.psd import PSD, Diagonal, unpack_sound
-from lapwing.linalg.rows import DenseRows, Jacobian, Rows
+from lapwing.linalg.rows import DeferredRows, DenseRows, Extent, FactoredRows, MatrixRows, Rows, Term
 from lapwing.storage import move, once, pack, unpack
 
 __all__ = [

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite, brief
-from lapwing.linalg.layout import Layout
-from lapwing.linalg.rows import Jacobian, Rows, chunks
+from lapwing.linalg.rows import Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
 from lapwing.storage import flaw_of_values, move, nbytes, register, unpack
 
@@ -423,18 +422,6 @@ class Diagonal(PSD):
             return None
         return values.double().mean()
 
-    def split(self, layout: Layout) -> tuple[Diagonal, ...]:
-        """Split the diagonal into the blocks of a layout; a block whose entries share a number stores that number."""
-        if self.levels is None or self.group is None:
-            return tuple(Diagonal(part) for part in layout.gather(self.values))
-        return tuple(self._part(group) for group in layout.gather(self.group))
-
-    def _part(self, group: Tensor) -> Diagonal:
-        assert self.levels is not None
-        if len(group) and bool((group == group[0]).all()):
-            return Diagonal(self.levels[group[0]].expand(len(group)))
-        return Diagonal.by_group(self.levels, group)
-
     def matvec(self, v: Tensor) -> Tensor:
         return self._vector(v) * self.values
 
@@ -494,10 +481,7 @@ class Diagonal(PSD):
         return eye, None, torch.cat([weight, rest], 1) if bias else weight
 
     def blockwise_rows(self, values: Tensor, rows: Rows) -> Iterable[tuple[PSD, Tensor, Rows]]:
-        if not isinstance(rows, Jacobian):
-            return super().blockwise_rows(values, rows)
-        layout = rows.layout
-        return zip(map(Diagonal, layout.gather(self.values)), layout.gather(values), rows.rows, strict=True)
+        return ((Diagonal(own), part, block) for block, own, part in rows.blockwise(self.values, values))
 
     def eigenvalues(self) -> Tensor | None:
         return self.values.double()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel, brief, nearest, require_whole
-from lapwing.linalg.layout import Places, Run
+from lapwing.linalg.blocks import Places, Run
 
 Selection = str | Iterable[str] | Callable[[str, Tensor], bool]
 View = Callable[[Tensor], Tensor]
