@@ -55,6 +55,14 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
     field with `metadata={"later": True}` may lack in files that were written before it was added.
     Any other class is restored with the attributes it had. Fields are tensors, numbers, strings, tuples of these, and
     objects of registered classes.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @lapwing.register
+        ... @dataclass(frozen=True, eq=False)
+        ... class Tenth(lapwing.MCFisher):  # now fit(factor="tenth") finds it, and files may hold it
+        ...     samples: int = 10
+        >>> la = lapwing.fit(model, train_loader, "classification", factor="tenth")
     """
     if cls is None:
         return lambda cls: _register(cls, name)

@@ -74,8 +74,9 @@ def _told(path: Path, numbers: tuple[int, ...] = ()) -> Iterator[None]:
 
 
 def _words(path: Path, error: Exception) -> str:
-    left = "the file that was there is as it was" if path.is_file() else "there is no such file"
-    return f"{str(path)!r} could not be written ({error}); {left}"
+    kept = "; the older file of that name is unchanged" if path.is_file() else ""
+    advice = "Free some space, or choose a folder that you may write to"
+    return f"{str(path)!r} could not be written ({error}){kept}. {advice}."
 
 
 def require_writable(folder: Path) -> None:

@@ -102,7 +102,8 @@ class EKFAC(Structure):
     a number (decision 22); `EKFAC(basis=GGN(tolerance=0))` insists on all. `EKFAC(basis=KFRA())` back-propagates
     nothing in the first pass, for feed-forward networks. `sharing` is that of `Kron`.
 
-        la = lapwing.fit(model, loader, "classification", structure=lapwing.EKFAC())
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.EKFAC())  # or "ekfac"
     """
 
     basis: Factor | None = None

@@ -346,7 +346,9 @@ class Kron(Structure):
     `bias="joint"` keeps how a bias and the weights of its layer depend on each other, G ⊗ E[ā āᵀ] with ā = (a, 1).
     "separate" leaves that out: G ⊗ E[a aᵀ] for the weights and G for the bias, as laplace-torch does.
 
-        la = lapwing.fit(model, loader, "classification", structure=lapwing.Kron(sharing="expand"))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure="kron")
+        >>> tokens = lapwing.Kron(sharing="expand")  # for networks with one loss per token or pixel
     """
 
     sharing: Sharing = "auto"

@@ -40,7 +40,10 @@ class Gaussian(Likelihood):
 
     Targets: the shape of f; (B, *event) too where there is one output.
 
-        la = lapwing.fit(model, (x, y), lapwing.Gaussian(noise=0.3));  la.predict(x).interval(0.95)  # or "regression"
+    Examples:
+        >>> la = lapwing.fit(network, (inputs, targets), lapwing.Gaussian(noise=0.3))
+        >>> low, high = la.predict(inputs).interval(0.95)
+        >>> estimated = lapwing.fit(network, (inputs, targets), lapwing.Gaussian())  # or "regression"
     """
 
     links: ClassVar[tuple[str, ...]] = ("exact", "mc")

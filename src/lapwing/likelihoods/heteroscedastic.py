@@ -49,7 +49,11 @@ class HeteroscedasticGaussian(Likelihood):
 
     Λ is the Fisher information and does not depend on y. Targets: (B, *event, K), without the K where it is 1.
 
-        la = lapwing.fit(model, (x, y), lapwing.HeteroscedasticGaussian(parametrization="mean"))
+    Examples:
+        >>> both = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2))  # the mean and log σ²
+        >>> la = lapwing.fit(both, (inputs, targets), lapwing.HeteroscedasticGaussian(parametrization="mean"))
+        >>> la.predict(inputs).aleatoric.shape
+        torch.Size([40, 1])
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")

@@ -38,7 +38,7 @@ def reliability(curves: Mapping[str, tuple[Tensor, Tensor]], bins: int = 15) -> 
     `curves` maps names to (confidence, correct), one entry per item. On the diagonal a model is calibrated; the
     calibration error is written into each panel.
 
-    Example:
+    Examples:
         >>> p = la.predict(x)
         >>> plots.reliability({"Laplace": (p.confidence, p.label == y)}).savefig("reliability.png")
     """
@@ -73,9 +73,9 @@ def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -
 
     `levels` are probabilities, and `observed` maps names to the share of targets inside the interval of each level.
 
-    Example:
-        >>> levels = [0.5, 0.8, 0.95]
-        >>> shares = [metrics.coverage(*p.interval(level), y).item() for level in levels]
+    Examples:
+        >>> p, levels = regression.predict(inputs), [0.5, 0.8, 0.95]
+        >>> shares = [metrics.coverage(*p.interval(level), targets).item() for level in levels]
         >>> plots.coverage(levels, {"Laplace": shares}).savefig("coverage.png")
     """
     with style():
@@ -98,7 +98,7 @@ def risk_coverage(curves: Mapping[str, Any], *, label: str = "error rate") -> Fi
     A curve that falls steeply to the left means that abstaining on few items removes much of the loss (El-Yaniv and
     Wiener 2010).
 
-    Example:
+    Examples:
         >>> p = la.predict(x)
         >>> plots.risk_coverage({"Laplace": (p.entropy, p.label != y)}).savefig("risk.png")
     """

@@ -33,9 +33,9 @@ def band(
     `prediction` is a `Prediction` of `x`, or (mean, lower, upper). The inner, darker band is what more data would
     remove (the doubt about the function), the outer one includes the noise. `data` are targets to draw as points.
 
-    Example:
-        >>> x = torch.linspace(-4, 4, 200)[:, None]
-        >>> plots.band(x, la.predict(x), data=(x_train, y_train)).savefig("band.png")
+    Examples:
+        >>> grid = torch.linspace(-4, 4, 200)[:, None]
+        >>> plots.band(grid, regression.predict(grid), data=(inputs, targets)).savefig("band.png")
     """
     at = row(x)
     mean, lower, upper = bounds(prediction, level)
@@ -79,8 +79,8 @@ def parity(predictions: Any, targets: Tensor, *, level: float = 0.95) -> Figure:
     `predictions` maps names to a `Prediction` or to (mean, lower, upper), or is one of these. Intervals that hold their
     target touch the diagonal; those that miss it are drawn in another color. Of many items, an even selection is drawn.
 
-    Example:
-        >>> plots.parity({"Laplace": la.predict(x_test)}, y_test).savefig("parity.png")
+    Examples:
+        >>> plots.parity({"Laplace": regression.predict(inputs)}, targets).savefig("parity.png")
     """
     truth, predictions = row(targets), named(predictions)
     if not len(truth):
@@ -123,8 +123,8 @@ def residuals(predictions: Any, targets: Tensor) -> Figure:
     narrower than the curve belongs to intervals that are too wide, one with heavier tails to outliers or to noise that
     varies.
 
-    Example:
-        >>> plots.residuals({"Laplace": la.predict(x_test)}, y_test).savefig("residuals.png")
+    Examples:
+        >>> plots.residuals({"Laplace": regression.predict(inputs)}, targets).savefig("residuals.png")
     """
     truth, predictions = row(targets), named(predictions)
     edges = torch.linspace(-4, 4, 33, dtype=torch.float64)
