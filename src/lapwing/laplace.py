@@ -280,7 +280,8 @@ class Laplace:
             p = la.predict(x);  p.probs, p.entropy, p.epistemic
         """
         self._require_unchanged()
-        require_generator(generator, self.params.device)
+        if generator is not None:
+            require_generator(generator, self.params.device)
         inputs = self._predictive.inputs(x)
         if samples is not None and not (isinstance(samples, int) and samples > 0):
             raise BadData(f"samples is a positive whole number, got {samples!r}")

@@ -231,10 +231,6 @@ class Curvature:
     params: Params | None = field(default=None, repr=False)  # the weights it was computed at
 
     @property
-    def dispersion_power(self) -> int:
-        return self.factor.dispersion_power
-
-    @property
     def size(self) -> int:
         return self.matrix.size
 

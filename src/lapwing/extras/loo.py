@@ -47,7 +47,7 @@ def tune_loo(
     if learn is None:
         default = ("prior", "dispersion") if belief.likelihood.learns_dispersion else ("prior",)
         learn = tuple(dict.fromkeys((*default, *(grid or {}))))
-    if belief.curvature.dispersion_power != 1:
+    if belief.curvature.factor.dispersion_power != 1:
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")
     clamped: list[float] = []
 
