@@ -13,7 +13,7 @@ import lapwing
 from lapwing.evidence import Groups, collect, drawn, linked, partition
 from lapwing.evidence.drawn import collect_draws, nodes_of_draws
 from lapwing.evidence.heldout import Nodes
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Setting
 
 WORDS, LENGTH = 12, 5
 

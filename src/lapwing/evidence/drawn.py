@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, IncompatiblePrior, TooLarge
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import Nodes, Sweep
+from lapwing.evidence.settings import Groups
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief
 from lapwing.predictive.function import SEED

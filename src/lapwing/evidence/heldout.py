@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, IncompatiblePrior, NotConverged, NotPositiveDefinite, TooLarge
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.scores import Score, counted
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Groups, Setting
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, Rows
 from lapwing.posterior import Belief

@@ -14,8 +14,7 @@ from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOp
 from lapwing.evidence.ascent import Concave, CovarianceEvidence, Fit, Optimum, SpectralEvidence, maximize
 from lapwing.evidence.candidates import check_candidates, edge
 from lapwing.evidence.evidence import evidence_of
-from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning
+from lapwing.evidence.settings import Groups, Setting, Tuning
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief
 

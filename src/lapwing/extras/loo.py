@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, TooLarge, UnsupportedOperation
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import Batch, GramSweep
 from lapwing.evidence.scores import Score
 from lapwing.evidence.search import MEMORY, tune_validation
-from lapwing.evidence.tuning import DETERMINISTIC, Rule, Setting, Trials, Tuning, lowest
+from lapwing.evidence.settings import DETERMINISTIC, Groups, Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 
 LEVERAGE = 0.98  # a larger leverage of a datum on its own prediction is clamped to this

@@ -17,8 +17,7 @@ from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
 from lapwing.evidence.evidence import evidence_of
-from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning
+from lapwing.evidence.settings import Groups, Setting, Tuning
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov import complement, orthonormal_rows

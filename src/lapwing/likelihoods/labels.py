@@ -13,15 +13,7 @@ from torch.distributions import Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData
-from lapwing.likelihoods.likelihood import (
-    Likelihood,
-    as_target,
-    masked,
-    match_shape,
-    promote,
-    require,
-    require_finite,
-)
+from lapwing.likelihoods.likelihood import Likelihood, as_target, masked, match_shape, promote, require, require_finite
 from lapwing.likelihoods.marginal import NormalMarginal, Outputs
 from lapwing.storage import register
 
