@@ -14,8 +14,8 @@ from lapwing.curvature.curvature import (
 )
 from lapwing.curvature.entries import BlockDiag, Diag, Full, Hessian
 from lapwing.curvature.factor import GGN, EmpiricalFisher, Factor, MCFisher, resolve_factor
+from lapwing.curvature.fewrows import Functional, LowRank, Nystrom
 from lapwing.curvature.kron import EKFAC, Kron
-from lapwing.curvature.lowrank import Functional, LowRank, Nystrom
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem, available_memory, pose, with_noise_ratios

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.curvature import Curvature
 from lapwing.curvature.curvature import Accumulator, Estimate, Structure
-from lapwing.curvature.lowrank import subset
+from lapwing.curvature.fewrows import subset
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
