@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.evidence import Groups, collect, drawnoutputs, linked, partition
+from lapwing.evidence import Groups, collect, drawnoutputs, heldout, linked, partition
 from lapwing.evidence.drawnoutputs import collect_draws, nodes_of_draws
 from lapwing.evidence.heldout import Nodes
 from lapwing.evidence.settings import Setting
@@ -125,14 +125,14 @@ def test_tune_takes_draws_where_outputs_are_many(monkeypatch: pytest.MonkeyPatch
     la = fitted()
     exact = la.tune(tokens(8, 1))
     assert not any("draws of f" in message for message in exact.tuning.messages)
-    monkeypatch.setattr(drawnoutputs, "TOKENS", 10)
+    monkeypatch.setattr(heldout, "TOKENS", 10)
     tuned = la.tune(iter(tokens(8, 1)))
     assert any("scored by 32 draws of f at 32 items of 8 data" in message for message in tuned.tuning.messages)
     assert tuned.tuning.score == pytest.approx(exact.tuning.score, abs=0.02)
 
 
 def test_memory_that_is_full_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawnoutputs, "TOKENS", 10)
+    monkeypatch.setattr(heldout, "TOKENS", 10)
     la = fitted()
     small = lapwing.fit(
         network(), tokens(20, 0), "classification", structure="kron", select=["1.*", "3.*"], memory=2_000_000

@@ -35,18 +35,7 @@ class Categorical(Likelihood):
 
     class_dim: int = -1
     ignore_index: int = -100
-
-    @property
-    def shift_invariant(self) -> bool:
-        return True
-
-    @property
-    def has_logits(self) -> bool:
-        return True
-
-    @property
-    def takes_class_indices(self) -> bool:
-        return True
+    shift_invariant = has_logits = takes_class_indices = True
 
     @property
     def softmax(self) -> bool:
@@ -184,10 +173,7 @@ class Bernoulli(Likelihood):
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc", "probit")
-
-    @property
-    def has_logits(self) -> bool:
-        return True
+    has_logits = True
 
     def conditional(self, f: Tensor) -> Independent:
         return Independent(BernoulliLaw(logits=f, validate_args=False), 1, validate_args=False)
@@ -327,14 +313,7 @@ class BradleyTerry(Likelihood):
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
-
-    @property
-    def has_logits(self) -> bool:
-        return True
-
-    @property
-    def takes_class_indices(self) -> bool:
-        return True
+    has_logits = takes_class_indices = True
 
     def conditional(self, f: Tensor) -> CategoricalLaw:
         return CategoricalLaw(logits=f, validate_args=False)
