@@ -118,8 +118,12 @@ def fit(
     `torch.distributed.init_process_group`, all processes call `fit` with the same model and options, each with its own
     shard of the data (it may be empty); all get the same posterior, that of all data. Where one process fails, all do.
 
-        la = lapwing.fit(model, train_loader, "classification")
-        la.predict(x).probs
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification")
+        >>> la.predict(x).probs.shape
+        torch.Size([8, 3])
+        >>> last = lapwing.fit(model, train_loader, "classification", select="last_layer", structure="kron", prior=10.0)
+        >>> numbers = lapwing.fit(network, (inputs, targets), "regression")
     """
     with together() if sharded() else nullcontext():
         module = _module(model)
@@ -237,8 +241,11 @@ def load(
     fit, which structure="matrixfree" reads again for every product. A mixture takes the list of its members' models,
     in the order in which they were mixed.
 
-        la = lapwing.load("model.lapwing", model)
-        mixture = lapwing.load("mixture.lapwing", [model1, model2])
+    Examples:
+        >>> la.save("model.lapwing")
+        >>> again = lapwing.load("model.lapwing", model)
+        >>> torch.equal(again.predict(x).probs, la.predict(x).probs)
+        True
     """
     if isinstance(path, nn.Module):
         raise BadData("load takes the file first and then the model: lapwing.load('model.lapwing', model)")

@@ -71,6 +71,14 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
     field with `metadata={"later": True}` may lack in files that were written before it was added.
     Any other class is restored with the attributes it had. Fields are tensors, numbers, strings, tuples of these, and
     objects of registered classes.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @lapwing.register
+        ... @dataclass(frozen=True, eq=False)
+        ... class Tenth(lapwing.MCFisher):  # now fit(factor="tenth") finds it, and files may hold it
+        ...     samples: int = 10
+        >>> la = lapwing.fit(model, train_loader, "classification", factor="tenth")
     """
     if cls is None:
         return lambda cls: _register(cls, name)
@@ -491,8 +499,9 @@ def _told(path: Path, numbers: tuple[int, ...] = ()) -> Iterator[None]:
 
 
 def _words(path: Path, error: Exception) -> str:
-    left = "the file that was there is as it was" if path.is_file() else "there is no such file"
-    return f"{str(path)!r} could not be written ({error}); {left}"
+    kept = "; the older file of that name is unchanged" if path.is_file() else ""
+    advice = "Free some space, or choose a folder that you may write to"
+    return f"{str(path)!r} could not be written ({error}){kept}. {advice}."
 
 
 def require_writable(folder: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
     done = run(FULL_DISK, path)
     assert done.returncode == 0, done.stderr
     assert "could not be written (" in done.stdout
-    assert "the file that was there is as it was" in done.stdout
+    assert "the older file of that name is unchanged" in done.stdout
     assert load_tree(path) == [1]
     assert os.listdir(tmp_path) == ["state"]
 

@@ -29,9 +29,11 @@ class HMC(WeightDistribution):
     places never mix, and need not: judge by `output_r_hat` and `output_ess`, those of the network's outputs at training
     inputs. A fit warns where an R-hat of the outputs exceeds 1.05.
 
-    Example:
-        >>> hmc = HMC.fit(model.double(), (X, y), lapwing.Gaussian(noise=0.3), prior=1.0, samples=1000)
-        >>> hmc.predict(x).stddev, hmc.output_r_hat.max()
+    Examples:
+        >>> network, data = network.double(), (inputs.double(), targets.double())
+        >>> hmc = baselines.HMC.fit(network, data, lapwing.Gaussian(0.3), samples=5, warmup=5, chains=1, depth=3)
+        >>> hmc.predict(data[0]).stddev.shape
+        torch.Size([40, 1])
     """
 
     weights: Tensor

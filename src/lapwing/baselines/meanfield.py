@@ -30,9 +30,10 @@ class MeanField(WeightDistribution):
     noise (local reparametrization, Kingma et al. 2015); other weights are drawn once per batch. `deviation` is σ (P,),
     `history` the mean of −bound/n in each epoch. The user's module is not written to.
 
-    Example:
-        >>> field = MeanField.fit(model, (X, y), "classification", epochs=50)
-        >>> field.predict(x).entropy
+    Examples:
+        >>> field = baselines.MeanField.fit(model, train_loader, "classification", epochs=2)
+        >>> field.predict(x).entropy.shape
+        torch.Size([8])
     """
 
     mean: Tensor

@@ -78,7 +78,8 @@ class Factor(ABC):
 
     A factor of your own says how many directions there are (`width`) and yields them (`directions`).
 
-        la = lapwing.fit(model, loader, "classification", factor=lapwing.MCFisher(samples=4))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.MCFisher(samples=4))
     """
 
     dispersion_power = 1  # the curvature scales as 1/φ to this power
@@ -164,7 +165,8 @@ class GGN(Factor):
     `GGN(tolerance=1e-3)` needs less than one of nine directions per sample on a trained CIFAR-10 network. The summary
     says what was dropped. Matrix-free products leave out whole samples only.
 
-        la = lapwing.fit(model, loader, "classification", factor=lapwing.GGN(tolerance=1e-3))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.GGN(tolerance=1e-3))
     """
 
     limit: int = DIRECTIONS
@@ -252,7 +254,8 @@ class MCFisher(Factor):
     """An unbiased estimate of the Fisher information from `samples` targets per datum, drawn from the network's own
     predictions.
 
-        la = lapwing.fit(model, loader, "classification", factor=lapwing.MCFisher(samples=4))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.MCFisher(samples=4))
     """
 
     samples: int = 1
@@ -276,7 +279,8 @@ class MCFisher(Factor):
 class EmpiricalFisher(Factor):
     """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare.
 
-    la = lapwing.fit(model, loader, "classification", factor=lapwing.EmpiricalFisher())
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.EmpiricalFisher())
     """
 
     dispersion_power = 2

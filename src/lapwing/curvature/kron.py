@@ -341,7 +341,9 @@ class Kron(Structure):
     `bias="joint"` keeps how a bias and the weights of its layer depend on each other, G ⊗ E[ā āᵀ] with ā = (a, 1).
     "separate" leaves that out: G ⊗ E[a aᵀ] for the weights and G for the bias, as laplace-torch does.
 
-        la = lapwing.fit(model, loader, "classification", structure=lapwing.Kron(sharing="expand"))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure="kron")
+        >>> tokens = lapwing.Kron(sharing="expand")  # for networks with one loss per token or pixel
     """
 
     sharing: Sharing = "auto"
@@ -454,7 +456,8 @@ class EKFAC(Structure):
     a number (decision 22); `EKFAC(basis=GGN(tolerance=0))` insists on all. `EKFAC(basis=KFRA())` back-propagates
     nothing in the first pass, for feed-forward networks. `sharing` is that of `Kron`.
 
-        la = lapwing.fit(model, loader, "classification", structure=lapwing.EKFAC())
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.EKFAC())  # or "ekfac"
     """
 
     basis: Factor | None = None

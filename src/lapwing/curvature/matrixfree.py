@@ -55,7 +55,8 @@ class MatrixFree(Structure):
 
     Memory: about rank + 6·columns vectors of weights. The data are kept by reference and read again.
 
-        la = lapwing.fit(model, loader, "classification", structure=MatrixFree(rank=200))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.MatrixFree(rank=50))
     """
 
     rank: int = 128

@@ -55,9 +55,9 @@ def evaluate(
     network with that of the first posterior beside it. `progress`: True shows a bar, False none, None only on a
     terminal.
 
-    Example:
-        >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"notMNIST": images})
-        >>> print(report.table("accuracy", "nll", "ece", "auroc notMNIST"))
+    Examples:
+        >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"noise": noise})
+        >>> print(report.table("accuracy", "nll", "ece", "auroc noise"))
     """
     require_one_process("evaluate")
     require_names("the models", models, "{'MAP': model, 'Laplace': la}")

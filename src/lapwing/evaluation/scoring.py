@@ -98,9 +98,11 @@ class Mahalanobis:
     min_c (a − μ_c)ᵀ Σ⁺ (a − μ_c) with the means and the shared covariance of the training features (Lee et al. 2018,
     Eqs. 1 and 2), and the pseudo-inverse of Σ, since features may be constant.
 
-    Example:
-        >>> score = Mahalanobis.of(features, batches)   # batches yield (inputs, labels)
-        >>> score(x)
+    Examples:
+        >>> from lapwing.evaluation.strangeness import Mahalanobis, features_of
+        >>> score = Mahalanobis.of(features_of(model, x), train_loader)
+        >>> score(x).shape
+        torch.Size([8])
     """
 
     features: Features

@@ -31,6 +31,10 @@ class TemperatureCurve:
 
     `entropy` is the mean over the test items, `outside` maps each other data set to its mean entropy and `auroc` to how
     well the entropy tells it from the test items. `accuracy` is None where the targets are no classes.
+
+    Examples:
+        >>> curve = la.temperature_curve(test_loader, ood={"noise": noise})
+        >>> print(curve.table())
     """
 
     __repr__ = brief
@@ -44,14 +48,22 @@ class TemperatureCurve:
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """Every curve by its name."""
+        """Every curve by its name.
+
+        Examples:
+            >>> list(la.temperature_curve(test_loader).columns)
+        """
         accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         outside = {f"entropy {name}": values for name, values in self.outside.items()}
         areas = {f"auroc {name}": values for name, values in self.auroc.items()}
         return {"T": self.temperatures, "nll": self.nll} | accuracy | {"entropy": self.entropy} | outside | areas
 
     def table(self) -> str:
-        """Return the curve as text, one line per temperature."""
+        """Return the curve as text, one line per temperature.
+
+        Examples:
+            >>> print(la.temperature_curve(test_loader, temperatures=(0.1, 1.0)).table())
+        """
         columns = self.columns
         rows = [
             list(columns),

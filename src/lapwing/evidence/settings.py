@@ -315,8 +315,10 @@ class Tuning:
     evidence for `"evidence"`: lower is better throughout. `prior`, `temperature`, `likelihood` and `logit_temperature`
     (None: unchanged) are what the chosen setting means for a `Laplace` object.
 
-        la = la.tune(val_loader)
-        print(la.tuning.table())
+    Examples:
+        >>> la = la.tune(val_loader)
+        >>> bool(la.tuning.score <= la.tuning.scores.max())
+        True
     """
 
     __repr__ = brief
@@ -369,21 +371,38 @@ class Tuning:
 
     @property
     def setting(self) -> Setting:
-        """The chosen setting."""
+        """The chosen setting.
+
+        Examples:
+            >>> precision = la.tune(val_loader).tuning.setting.precision
+        """
         return self.settings[self.best]
 
     @property
     def score(self) -> float:
-        """The score of the chosen setting."""
+        """The score of the chosen setting.
+
+        Examples:
+            >>> nll = la.tune(val_loader).tuning.score
+        """
         return self.scores[self.best].item()
 
     @property
     def deterministic(self) -> bool:
-        """Whether the network without a posterior was chosen."""
+        """Whether the network without a posterior was chosen.
+
+        Examples:
+            >>> la.tune(val_loader).tuning.deterministic
+            False
+        """
         return self.setting.deterministic
 
     def table(self, rows: int = 12) -> str:
-        """Return the best settings, the baselines and the messages as text."""
+        """Return the best settings, the baselines and the messages as text.
+
+        Examples:
+            >>> print(la.tune(val_loader).tuning.table(rows=5))
+        """
         unit = "−log evidence" if self.method == "evidence" else "NLL"
         order = self.scores.argsort()[:rows].tolist()
         shown = order if self.best in order else [*order[:-1], self.best]
@@ -411,7 +430,9 @@ def widest(margin: float = 0.002, errors: float = 3.0, sure: float = 3.0, least:
     cautious elsewhere. The lowest score decides between equally wide ones. With fewer than `least` items the best is
     taken.
 
-        la.tune(val_loader, rule=lapwing.evidence.widest(margin=0.01))
+    Examples:
+        >>> from lapwing.evidence import widest
+        >>> la = la.tune(val_loader, rule=widest(margin=0.01))
     """
 
     def rule(trials: Trials) -> int:

@@ -94,9 +94,11 @@ def learn_invariances(
     loose and would choose precisions that are too large, so these come from the evidence with Kronecker factors, once
     per epoch. The module is trained in place.
 
-        augment = lapwing.Affine(rotation=5.0)
-        found = lapwing.learn_invariances(model, (images, labels), "classification", augment, epochs=30)
-        found.augmentation.ranges
+    Examples:
+        >>> convolutional = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        >>> augment = lapwing.Affine(rotation=5.0)
+        >>> found = lapwing.learn_invariances(convolutional, (images, y), "classification", augment, epochs=1, copies=2)
+        >>> ranges = found.augmentation.ranges
     """
     require_one_process("learn_invariances")
     x, y = data
@@ -195,9 +197,12 @@ class Affine(nn.Module):
     `shear` as a slope; None leaves a part out. Positive by construction (softplus). Gradients flow into the ranges
     through bilinear interpolation, so that any differentiable objective can learn them.
 
-        augment = lapwing.Affine(rotation=5.0)
-        augment(images, copies=8)        # (n, 8, c, h, w)
-        augment.ranges                   # {"rotation": 5.0}
+    Examples:
+        >>> augment = lapwing.Affine(rotation=5.0)
+        >>> augment(images, copies=4).shape  # (n, copies, c, h, w)
+        torch.Size([8, 4, 1, 8, 8])
+        >>> {name: round(value, 2) for name, value in augment.ranges.items()}
+        {'rotation': 5.0}
     """
 
     def __init__(

@@ -216,7 +216,8 @@ class KFRA(KroneckerFactor):
     convolutions, selected norms, outputs with positions and operations that mix channels or let a value act at several
     positions (softmax, norms of a sample, overlapping pools) are refused.
 
-        la = lapwing.fit(mlp, loader, "classification", structure="kron", factor=lapwing.KFRA())
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure="kron", factor=lapwing.KFRA())
     """
 
     batch: int | None = field(default=None, metadata={"later": True})

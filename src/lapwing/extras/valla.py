@@ -64,7 +64,9 @@ class VaLLA(Structure):
     the bound. Inducing inputs are taken from the data, greedily by the remaining variance among 4 × as many candidates,
     or at random; unlike in the paper, gradients do not move them.
 
-        la = lapwing.fit(model, loader, "classification", structure=VaLLA(inducing=20), prior=10.0).tune()
+    Examples:
+        >>> structure = lapwing.VaLLA(inducing=20)
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=structure, prior=10.0).tune()
     """
 
     inducing: int = 16

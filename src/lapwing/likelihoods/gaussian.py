@@ -54,7 +54,10 @@ class Gaussian(Likelihood):
 
     Targets: the shape of f; (B, *event) too where there is one output.
 
-        la = lapwing.fit(model, (x, y), lapwing.Gaussian(noise=0.3));  la.predict(x).interval(0.95)  # or "regression"
+    Examples:
+        >>> la = lapwing.fit(network, (inputs, targets), lapwing.Gaussian(noise=0.3))
+        >>> low, high = la.predict(inputs).interval(0.95)
+        >>> estimated = lapwing.fit(network, (inputs, targets), lapwing.Gaussian())  # or "regression"
     """
 
     links: ClassVar[tuple[str, ...]] = ("exact", "mc")
@@ -252,7 +255,11 @@ class HeteroscedasticGaussian(Likelihood):
 
     Λ is the Fisher information and does not depend on y. Targets: (B, *event, K), without the K where it is 1.
 
-        la = lapwing.fit(model, (x, y), lapwing.HeteroscedasticGaussian(parametrization="mean"))
+    Examples:
+        >>> both = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2))  # the mean and log σ²
+        >>> la = lapwing.fit(both, (inputs, targets), lapwing.HeteroscedasticGaussian(parametrization="mean"))
+        >>> la.predict(inputs).aleatoric.shape
+        torch.Size([40, 1])
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")

@@ -35,13 +35,17 @@ class Likelihood(ABC):
 
     Example: a Gamma regression, good for `lapwing.fit(model, data, "positive")`:
 
-        @lapwing.register(name="positive")
-        @dataclass(frozen=True, eq=False)
-        class PositiveTarget(Likelihood):
-            shape: float = 2.0
-
-            def conditional(self, f):
-                return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @lapwing.register(name="positive")
+        ... @dataclass(frozen=True, eq=False)
+        ... class PositiveTarget(lapwing.Likelihood):
+        ...     shape: float = 2.0
+        ...     def conditional(self, f):
+        ...         return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
+        >>> la = lapwing.fit(network, (inputs, targets.exp()[:, 0]), "positive")
+        >>> la.predict(inputs).mean.shape
+        torch.Size([40])
     """
 
     links: ClassVar[tuple[str, ...]] = ("mc",)

@@ -25,7 +25,10 @@ class Poisson(Likelihood):
 
     Targets: counts 0, 1, 2, … of the shape of f; (B, *event) too where there is one output.
 
-        la = lapwing.fit(model, (x, counts), lapwing.Poisson());  la.predict(x).interval(0.9)  # or "counts"
+    Examples:
+        >>> counts = torch.poisson(torch.ones(40, 1))
+        >>> la = lapwing.fit(network, (inputs, counts), lapwing.Poisson())  # or "counts"
+        >>> low, high = la.predict(inputs).interval(0.9)
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")

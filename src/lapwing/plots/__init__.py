@@ -2,8 +2,9 @@
 
 They need the extra `report`: pip install 'lapwing-torch[report]'. docs/report.md shows each of them.
 
-Example:
-    >>> figure = plots.reliability({"MAP": (confidence, correct)})
+Examples:
+    >>> p = la.predict(x)
+    >>> figure = plots.reliability({"Laplace": (p.confidence, p.label == y)})
     >>> figure.savefig("reliability.png")
 """
 

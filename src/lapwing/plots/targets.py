@@ -44,7 +44,7 @@ def reliability(curves: Mapping[str, tuple[Tensor, Tensor]], bins: int = 15) -> 
     `curves` maps names to (confidence, correct), one entry per item. On the diagonal a model is calibrated; the
     calibration error is written into each panel.
 
-    Example:
+    Examples:
         >>> p = la.predict(x)
         >>> plots.reliability({"Laplace": (p.confidence, p.label == y)}).savefig("reliability.png")
     """
@@ -79,9 +79,9 @@ def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -
 
     `levels` are probabilities, and `observed` maps names to the share of targets inside the interval of each level.
 
-    Example:
-        >>> levels = [0.5, 0.8, 0.95]
-        >>> shares = [metrics.coverage(*p.interval(level), y).item() for level in levels]
+    Examples:
+        >>> p, levels = regression.predict(inputs), [0.5, 0.8, 0.95]
+        >>> shares = [metrics.coverage(*p.interval(level), targets).item() for level in levels]
         >>> plots.coverage(levels, {"Laplace": shares}).savefig("coverage.png")
     """
     with style():
@@ -104,7 +104,7 @@ def risk_coverage(curves: Mapping[str, Any], *, label: str = "error rate") -> Fi
     A curve that falls steeply to the left means that abstaining on few items removes much of the loss (El-Yaniv and
     Wiener 2010).
 
-    Example:
+    Examples:
         >>> p = la.predict(x)
         >>> plots.risk_coverage({"Laplace": (p.entropy, p.label != y)}).savefig("risk.png")
     """
@@ -153,9 +153,9 @@ def band(
     `prediction` is a `Prediction` of `x`, or (mean, lower, upper). The inner, darker band is what more data would
     remove (the doubt about the function), the outer one includes the noise. `data` are targets to draw as points.
 
-    Example:
-        >>> x = torch.linspace(-4, 4, 200)[:, None]
-        >>> plots.band(x, la.predict(x), data=(x_train, y_train)).savefig("band.png")
+    Examples:
+        >>> grid = torch.linspace(-4, 4, 200)[:, None]
+        >>> plots.band(grid, regression.predict(grid), data=(inputs, targets)).savefig("band.png")
     """
     at = row(x)
     mean, lower, upper = bounds(prediction, level)
@@ -199,8 +199,8 @@ def parity(predictions: Any, targets: Tensor, *, level: float = 0.95) -> Figure:
     `predictions` maps names to a `Prediction` or to (mean, lower, upper), or is one of these. Intervals that hold their
     target touch the diagonal; those that miss it are drawn in another color. Of many items, an even selection is drawn.
 
-    Example:
-        >>> plots.parity({"Laplace": la.predict(x_test)}, y_test).savefig("parity.png")
+    Examples:
+        >>> plots.parity({"Laplace": regression.predict(inputs)}, targets).savefig("parity.png")
     """
     truth, predictions = row(targets), named(predictions)
     if not len(truth):
@@ -243,8 +243,8 @@ def residuals(predictions: Any, targets: Tensor) -> Figure:
     narrower than the curve belongs to intervals that are too wide, one with heavier tails to outliers or to noise that
     varies.
 
-    Example:
-        >>> plots.residuals({"Laplace": la.predict(x_test)}, y_test).savefig("residuals.png")
+    Examples:
+        >>> plots.residuals({"Laplace": regression.predict(inputs)}, targets).savefig("residuals.png")
     """
     truth, predictions = row(targets), named(predictions)
     edges = torch.linspace(-4, 4, 33, dtype=torch.float64)
