@@ -99,7 +99,7 @@ class Mahalanobis:
     Eqs. 1 and 2), and the pseudo-inverse of Σ, since features may be constant.
 
     Examples:
-        >>> from lapwing.evaluation.strangeness import Mahalanobis, features_of
+        >>> from lapwing.evaluation.scoring import Mahalanobis, features_of
         >>> score = Mahalanobis.of(features_of(model, x), train_loader)
         >>> score(x).shape
         torch.Size([8])
