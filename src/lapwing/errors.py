@@ -24,10 +24,10 @@ class LapwingError(Exception):
 
     Examples:
         >>> try:
-        ...     lapwing.fit(model, train_loader, "clasification")
+        ...     lapwing.fit(model, train_loader, "classify")
         ... except lapwing.LapwingError as error:
         ...     print(error)
-        likelihood='clasification': use one of ...
+        likelihood='classify': use one of ...
     """
 
 

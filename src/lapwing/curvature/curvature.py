@@ -213,9 +213,10 @@ def resolve_structure(structure: str | Structure) -> Structure:
     structures = named(Structure)
     if structure not in structures:
         known = sorted(structures.keys() - {"auto"})
-        raise UnsupportedOperation(
-            f"structure is one of {known} or 'auto', got {structure!r}{nearest(structure, structures)}"
-        )
+        if isinstance(structure, type):
+            raise UnsupportedOperation(f"structure is an object, not a class: pass {structure.__name__}()")
+        meant = ". Did you mean 'kron'?" if structure in ("kfac", "KFAC") else nearest(structure, structures)
+        raise UnsupportedOperation(f"structure is one of {known} or 'auto', got {structure!r}{meant}")
     try:
         return structures[structure]()
     except TypeError as error:
@@ -314,6 +315,11 @@ def estimate_curvature(problem: Problem, structure: Structure, n_data: float | N
     if sharded():
         require_same({"structure": repr(structure)})
     problem, estimate = _robustly(problem, structure, structure.estimate)
+    if not isinstance(estimate, Estimate):
+        raise UnsupportedOperation(
+            f"{type(structure).__name__}.estimate returned {type(estimate).__name__}; it must return an Estimate, "
+            "which accumulate(problem, accumulator) makes"
+        )
     notes = (*notes, *problem.plan.notes, *estimate.notes, *estimate.totals.notes)
     return _finish(problem, structure, estimate, n_data, notes)
 

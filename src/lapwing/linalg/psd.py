@@ -333,8 +333,9 @@ class PSD(ABC):
 
     def _refuse(self, other: PSD, allowed: str) -> IncompatiblePrior:
         return IncompatiblePrior(
-            f"{type(self).__name__} + {type(other).__name__} is not {type(self).__name__} any more, which can take "
-            f"{allowed}. Use that, or structure='diag', 'blockdiag' or 'full', whose sums stay what they are."
+            f"the sum of {type(self).__name__} and {type(other).__name__} has no form of its own: to "
+            f"{type(self).__name__} can be added {allowed}. Use that, or structure='diag', 'blockdiag' or 'full', "
+            "which take any such sum."
         )
 
 
