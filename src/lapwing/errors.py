@@ -10,17 +10,13 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import wraps
-from inspect import signature
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LapwingError(Exception):
@@ -28,10 +24,10 @@ class LapwingError(Exception):
 
     Examples:
         >>> try:
-        ...     lapwing.fit(model, train_loader, "clasification")
+        ...     lapwing.fit(model, train_loader, "classify")
         ... except lapwing.LapwingError as error:
         ...     print(error)
-        likelihood='clasification': use one of ...
+        likelihood='classify': use one of ...
     """
 
 
@@ -185,22 +181,6 @@ def nearest(given: Any, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(asked, plain, n=1, cutoff=0.65)
     found = found or [name for name in plain if len(asked) > 2 and (name.startswith(asked) or asked.startswith(name))]
     return f". Did you mean {plain[found[0]]!r}?" if found else ""
-
-
-def known_options(function: F) -> F:
-    """Let a function answer an option that it does not have with the name that is most like it."""
-    named = [name for name, each in signature(function).parameters.items() if each.kind is not each.POSITIONAL_ONLY]
-
-    @wraps(function)
-    def checked(*args: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in named:
-                raise TypeError(
-                    f"{function.__name__} has no option {name!r}: it takes {', '.join(named)}{nearest(name, named)}"
-                )
-        return function(*args, **options)
-
-    return cast(F, checked)
 
 
 def brief(value: Any) -> str:

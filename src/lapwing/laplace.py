@@ -366,7 +366,8 @@ class Laplace:
             >>> low, high = regression.predict(inputs).interval(0.95)
         """
         self._require_unchanged()
-        require_generator(generator, self.params.device)
+        if generator is not None:
+            require_generator(generator, self.params.device)
         inputs = self._predictive.inputs(x)
         if samples is not None and not (isinstance(samples, int) and samples > 0):
             raise BadData(f"samples is a positive whole number, got {samples!r}")

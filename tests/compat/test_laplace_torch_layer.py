@@ -15,7 +15,7 @@ import lapwing
 from lapwing.compat import laplace_torch as lt
 from lapwing.compat.laplace_torch import backends, masks
 from lapwing.compat.laplace_torch.backends import CurvlinopsEF, CurvlinopsGGN
-from lapwing.compat.laplace_torch.features import FeatureExtractor
+from lapwing.compat.laplace_torch.extractor import FeatureExtractor
 from lapwing.compat.laplace_torch.functions import RunningNLLMetric, validate
 from lapwing.compat.laplace_torch.masks import LargestMagnitudeSubnetMask, LastLayerSubnetMask
 from tests.dense import assert_same, build, flat, ggn, jacobian, outputs, randn, seeded, softmax_hessian

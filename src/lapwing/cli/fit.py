@@ -14,8 +14,7 @@ from lapwing.errors import BadData, LapwingError
 from lapwing.fitting import fit
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Gaussian, Likelihood, resolve_likelihood
-from lapwing.storage import named
-from lapwing.writing import require_writable
+from lapwing.storage import named, require_writable
 
 LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 

@@ -23,7 +23,7 @@ from lapwing.curvature import Factor, Structure, estimate_curvature, pose, resol
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.ascent import BOUNDS, Moved, move
 from lapwing.evidence.evidence import effective_parameters, evidence_of
-from lapwing.evidence.groups import KINDS, Groups, partition
+from lapwing.evidence.settings import KINDS, Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import Diagonal, Jacobian
 from lapwing.model import Batch, Batches, Network, Params, Plan, batch_size, select_names, take

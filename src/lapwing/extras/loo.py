@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, TooLarge, UnsupportedOperation
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import Batch, GramSweep
 from lapwing.evidence.scores import Score
 from lapwing.evidence.search import MEMORY, tune_validation
-from lapwing.evidence.tuning import DETERMINISTIC, Rule, Setting, Trials, Tuning, lowest
+from lapwing.evidence.settings import DETERMINISTIC, Groups, Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 
 LEVERAGE = 0.98  # a larger leverage of a datum on its own prediction is clamped to this
@@ -48,7 +47,7 @@ def tune_loo(
     if learn is None:
         default = ("prior", "dispersion") if belief.likelihood.learns_dispersion else ("prior",)
         learn = tuple(dict.fromkeys((*default, *(grid or {}))))
-    if belief.curvature.dispersion_power != 1:
+    if belief.curvature.factor.dispersion_power != 1:
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")
     clamped: list[float] = []
 

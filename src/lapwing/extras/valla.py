@@ -12,13 +12,12 @@ from torch import Tensor
 
 from lapwing.curvature import Curvature
 from lapwing.curvature.curvature import Accumulator, Estimate, Structure
-from lapwing.curvature.lowrank import subset
+from lapwing.curvature.fewrows import subset
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
 from lapwing.evidence.evidence import evidence_of
-from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning
+from lapwing.evidence.settings import Groups, Setting, Tuning
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov import complement, orthonormal_rows

@@ -61,6 +61,11 @@ class Likelihood(ABC):
     def law(self, f: Tensor) -> Distribution:
         """Return the conditional with batch_shape (B, *event): one per output is made independent over outputs."""
         conditional = self.conditional(promote(f))
+        if not isinstance(conditional, Distribution):
+            raise UnsupportedOperation(
+                f"{type(self).__name__}.conditional returned {type(conditional).__name__}; it must return a "
+                "torch.distributions.Distribution, such as torch.distributions.Normal(f, 1.0)."
+            )
         surplus = len(conditional.batch_shape) - (f.ndim - 1)
         if surplus > 0:
             conditional = Independent(conditional, surplus)

@@ -333,8 +333,9 @@ class PSD(ABC):
 
     def _refuse(self, other: PSD, allowed: str) -> IncompatiblePrior:
         return IncompatiblePrior(
-            f"{type(self).__name__} + {type(other).__name__} is not {type(self).__name__} any more, which can take "
-            f"{allowed}. Use that, or structure='diag', 'blockdiag' or 'full', whose sums stay what they are."
+            f"the sum of {type(self).__name__} and {type(other).__name__} has no form of its own: to "
+            f"{type(self).__name__} can be added {allowed}. Use that, or structure='diag', 'blockdiag' or 'full', "
+            "which take any such sum."
         )
 
 
@@ -354,6 +355,7 @@ class Diagonal(PSD):
     values: Tensor
     levels: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
     group: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
+    is_diagonal = True
 
     def __post_init__(self) -> None:
         if self.values.ndim != 1:
@@ -378,10 +380,6 @@ class Diagonal(PSD):
     @property
     def device(self) -> torch.device:
         return self.values.device
-
-    @property
-    def is_diagonal(self) -> bool:
-        return True
 
     @property
     def expanded(self) -> bool:

@@ -291,12 +291,12 @@ class Belief:
     @property
     def scale(self) -> Tensor:
         """T/φ^k, which multiplies the stored curvature; 0-d, gradients flow into T and φ."""
-        return self.temperature.likelihood_scale(self.likelihood.common_factor, self.curvature.dispersion_power)
+        return self.temperature.likelihood_scale(self.likelihood.common_factor, self.curvature.factor.dispersion_power)
 
     @property
     def power(self) -> int:
         """The power k of a learned dispersion in `scale`: 0 where the curvature stays as it was at the fit."""
-        return self.curvature.dispersion_power if self.likelihood.scales_curvature else 0
+        return self.curvature.factor.dispersion_power if self.likelihood.scales_curvature else 0
 
     @property
     def split(self) -> float | None:

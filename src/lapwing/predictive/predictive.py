@@ -307,7 +307,7 @@ def prepared(module: nn.Module, device: torch.device, convention: Convention, x:
     for tensor in tensors_in(x):
         if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-            raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+            raise BadData(f"the inputs hold {tensor[where].item()} at index {where}; fill or drop such items")
     return x
 
 
