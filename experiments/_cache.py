@@ -14,7 +14,7 @@ from experiments._results import plain
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lapwing.writing import replacing
+from lapwing.storage import replacing
 
 AROUND = (
     "smoke",

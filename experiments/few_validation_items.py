@@ -36,7 +36,7 @@ from lapwing.evidence.candidates import GRID
 from lapwing.evidence.heldout import GramSweep
 from lapwing.evidence.scores import best_logit_temperature
 from lapwing.evidence.search import OPTIONAL
-from lapwing.evidence.tuning import resolve_rule
+from lapwing.evidence.settings import resolve_rule
 
 ABOUT = {"paper": "", "minutes": None, "page": "tuning.md"}
 

@@ -14,7 +14,6 @@ import lapwing
 
 ROOMS = (
     "errors",
-    "writing",
     "storage",
     "linalg",
     "model",

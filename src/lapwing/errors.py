@@ -1,4 +1,4 @@
-"""Every error that Lapwing raises on purpose, and the words it has for people.
+"""The errors that Lapwing raises, and functions that word messages.
 
 A message says what came, what is allowed and what to do. Warnings point at the user's own line, near misses get a
 suggestion, and objects are described without their numbers.
@@ -10,17 +10,13 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import wraps
-from inspect import signature
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LapwingError(Exception):
@@ -125,7 +121,7 @@ class CorruptFile(LapwingError, OSError):
 
 
 class CannotWrite(LapwingError, OSError):
-    """A file could not be written: the disk is full, or the folder is not for writing. An older file is as it was.
+    """A file could not be written: the disk is full, or the folder is read-only. An older file is unchanged.
 
     Examples:
         >>> import pathlib
@@ -185,22 +181,6 @@ def nearest(given: Any, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(asked, plain, n=1, cutoff=0.65)
     found = found or [name for name in plain if len(asked) > 2 and (name.startswith(asked) or asked.startswith(name))]
     return f". Did you mean {plain[found[0]]!r}?" if found else ""
-
-
-def known_options(function: F) -> F:
-    """Let a function answer an option that it does not have with the name that is most like it."""
-    named = [name for name, each in signature(function).parameters.items() if each.kind is not each.POSITIONAL_ONLY]
-
-    @wraps(function)
-    def checked(*args: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in named:
-                raise TypeError(
-                    f"{function.__name__} has no option {name!r}: it takes {', '.join(named)}{nearest(name, named)}"
-                )
-        return function(*args, **options)
-
-    return cast(F, checked)
 
 
 def brief(value: Any) -> str:

@@ -6,8 +6,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from lapwing.curvature import (
 from lapwing.curvature.curvature import mergeable
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, shared_convention, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, known_options, positive, require_generator, warn
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, nearest, positive, require_generator, warn
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model import (
@@ -51,6 +53,24 @@ from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_te
 from lapwing.predictive.mixture import Mixture
 from lapwing.predictive.predictive import Options
 from lapwing.saving import read, read_members, restore_curvature, restore_params, restore_prior, restore_temperature
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def known_options(function: F) -> F:
+    """Let a function answer an option that it does not have with the name that is most like it."""
+    named = [name for name, each in signature(function).parameters.items() if each.kind is not each.POSITIONAL_ONLY]
+
+    @wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in named:
+                raise TypeError(
+                    f"{function.__name__} has no option {name!r}: it takes {', '.join(named)}{nearest(name, named)}"
+                )
+        return function(*args, **options)
+
+    return cast(F, checked)
 
 
 @known_options
@@ -116,7 +136,8 @@ def fit(
         budget = available_memory() if memory is None else int(positive("memory, a number of bytes,", memory))
         _require_kinds(split=split, generator=generator, checkpoint=checkpoint)
         where = _device(module, device)
-        require_generator(generator, where)
+        if generator is not None:
+            require_generator(generator, where)
         batches = Batches(data, module, where, split)
         batches = filled(batches) if sharded() else batches
         select = explicit_subnetwork(select) if isinstance(select, Tensor) else select
@@ -146,9 +167,8 @@ def fit(
         kept = Options(budget, split, progress, scalar=problem.scalar, convention=convention, data=again)
         watch = Watch.on(module, problem.example)
         belief = Belief(curvature, chosen_prior, family, tempered, repair=repair)
-        la = Laplace(network, belief, kept, problem.plan, watch=watch)
-        _ = la.posterior  # refuse now what has no posterior
-        return la
+        _ = belief.posterior  # refuse now what has no posterior
+        return Laplace(network, belief, kept, problem.plan, watch=watch)
 
 
 def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, str]:
@@ -349,7 +369,7 @@ def _narrowed(
         problem = with_noise_ratios(pose(network, batches, family, factor, **options))
         curvature = estimate_curvature(problem, Diag())
         family = family if family.known else problem.likelihood.estimate(curvature.statistics)
-        scale = tempered.likelihood_scale(family.common_factor, curvature.dispersion_power)
+        scale = tempered.likelihood_scale(family.common_factor, curvature.factor.dispersion_power)
         precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
         scores = precision.inverse_diagonal()
     index = choose_weights(scores.detach(), select.size, select.by, options["generator"])

@@ -26,6 +26,10 @@ class Handmade:
     n_data: float = 1.0
     params: None = None
 
+    @property
+    def factor(self) -> "Handmade":
+        return self
+
 
 OF_THE_BELIEF = ("start", "center", "temperature", "logit_temperature", "split")
 

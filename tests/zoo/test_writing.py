@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing import writing
-from lapwing.storage import load_tree, save_tree
-from lapwing.writing import replacing
+from lapwing import storage
+from lapwing.storage import load_tree, replacing, save_tree
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -50,7 +49,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
 
 def test_writers_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state"
-    monkeypatch.setattr(writing, "BEGINNING", -1.0)
+    monkeypatch.setattr(storage, "BEGINNING", -1.0)
     with replacing(path) as one:
         one.write_text("one")
         with replacing(path) as two:

@@ -137,7 +137,7 @@ class HMC(WeightDistribution):
 
     @property
     def samples(self) -> int:
-        """How many networks predict: all draws, unless `predict` is told."""
+        """The number of networks that predict: all draws, unless `predict` gets a number."""
         return len(self.weights)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:

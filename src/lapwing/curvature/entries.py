@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.closed import Head, unfolded
-from lapwing.curvature.curvature import (
-    Accumulator,
-    Estimate,
-    Structure,
-    accumulate,
-    blocks_of,
-    layout_of,
-)
+from lapwing.curvature.curvature import Accumulator, Estimate, Structure, accumulate, blocks_of, layout_of
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem

@@ -174,7 +174,8 @@ class GGN(Factor):
     exact = True
 
     def __post_init__(self) -> None:
-        require_whole("limit", self.limit)
+        if self.limit != DIRECTIONS:
+            require_whole("limit", self.limit)
         number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
         if self.tolerance is not None and not (number and 0 <= self.tolerance < 1):
             raise BadData(f"the tolerance is a share of the curvature, 0 ≤ tolerance < 1, got {self.tolerance!r}")
@@ -276,7 +277,7 @@ class MCFisher(Factor):
 @register(name="empirical")
 @dataclass(frozen=True, eq=False)
 class EmpiricalFisher(Factor):
-    """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare.
+    """Outer products of the gradient of each sample. It vanishes where the network interpolates: for comparisons only.
 
     Examples:
         >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.EmpiricalFisher())

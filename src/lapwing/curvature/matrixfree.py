@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.curvature import Estimate, Structure
 from lapwing.curvature.factor import GGN, Factor
-from lapwing.curvature.lowrank import LowRankAccumulator
+from lapwing.curvature.fewrows import LowRankAccumulator
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor

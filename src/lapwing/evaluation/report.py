@@ -26,6 +26,7 @@ from lapwing.evaluation.columns import (
     bootstrap_interval,
     cell,
     column_of,
+    findings_of,
     resampled,
     share_interval,
     statistics_of,
@@ -33,7 +34,6 @@ from lapwing.evaluation.columns import (
     title,
 )
 from lapwing.evaluation.figures import figures_of, galleries_of
-from lapwing.evaluation.findings import findings_of
 from lapwing.evaluation.page import write_page
 from lapwing.evaluation.scoring import Result
 from lapwing.predictive import Prediction

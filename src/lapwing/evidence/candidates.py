@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.errors import BadData, NotConverged, nearest
 from lapwing.evidence.heldout import Batch, Sweep
 from lapwing.evidence.scores import SCALING, best_logit_temperature, held_near, require_logits
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Setting
 from lapwing.likelihoods import Likelihood
 
 LEARNABLE = ("prior", "temperature", "logit_temperature", "dispersion")

@@ -13,11 +13,11 @@ from torch import Tensor
 from lapwing import metrics
 from lapwing.errors import BadData, brief
 from lapwing.evidence import Groups, collect, linked, nodes_for
+from lapwing.evidence.drawnweights import HeldOut, drawn_outputs
 from lapwing.evidence.heldout import Batch, GramSweep
-from lapwing.evidence.sampled import HeldOut, drawn_outputs
 from lapwing.evidence.scores import item_scores
 from lapwing.evidence.search import MEMORY
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Setting
 from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.predictive import Predictive

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, IncompatiblePrior, NotConverged, NotPositiveDefinite, TooLarge
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.scores import Score, counted
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Groups, Setting
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, Rows
 from lapwing.posterior import Belief
+from lapwing.predictive.linearized import COVARIANCES
 
 CHUNK = 2**22  # values of f in one Monte Carlo step
 Adjust = Callable[[Tensor, Tensor, slice | Tensor], Tensor]
@@ -44,6 +44,7 @@ ALONG = 1.4  # settings per decade of a line that are computed at first
 PADDING = 2  # nodes beyond either end, since the approximation is worst at the ends
 RIDGE = 1e-12
 TRIED, AGREE = 3, 1e-4  # settings by which an interpolation is checked, and nats per item to which they must agree
+TOKENS = 512  # outputs per sample at several positions: beyond, the rows of all cost ten times what the draws do
 AT_ONCE = 64  # shifts whose coefficients are fitted together
 
 
@@ -356,6 +357,23 @@ class GramSweep(Sweep):
         """f (items, C) and the targets of every item."""
         f = self.f.reshape(-1, self.f.shape[-1])
         return f, self.y.reshape(f.shape[0], *self.y.shape[self.f.ndim - 1 :])
+
+
+def needs_draws(belief: Belief, f: Tensor, y: Tensor, link: str, memory: int, samples: int) -> bool:
+    """Tell whether draws (`drawnoutputs`) should take the place of covariances, for data of so many samples like these.
+
+    They do for class labels with more outputs per sample than predictions form covariances of, with more than `TOKENS`
+    at several positions, or with covariances that would take more than a quarter of the memory, if the curvature has an
+    eigenbasis.
+    """
+    classes = f.shape[-1]
+    if not (belief.likelihood.softmax and classes > 2 and y.ndim == f.ndim - 1 and link in ("auto", "mc")):
+        return False
+    nodes = 40  # what a tuning of prior and temperature takes
+    covariances = samples * f[0].numel() * (classes + 1) // 2 * nodes * f.element_size()
+    many = f[0].numel() > (COVARIANCES if f.ndim == 2 else TOKENS) or covariances > memory // 4
+    one = torch.ones(1, dtype=torch.float64, device=f.device)
+    return many and belief.curvature.matrix.shifted_draws(1, one) is not None
 
 
 def collect(

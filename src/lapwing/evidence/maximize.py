@@ -14,8 +14,7 @@ from lapwing.errors import BadData, IncompatiblePrior, NotPositiveDefinite, Unsu
 from lapwing.evidence.ascent import Concave, CovarianceEvidence, Fit, Optimum, SpectralEvidence, maximize
 from lapwing.evidence.candidates import check_candidates, edge
 from lapwing.evidence.evidence import evidence_of
-from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning
+from lapwing.evidence.settings import Groups, Setting, Tuning
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief
 
@@ -268,7 +267,8 @@ def tune_grid(
         return tune(belief, groups, learn=learn)
     if unknown := set(grid) - {"prior", "dispersion"}:
         raise UnsupportedOperation(
-            f"the evidence can choose 'prior' and 'dispersion' (the noise), not {sorted(unknown)}"
+            f"the evidence can choose 'prior' and the noise, and grid= has {sorted(unknown)}. Temperatures need "
+            "held-out data: la.tune(val_loader, grid=...)"
         )
     free = tuple(name for name in learn if name not in grid)
     now = groups.precisions(belief)

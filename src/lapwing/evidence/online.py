@@ -23,7 +23,7 @@ from lapwing.curvature import Factor, Structure, estimate_curvature, pose, resol
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.ascent import BOUNDS, Moved, move
 from lapwing.evidence.evidence import effective_parameters, evidence_of
-from lapwing.evidence.groups import KINDS, Groups, partition
+from lapwing.evidence.settings import KINDS, Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import Diagonal, Jacobian
 from lapwing.model import Batch, Batches, Network, Params, Plan, batch_size, select_names, take
@@ -97,7 +97,7 @@ class Online:
             resolve_structure(self.structure)  # refuse now
         resolve_factor(self.factor)
         if set(self.learning) - {"prior", "dispersion"}:
-            raise UnsupportedOperation(f"learn is any of 'prior' and 'dispersion'; got {list(self.learning)}")
+            raise UnsupportedOperation(f"learn is any of 'prior' and 'noise', got {list(self.learning)}")
         if self.belief is None:
             prior = Prior(self.start) if isinstance(self.prior, str) else resolve_prior(self.prior)
             object.__setattr__(self, "belief", Progress(prior, family))

@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 from lapwing.curvature import Kron, estimate_curvature, pose
 from lapwing.errors import BadData
 from lapwing.evidence.ascent import move
-from lapwing.evidence.groups import Groups, partition
 from lapwing.evidence.online import bracket_bound
+from lapwing.evidence.settings import Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan, select_names
 from lapwing.model.batches import require_one_process

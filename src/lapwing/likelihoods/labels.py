@@ -13,15 +13,7 @@ from torch.distributions import Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData
-from lapwing.likelihoods.likelihood import (
-    Likelihood,
-    as_target,
-    masked,
-    match_shape,
-    promote,
-    require,
-    require_finite,
-)
+from lapwing.likelihoods.likelihood import Likelihood, as_target, masked, match_shape, promote, require, require_finite
 from lapwing.likelihoods.marginal import NormalMarginal, Outputs
 from lapwing.storage import register
 
@@ -46,18 +38,7 @@ class Categorical(Likelihood):
 
     class_dim: int = -1
     ignore_index: int = -100
-
-    @property
-    def shift_invariant(self) -> bool:
-        return True
-
-    @property
-    def has_logits(self) -> bool:
-        return True
-
-    @property
-    def takes_class_indices(self) -> bool:
-        return True
+    shift_invariant = has_logits = takes_class_indices = True
 
     @property
     def softmax(self) -> bool:
@@ -199,10 +180,7 @@ class Bernoulli(Likelihood):
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc", "probit")
-
-    @property
-    def has_logits(self) -> bool:
-        return True
+    has_logits = True
 
     def conditional(self, f: Tensor) -> Independent:
         return Independent(BernoulliLaw(logits=f, validate_args=False), 1, validate_args=False)
@@ -352,14 +330,7 @@ class BradleyTerry(Likelihood):
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
-
-    @property
-    def has_logits(self) -> bool:
-        return True
-
-    @property
-    def takes_class_indices(self) -> bool:
-        return True
+    has_logits = takes_class_indices = True
 
     def conditional(self, f: Tensor) -> CategoricalLaw:
         return CategoricalLaw(logits=f, validate_args=False)

@@ -355,6 +355,7 @@ class Diagonal(PSD):
     values: Tensor
     levels: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
     group: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
+    is_diagonal = True
 
     def __post_init__(self) -> None:
         if self.values.ndim != 1:
@@ -379,10 +380,6 @@ class Diagonal(PSD):
     @property
     def device(self) -> torch.device:
         return self.values.device
-
-    @property
-    def is_diagonal(self) -> bool:
-        return True
 
     @property
     def expanded(self) -> bool:

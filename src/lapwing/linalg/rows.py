@@ -530,6 +530,9 @@ class DeferredRows(FactoredRows):
     all samples at once makes all of them.
     """
 
+    deferred = True
+    _outer = False
+
     def __init__(
         self,
         make: Make,
@@ -555,14 +558,6 @@ class DeferredRows(FactoredRows):
     @property
     def device(self) -> torch.device:
         return self.place
-
-    @property
-    def deferred(self) -> bool:
-        return True
-
-    @property
-    def _outer(self) -> bool:
-        return False
 
     @property
     def _block_chunks(self) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from lapwing.model.params import (
     select_names,
     subnetwork,
 )
-from lapwing.model.plan import Block, Plan, PlanChanged, dynamic_plan
+from lapwing.model.tape import Block, Plan, PlanChanged, dynamic_plan
 
 __all__ = [
     "Batch",

@@ -8,9 +8,8 @@ Examples:
     >>> figure.savefig("reliability.png")
 """
 
-from lapwing.plots.calibration import coverage, reliability, risk_coverage
-from lapwing.plots.regression import band, parity, residuals
-from lapwing.plots.tuning import evidence, surface, temperature
+from lapwing.plots.choices import evidence, surface, temperature
+from lapwing.plots.targets import band, coverage, parity, reliability, residuals, risk_coverage
 from lapwing.plots.uncertainty import ecdf, entropies, roc, scores, separation, uncertain_images
 
 __all__ = [

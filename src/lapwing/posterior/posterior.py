@@ -167,9 +167,9 @@ def factored_precision(curvature: PSD, scale: float | Tensor, prior: PSD, *, spl
 
 @dataclass(frozen=True, eq=False)
 class Tempered:
-    """How often the data count: the posterior precision is T·H/φ + Π, or T·(H/φ + Π) with `prior=True`.
+    """A temperature T: the posterior precision is T·H/φ + Π, or T·(H/φ + Π) with `prior=True`.
 
-    T > 1 sharpens, T = 1 is Bayes, T → 0 is the prior. T is the same as a number of pseudo-observations per datum
+    Each datum counts T times. T > 1 sharpens the posterior, T = 1 is Bayes, and T → 0 gives the prior
     (laplace-torch's temperature is 1/T). Generalized Laplace, Eq. 21–24; the fully tempered form is Eq. 3.
 
     Examples:
@@ -291,12 +291,12 @@ class Belief:
     @property
     def scale(self) -> Tensor:
         """T/φ^k, which multiplies the stored curvature; 0-d, gradients flow into T and φ."""
-        return self.temperature.likelihood_scale(self.likelihood.common_factor, self.curvature.dispersion_power)
+        return self.temperature.likelihood_scale(self.likelihood.common_factor, self.curvature.factor.dispersion_power)
 
     @property
     def power(self) -> int:
         """The power k of a learned dispersion in `scale`: 0 where the curvature stays as it was at the fit."""
-        return self.curvature.dispersion_power if self.likelihood.scales_curvature else 0
+        return self.curvature.factor.dispersion_power if self.likelihood.scales_curvature else 0
 
     @property
     def split(self) -> float | None:

@@ -24,16 +24,13 @@ class MixtureFunction(FunctionDistribution):
 
     parts: tuple[FunctionDistribution, ...]
     weights: Tensor
+    has_covariance = False
 
     def __init__(self, parts: Sequence[FunctionDistribution], weights: Tensor | None = None) -> None:
         like = parts[0].mean
         weights = like.new_ones(len(parts)) if weights is None else weights.to(like)
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "weights", weights / weights.sum())
-
-    @property
-    def has_covariance(self) -> bool:
-        return False
 
     @property
     def needs_network(self) -> bool:

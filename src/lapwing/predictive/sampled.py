@@ -36,6 +36,7 @@ class SampledFunction(FunctionDistribution):
 
     _mean: Tensor
     samples: Tensor
+    has_covariance = False
 
     def __init__(self, mean: Tensor | None, samples: Tensor) -> None:
         object.__setattr__(self, "_mean", samples.mean(0) if mean is None else mean)
@@ -46,10 +47,6 @@ class SampledFunction(FunctionDistribution):
     @property
     def mean(self) -> Tensor:
         return self._mean
-
-    @property
-    def has_covariance(self) -> bool:
-        return False
 
     def scaled(self, factor: float) -> SampledFunction:
         return SampledFunction(factor * self.mean, factor * self.samples)

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from lapwing.errors import BadData, NotPositiveDefinite, warn
 from lapwing.evidence.candidates import GRID, LOGIT_RANGE, Candidates, check_learned, default_learn
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.scores import baselines, counted, held_near, item_scores
 from lapwing.evidence.search import by_group, with_limits
-from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
+from lapwing.evidence.settings import Groups, Rule, Setting, Trials, Tuning, lowest
 from lapwing.likelihoods import Likelihood
 from lapwing.model.calls import Inputs, map_tensors
 from lapwing.posterior import Belief, Tempered
