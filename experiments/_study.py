@@ -48,7 +48,8 @@ def study(
 
 def told(values: Mapping[str, float], digits: int = 3) -> str:
     """Return "name value, name value", with semicolons where names have commas."""
-    return ("; " if any("," in name for name in values) else ", ").join(f"{name} {value:.{digits}g}" for name, value in values.items())
+    between = "; " if any("," in name for name in values) else ", "
+    return between.join(f"{name} {value:.{digits}g}" for name, value in values.items())
 
 
 def dots(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
