@@ -138,7 +138,8 @@ class Result:
         seeds = f"seed {self.seeds[0]}" if len(self.seeds) == 1 else f"seeds {', '.join(map(str, self.seeds))}"
         source = f"Paper {self.paper}" if self.paper else "A question of our own"
         parts = [f"# {self.title}", f"{source}. Made by `{self.command}`, {seeds}."]
-        parts += [self.sentence] if self.sentence else []
+        repeated = any(claim.found == self.sentence for claim in self.claims)
+        parts += [self.sentence] if self.sentence and not repeated else []
         for claim in self.claims:
             parts += claim.paragraphs
         parts += [f"![{self.title}]({self.name}.png)"] if figure else []

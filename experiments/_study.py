@@ -47,8 +47,9 @@ def study(
 
 
 def told(values: Mapping[str, float], digits: int = 3) -> str:
-    """Return "name value, name value"."""
-    return ", ".join(f"{name} {value:.{digits}g}" for name, value in values.items())
+    """Return "name value, name value", with semicolons where names have commas."""
+    between = "; " if any("," in name for name in values) else ", "
+    return between.join(f"{name} {value:.{digits}g}" for name, value in values.items())
 
 
 def dots(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
@@ -73,7 +74,7 @@ def dots(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
         axes.grid(axis="y", lw=0.3)
         axes.tick_params(labelsize=8)
     panels[0].set_yticks(range(len(names)), names)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
     for axes in panels[len(columns) :]:
         axes.axis("off")
     return canvas

@@ -259,7 +259,7 @@ def judge(mean: Scores) -> list[Claim]:
             "a smaller, deterministic feedforward network as successfully demonstrated in (Balan et al., 2015) for "
             "posterior samples using HMC.",
             "appendix D",
-            f"Test NLL: {told(nll, 4)}; mean AUROC of the entropy: {told(areas)}; KL from the teacher: {told(kl)}.",
+            f"Test NLL: {told(nll, 4)}. Mean AUROC of the entropy: {told(areas)}. KL from the teacher: {told(kl)}.",
             verdict(
                 abs(nll[OURS] - nll[TEACHER]) < 0.005,
                 abs(areas[OURS] - areas[TEACHER]) < 0.01,

@@ -109,7 +109,7 @@ def judge(mean: Scores) -> list[Claim]:
         ),
         answered(
             "Is KFRA as good as KFAC and faster?",
-            f"Test NLL: {told(nll)}; CPU seconds of a fit: {told(spent)}.",
+            f"Test NLL: {told(nll)}. CPU seconds of a fit: {told(spent)}.",
             "on each network, the tuned NLL is at most 0.002 above KFAC's, and the fit takes less CPU time.",
             *(nll[ours] <= nll[theirs] + 0.002 for ours, theirs in pairs),
             *(spent[ours] < spent[theirs] for ours, theirs in pairs),

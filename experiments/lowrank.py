@@ -69,7 +69,7 @@ def judge(mean: Scores) -> list[Claim]:
     return [
         answered(
             "Does one pass over the rows keep as much as iterations do, for less time?",
-            f"Share of the trace that is kept: {told({row: cells['trace kept'] for row, cells in mean.items()})}; CPU "
+            f"Share of the trace that is kept: {told({row: cells['trace kept'] for row, cells in mean.items()})}. CPU "
             f"seconds: {told({row: cells['CPU s'] for row, cells in mean.items()})}.",
             "at every rank, one pass over rows keeps at least 0.98 of what the best way keeps, and takes the least CPU "
             "time.",

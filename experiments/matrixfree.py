@@ -188,7 +188,7 @@ def judge(mean: Scores) -> list[Claim]:
         Claim(
             "We can use Iterative Solvers!",
             where,
-            f"Iterations of conjugate gradients: {told(steps)}; largest relative residuals: {told(residuals)}.",
+            f"Iterations of conjugate gradients: {told(steps)}. Largest relative residuals: {told(residuals)}.",
             verdict(all(value < 1000 for value in steps.values()), all(value <= 1e-2 for value in residuals.values())),
             "two parts: fewer than 1,000 iterations, where a direct method needs as many as there are weights, and no "
             "relative residual above 1e-2.",

@@ -120,7 +120,7 @@ def judge(mean: Scores) -> list[Claim]:
     return [
         answered(
             "Is the tuned posterior good in and out of distribution at once?",
-            f"Test NLL: {told(nll, 4)}; mean AUROC of the entropy against three other data sets: {told(areas)}.",
+            f"Test NLL: {told(nll, 4)}. Mean AUROC of the entropy against three other data sets: {told(areas)}.",
             "two parts: its test NLL is not above that of temperature scaling on the same images, and the mean AUROC "
             "of its entropy is higher.",
             nll[TUNED] <= nll[SCALING],

@@ -158,7 +158,7 @@ def judge(mean: Table) -> list[Claim]:
             Claim(
                 "Validation-based selection requires many iterations",
                 "Example: Gradient-Based Model Selection",
-                f"CPU seconds: {told(spent)}; test NLL: {told(nll)}.",
+                f"CPU seconds: {told(spent)}. Test NLL: {told(nll)}.",
                 verdict(spent["train, network"] < spent[tried], nll["train, network"] <= nll[tried]),
                 "training with the evidence takes less CPU time than trying six weight decays, and its test NLL is not "
                 "higher.",

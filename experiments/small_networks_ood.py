@@ -106,7 +106,7 @@ def judge(mean: Scores) -> list[Claim]:
     return [
         answered(
             "Does the default choose well whether to tune the temperature?",
-            f"Test NLL: {told(nll, 4)}; mean AUROC against three other data sets: {told(areas)}.",
+            f"Test NLL: {told(nll, 4)}. Mean AUROC against three other data sets: {told(areas)}.",
             "two parts: the default's NLL is at most 0.002 above the lower one of T = 1 and T free, and its mean AUROC "
             "is not below that of temperature scaling.",
             nll[DEFAULT] <= min(nll["T = 1"], nll["T free"]) + 0.002,
