@@ -350,8 +350,9 @@ class Laplace:
     ) -> Prediction:
         """Return the predictive distribution at inputs x: a tensor, a tuple called as model(*x), or a dict.
 
-        `method="linearized"` uses f̂ + J(θ − θ̂), in closed form, or by `samples` forward-mode products if there are many
-        outputs; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
+        `method="linearized"` uses f̂ + J(θ − θ̂), so that f ~ N(f̂, J Σ Jᵀ) (Immer et al. 2021): in closed form, or by
+        `samples` forward-mode products if there are many outputs. "sampled" runs the network at `samples` drawn
+        weights. `link` turns f into probabilities: "auto" takes
         a link that is exact or nearly so, else Monte Carlo; "probit", "bridge" and "mc" ask for that link; "jvp" is
         coarse Monte Carlo by about `samples` forward-mode products and their mirror images, without covariances.
         `joint=True` keeps the covariance between inputs, `differentiable=True` the gradients with respect to x. Without
