@@ -1,4 +1,4 @@
-"""Every error that Lapwing raises on purpose, and the words it has for people.
+"""The errors that Lapwing raises, and functions that word messages.
 
 A message says what came, what is allowed and what to do. Warnings point at the user's own line, near misses get a
 suggestion, and objects are described without their numbers.
@@ -121,7 +121,7 @@ class CorruptFile(LapwingError, OSError):
 
 
 class CannotWrite(LapwingError, OSError):
-    """A file could not be written: the disk is full, or the folder is not for writing. An older file is as it was.
+    """A file could not be written: the disk is full, or the folder is read-only. An older file is unchanged.
 
     Examples:
         >>> import pathlib

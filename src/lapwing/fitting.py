@@ -94,7 +94,10 @@ def fit(
     progress: bool | None = None,
     repair: bool = False,
 ) -> Laplace:
-    """Give a trained network a posterior over its weights.
+    """Give a trained network a Gaussian posterior over its weights, N(θ̂, (T/φ·H + Π)⁻¹).
+
+    H is the curvature of the log-likelihood at the weights θ̂ of the network, Π the prior precision, φ the dispersion
+    of the likelihood (σ² for a regression) and T the temperature.
 
     - `data`: a re-iterable of batches (a DataLoader, a list) or a pair (X, y). A batch is (x, y), ((x1, x2), y), a dict
       with labels, or anything that `split(batch) -> (inputs, targets[, weights])` reads. Arrays and data frames are
@@ -109,14 +112,17 @@ def fit(
       (name, tensor) -> bool, or `subnetwork(...)`.
     - `prior`: a precision (see `Prior`). `temperature`: a power of the likelihood.
     - `n_data`: the size of the data set, if `data` is only a part of it or repeats it.
+    - `generator`: the source of random numbers, for factors and structures that draw some.
+    - `device`: a check, not a move: `fit` refuses a model that is on another device.
     - `memory`: bytes that the fit and predictions may use.
     - `checkpoint`: a folder from which an interrupted fit goes on (diag, blockdiag, kron, ekfac, full). Other batches
       or another order start over.
+    - `progress`: True shows a progress bar, False none, None only on a terminal.
     - `repair`: raise the prior precision where the posterior would not be positive definite (exact Hessian).
 
     The module is evaluated in eval mode and is bit-identical afterwards. Under `torchrun`, after
     `torch.distributed.init_process_group`, all processes call `fit` with the same model and options, each with its own
-    shard of the data (it may be empty); all get the same posterior, that of all data. Where one process fails, all do.
+    shard of the data (it may be empty); all get the posterior of all data. If one process fails, all raise an error.
 
     Examples:
         >>> la = lapwing.fit(model, train_loader, "classification")

@@ -49,7 +49,7 @@ class LaplaceCallback(TrainerCallback):
     """Fit a posterior when `Trainer.train` ends, after the best model was loaded (`load_best_model_at_end=True`).
 
     `callback.la` is the posterior, over the parameters that were trained. `tune` says whether it is tuned on the data
-    that the trainer evaluated on (`eval_strategy="epoch"`; without an evaluation it has made none ready), or holds
+    that the trainer evaluated on (a trainer that never evaluates prepares none: set `eval_strategy`), or holds
     options of `la.tune`, held-out `data` among them. `data` are batches to fit in place of the trainer's own. Anything
     else goes to `lapwing.fit`.
 

@@ -73,7 +73,7 @@ class Laplace:
 
     @property
     def module(self) -> nn.Module:
-        """The network itself.
+        """The network of the user.
 
         Examples:
             >>> la.module is model
@@ -103,7 +103,7 @@ class Laplace:
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the outputs of the network mean.
+        """The likelihood p(y | f) of a target y given the outputs f, with its current noise.
 
         Examples:
             >>> print(f"estimated noise: {regression.likelihood.noise.item():.2f}")
@@ -113,7 +113,7 @@ class Laplace:
 
     @property
     def temperature(self) -> Tempered:
-        """How often the data count.
+        """The temperature T of the likelihood: each datum counts T times.
 
         Examples:
             >>> la.replace(temperature=0.5).temperature
@@ -123,7 +123,7 @@ class Laplace:
 
     @property
     def logit_temperature(self) -> float:
-        """What logits are divided by before they become probabilities.
+        """The number by which logits are divided before they become probabilities.
 
         Examples:
             >>> la.replace(logit_temperature=1.5).logit_temperature
@@ -176,10 +176,10 @@ class Laplace:
     def log_evidence(self, at: str = "map", *, data: Any = None) -> Tensor:
         """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
 
-        At T ≠ 1 it is the evidence of the tempered likelihood. `at="linear-mode"` is for networks that were not trained
-        to the mode of this very prior. It evaluates at the mode of the linearized model, reached by one step of Newton
-        in the stored curvature or, with the training `data`, exactly by Jacobian products (`linear_mode`; no
-        gradients).
+        At T ≠ 1 it is the evidence of the tempered likelihood. `at="linear-mode"` is for networks whose
+        weights are not at the mode under this prior. It evaluates at the mode of the linearized model, which it finds
+        by one Newton step in the stored curvature or, with the training `data`, exactly by Jacobian products
+        (`linear_mode`; then the result has no gradients).
 
         Examples:
             >>> evidence = la.log_evidence()
@@ -204,7 +204,7 @@ class Laplace:
     @property
     @outside_inference
     def effective_parameters(self) -> float:
-        """γ = tr(c·H (c·H + Π)⁻¹): how many directions the data, not the prior, determine.
+        """γ = tr(c·H (c·H + Π)⁻¹), c = T/φ: the number of directions that the data determine rather than the prior.
 
         Examples:
             >>> 0 < la.effective_parameters < la.params.size
@@ -350,8 +350,9 @@ class Laplace:
     ) -> Prediction:
         """Return the predictive distribution at inputs x: a tensor, a tuple called as model(*x), or a dict.
 
-        `method="linearized"` uses f̂ + J(θ − θ̂), in closed form, or by `samples` forward-mode products if there are many
-        outputs; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
+        `method="linearized"` uses f̂ + J(θ − θ̂), so that f ~ N(f̂, J Σ Jᵀ) (Immer et al. 2021): in closed form, or by
+        `samples` forward-mode products if there are many outputs. "sampled" runs the network at `samples` drawn
+        weights. `link` turns f into probabilities: "auto" takes
         a link that is exact or nearly so, else Monte Carlo; "probit", "bridge" and "mc" ask for that link; "jvp" is
         coarse Monte Carlo by about `samples` forward-mode products and their mirror images, without covariances.
         `joint=True` keeps the covariance between inputs, `differentiable=True` the gradients with respect to x. Without
@@ -381,8 +382,8 @@ class Laplace:
     def kernel_factors(self, x: Inputs, *, differentiable: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return f (B, *event, C) at inputs x, and U and V (B, *event, C, k) that give its covariance with f anywhere.
 
-        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ, the kernel of the linearized model, for the factors of one call or of two. k is
-        about the number of weights. What many small joint covariances need (`lapwing.botorch`) costs one pass this way.
+        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ is the kernel of the linearized model, for factors of the same call or of two calls.
+        k is about the number of weights. Many small joint covariances (`lapwing.botorch`) thus cost one pass.
         `differentiable=True` keeps the gradients with respect to x.
 
         Examples:
@@ -551,7 +552,7 @@ class Laplace:
         rule: str | Rule = "widest",
         progress: bool | None = None,
     ) -> Laplace:
-        """Choose prior, temperature and noise; `.tuning` of the result holds what was tried and what it scored.
+        """Choose prior, temperature and noise; `.tuning` of the result lists what was tried, with scores.
 
         Held-out `data` choose by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass). Without data the evidence chooses, which on networks that
@@ -622,7 +623,7 @@ class Laplace:
 
     @outside_inference
     def summary(self) -> str:
-        """Return a text: what was fitted, how, and what to know about it.
+        """Return a text that says what was fitted and how, with warnings and notes.
 
         Examples:
             >>> print(la.summary())
@@ -634,7 +635,7 @@ class Laplace:
     def save(self, path: str | Path) -> None:
         """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it.
 
-        Folders on the way to it are made if they are missing.
+        Missing folders of the path are made.
 
         Examples:
             >>> la.save("model.lapwing")
@@ -643,7 +644,7 @@ class Laplace:
         write_file(Path(path), *self.stored())
 
     def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `save` writes: tensors by name, and a description that JSON takes."""
+        """Return what `save` writes: tensors by name, and a description that JSON can hold."""
         self._require_unchanged()
         return stored(self)
 

@@ -356,7 +356,7 @@ def test_classes_are_the_kinds_that_they_are_in_laplace_torch():
 
 
 def test_what_a_kind_of_posterior_needs_is_named():
-    with pytest.raises(TypeError, match=r"needs subnetwork_indices.*LargestMagnitudeSubnetMask"):
+    with pytest.raises(ValueError, match=r"needs subnetwork_indices.*LargestMagnitudeSubnetMask"):
         lt.Laplace(network(), "classification", "subnetwork", "full")
     with pytest.raises(TypeError, match="needs n_subset"):
         lt.Laplace(network(), "classification", "all", "gp")

@@ -96,11 +96,13 @@ class Bound:
         """Estimate E_q[−log p]/n by one draw."""
         params, generator = self.task.params, self.task.generator
         try:
-            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-            centers, drawn = params.unflatten(mean), params.unflatten(mean + deviation * noise)
-            variances = params.unflatten(deviation.square())
-            values = {name: centers[name] if name in self.rows else drawn[name] for name in params.names}
-            pairs = {id(values[name]): variances[name] for name in self.rows}
+            values, deviations = params.unflatten(mean), params.unflatten(deviation)
+            pairs = {id(values[name]): deviations[name].square() for name in self.rows}
+            for name in params.names:
+                if name not in self.rows:
+                    like = values[name]
+                    noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+                    values[name] = like + deviations[name] * noise
             with OutputDraws(pairs, generator) if pairs else nullcontext():
                 total, count = self.task.nll(batch, values)
         except OtherUse:  # this batch uses a weight in another way than the first one did

@@ -1,4 +1,4 @@
-"""Temperature scaling: the calibration that a posterior has to beat."""
+"""Temperature scaling: logits divided by one number, the simplest calibration of a classifier."""
 
 from dataclasses import dataclass
 from typing import Any

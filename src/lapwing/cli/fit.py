@@ -192,7 +192,7 @@ def _learned(text: str) -> tuple[str, ...]:
     """Read names of what tuning chooses."""
     found = command.names(text)
     if not found or not set(found) <= set(LEARNED):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(LEARNED)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one or several of {', '.join(LEARNED)}")
     return found
 
 

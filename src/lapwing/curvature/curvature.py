@@ -1,4 +1,4 @@
-"""What a structure is, and the curvature that it gives: Σ Jᵀ S Sᵀ J of a problem, kept in some form.
+"""What a structure is, and the curvature that it computes: Σ Jᵀ S Sᵀ J of a problem, stored in some form.
 
 A structure of your own subclasses `Structure`, and `lapwing.register` gives it a name for `fit` and for files.
 """
@@ -64,9 +64,9 @@ class Estimate:
 
 
 class Structure(ABC):
-    """A way to keep the curvature. A subclass says what it costs and how it is estimated.
+    """A form in which the curvature is stored. A subclass says what it costs and how it is computed.
 
-    la = lapwing.fit(model, loader, "classification", structure=Mine())
+    docs/extending.md adds one step by step.
     """
 
     subnetworks = True  # whether single weights can be selected

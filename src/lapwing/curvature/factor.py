@@ -277,7 +277,7 @@ class MCFisher(Factor):
 @register(name="empirical")
 @dataclass(frozen=True, eq=False)
 class EmpiricalFisher(Factor):
-    """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare.
+    """Outer products of the gradient of each sample. It vanishes where the network interpolates: for comparisons only.
 
     Examples:
         >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.EmpiricalFisher())

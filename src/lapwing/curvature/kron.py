@@ -331,7 +331,10 @@ def _trace(matrix: Tensor) -> Tensor:
 @register(name="kron")
 @dataclass(frozen=True, eq=False)
 class Kron(Structure):
-    """One Kronecker product per weight matrix (KFAC; Martens and Grosse 2015).
+    """One Kronecker product G ⊗ A per weight matrix (KFAC; Martens and Grosse 2015; Ritter et al. 2018, section 2.2).
+
+    For a layer h = W a the block of one sample is 𝓗 ⊗ a aᵀ with 𝓗 = (∂f/∂h)ᵀ Λ ∂f/∂h (Ritter et al. 2018, Eqs. 1 and
+    14). KFAC takes G = Σ_n 𝓗_n and A = E[a aᵀ]: a product of expectations in place of the expectation of the product.
 
     `sharing` is for weights used at several positions: "expand" treats positions as samples (right for per-token
     losses), "reduce" sums gradients and averages inputs over positions (closer for pooled outputs; Eschenhagen et al.
@@ -447,8 +450,11 @@ def eigenbasis(sums: KroneckerSums, problem: Problem) -> BlockDiagonal:
 @register(name="ekfac")
 @dataclass(frozen=True, eq=False)
 class EKFAC(Structure):
-    """A Kronecker eigenbasis with the exact diagonal in it (George et al. 2018): the trace is exact, the evidence is
-    a lower bound of that of the block-diagonal curvature.
+    """A Kronecker eigenbasis with the exact diagonal of the curvature in it (George et al. 2018).
+
+    With the eigenvectors U_G and U_A of the factors of `Kron` and the gradient matrices D of each sample and direction,
+    the diagonal is E_ij = Σ ((U_Gᵀ D U_A)_ij)². The trace of the curvature is exact, and the evidence is a lower bound
+    of that of the block-diagonal curvature.
 
     It takes two passes over the data. `basis` is the factor of the first pass; any orthonormal basis is valid. None
     takes the factor of the fit, but for the exact GGN of a classifier the smallest directions, with 1e-3 of the

@@ -147,7 +147,8 @@ def sampled_curve(
 ) -> TemperatureCurve:
     """Score the sampled predictive at each temperature, its prior kept, on labeled data and on data from elsewhere.
 
-    Generalized Laplace, Figs. 3 to 5: 50 networks per temperature, from the same random numbers at all temperatures.
+    As in Figs. 3 to 5 of Chen, Yu, Li and Lim, "Generalized Laplace Approximation": 50 networks per temperature, from
+    the same random numbers at all temperatures.
     """
     check_temperatures(temperatures)
     groups, precision = Groups.of_prior(predictive.belief)

@@ -33,7 +33,9 @@ def log_evidence(
     temperature: float | Tensor | Tempered = 1.0,
     at: str = "map",
 ) -> Tensor:
-    """T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀) − ½[log|T/φ·H + Π| − log|Π|], a float64 scalar.
+    """Return the log evidence of the Laplace approximation, a float64 scalar (MacKay 1992).
+
+    log p(D) ≈ T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀) − ½[log|T/φ·H + Π| − log|Π|].
 
     `prior` is what `lapwing.fit` takes (a scalar, a dict, a tensor, a `Prior`) or its mean and precision matrix; `mean`
     is θ̂ (P,), by default the weights that the curvature was computed at. Differentiable in prior precisions, prior

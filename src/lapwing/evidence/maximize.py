@@ -267,7 +267,8 @@ def tune_grid(
         return tune(belief, groups, learn=learn)
     if unknown := set(grid) - {"prior", "dispersion"}:
         raise UnsupportedOperation(
-            f"the evidence can choose 'prior' and 'dispersion' (the noise), not {sorted(unknown)}"
+            f"the evidence can choose 'prior' and the noise, and grid= has {sorted(unknown)}. Temperatures need "
+            "held-out data: la.tune(val_loader, grid=...)"
         )
     free = tuple(name for name in learn if name not in grid)
     now = groups.precisions(belief)

@@ -97,7 +97,7 @@ class Online:
             resolve_structure(self.structure)  # refuse now
         resolve_factor(self.factor)
         if set(self.learning) - {"prior", "dispersion"}:
-            raise UnsupportedOperation(f"learn is any of 'prior' and 'dispersion'; got {list(self.learning)}")
+            raise UnsupportedOperation(f"learn is any of 'prior' and 'noise', got {list(self.learning)}")
         if self.belief is None:
             prior = Prior(self.start) if isinstance(self.prior, str) else resolve_prior(self.prior)
             object.__setattr__(self, "belief", Progress(prior, family))

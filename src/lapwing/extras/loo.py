@@ -16,6 +16,7 @@ from lapwing.posterior import Belief
 LEVERAGE = 0.98  # a larger leverage of a datum on its own prediction is clamped to this
 TRUSTED = 0.01  # the score is not trusted if more than this share of the data is clamped
 SURE = 2.0  # standard errors that the gain over the network must exceed
+MOST = 1.0  # nats that one datum may add to that gain or take from it
 ASK = "tune on held-out data, tune(val_loader), or take what the evidence chose with method='evidence'"
 
 CAUTION = (
@@ -109,9 +110,11 @@ def keep_if_shown(
     """Keep a tuning only if leave-one-out shows that its posterior predicts better; else choose the bare network.
 
     `batches` are training data. The posterior is kept if its leave-one-out loss is below that of the network, evaluated
-    at the leave-one-out means, by more than two standard errors. A network that interpolates its data looks best
-    without a posterior; then nothing can be shown, and a posterior that would have helped is lost. With None for data
-    nothing is shown either.
+    at the leave-one-out means, by more than two standard errors. One datum counts for at most one nat: leave-one-out
+    means are a single Newton step away, and a step that costs many nats goes farther than a refit would. That matters
+    where the posterior was fitted to a part of what the network was trained on. A network that interpolates its data
+    looks best without a posterior; then nothing can be shown, and a posterior that would have helped is lost. With None
+    for data nothing is shown either.
     """
     if batches is None:
         return _without(tuning, belief, groups, f"there are no training data at hand to compare with; {ASK}")
@@ -133,7 +136,7 @@ def keep_if_shown(
         )
     except (IncompatiblePrior, UnsupportedOperation, TooLarge) as refusal:
         return _without(tuning, belief, groups, f"leave-one-out has no answer here ({refusal}); {ASK}")
-    difference = (seen[0].losses[seen[0].home] - seen[0].losses[0]).double()
+    difference = (seen[0].losses[seen[0].home] - seen[0].losses[0]).double().clamp(-MOST, MOST)
     gain, error = difference.mean().item(), difference.std().item() / len(difference) ** 0.5
     told = f"by leave-one-out of {len(difference)} training data it gains {gain:.2g} ± {error:.2g} nats per item"
     if gain > SURE * error and not any("not to be trusted" in message for message in found.messages):

@@ -173,7 +173,7 @@ def tune_bound(belief: Belief, groups: Groups, *, learn: Sequence[str] = ("prior
     ∂/∂log τ = ½[Σ c e/(c e + τ) + c t/τ − τ‖θ̂ − μ₀‖²], e the eigenvalues inside the span and t the trace outside.
     """
     if tuple(learn) != ("prior",) or groups.count != 1:
-        raise UnsupportedOperation("inducing points learn one prior precision (learn='prior', prior='scalar')")
+        raise UnsupportedOperation("structure='valla' can tune one prior precision only: learn='prior', prior='scalar'")
     inside, prior_scale = belief.curvature.matrix.eigenvalues(), belief.temperature.prior_scale
     assert inside is not None  # of the span, without a prior
     inner = belief.scale.detach() / prior_scale

@@ -114,7 +114,7 @@ class Likelihood(ABC):
         )
 
     def doubts(self, f: Tensor, y: Tensor) -> list[str]:
-        """Say what in outputs and canonical targets of a few items contradicts this likelihood, and what to do."""
+        """Return messages where outputs and canonical targets of a few items contradict this likelihood."""
         return []
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class Likelihood(ABC):
         )
 
     def learned_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return names of what to learn with "dispersion" for the dispersion, under whichever name it came."""
+        """Replace the user's name of the dispersion, such as "noise", by "dispersion" in names of what to learn."""
         asked = [name for name in names if name in ("noise", "dispersion", self.dispersion_name)]
         if asked and not self.dispersion_name:
             raise UnsupportedOperation(
@@ -286,12 +286,12 @@ class Likelihood(ABC):
         return self.dispersion_name, self.dispersion_unit
 
     def dispersion_from(self, shown: float) -> float:
-        """Return the dispersion that users write like this."""
+        """Return the dispersion φ for the value that users read or write, such as a standard deviation."""
         return shown ** (1 / self.dispersion_unit)
 
     @property
     def dispersion_bounds(self) -> tuple[float, float]:
-        """Between which values the evidence looks for the dispersion."""
+        """The smallest and the largest dispersion that the evidence may choose."""
         return self.dispersion_range
 
     @property
@@ -361,7 +361,7 @@ class Likelihood(ABC):
         return _interpolated(statistics, self.dispersion.to(statistics), self.dispersion_range, type(self).__name__)
 
     def flaw(self, statistics: Tensor) -> str:
-        """Say what makes statistics from a file impossible; empty where they may be of some data."""
+        """Say why no data can have these statistics, which were read from a file; empty if some data can."""
         own = type(self).statistics is not Likelihood.statistics
         if statistics.ndim != 1 or not (own or len(statistics) == (NODES if self.dispersion_name else 1)):
             return f"the statistics have shape {tuple(statistics.shape)}"

@@ -86,7 +86,9 @@ def _surface_title(tuning: Tuning, widest: float) -> str:
 
 
 def temperature(curve: TemperatureCurve) -> Figure:
-    """Plot NLL, accuracy and entropy of all data against the temperature (Generalized Laplace, section 5).
+    """Plot NLL, accuracy and entropy of all data against the temperature.
+
+    These are the figures of Chen, Yu, Li and Lim, "Generalized Laplace Approximation", section 5.
 
     Examples:
         >>> curve = la.temperature_curve(test_loader, ood={"noise": noise})

@@ -167,10 +167,11 @@ def factored_precision(curvature: PSD, scale: float | Tensor, prior: PSD, *, spl
 
 @dataclass(frozen=True, eq=False)
 class Tempered:
-    """How often the data count: the posterior precision is T·H/φ + Π, or T·(H/φ + Π) with `prior=True`.
+    """A temperature T: the posterior precision is T·H/φ + Π, or T·(H/φ + Π) with `prior=True`.
 
-    T > 1 sharpens, T = 1 is Bayes, T → 0 is the prior. T is the same as a number of pseudo-observations per datum
-    (laplace-torch's temperature is 1/T). Generalized Laplace, Eq. 21–24; the fully tempered form is Eq. 3.
+    Each datum counts T times. T > 1 sharpens the posterior, T = 1 is Bayes, and T → 0 gives the prior
+    (laplace-torch's temperature is 1/T). These are Eqs. 21 to 24 of Chen, Yu, Li and Lim, "Generalized Laplace
+    Approximation"; with `prior=True` it is their Eq. 3.
 
     Examples:
         >>> cold = lapwing.fit(model, train_loader, "classification", temperature=lapwing.Tempered(2.0, prior=True))

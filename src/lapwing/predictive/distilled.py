@@ -198,7 +198,7 @@ class Distilled:
             )
 
     def summary(self) -> str:
-        """Return a text: how far this predictor is from its teacher, one line per set of inputs.
+        """Return a text that says how far this predictor is from its posterior, one line per set of inputs.
 
         Examples:
             >>> text = la.distill(train_loader, epochs=0, ood={"noise": noise}).summary()

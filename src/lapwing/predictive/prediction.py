@@ -144,7 +144,7 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def aleatoric(self) -> Tensor:
-        """What would remain if the weights were known: E_f[entropy of p(y|f)], else E_f[Var(y|f)].
+        """The uncertainty that would remain if the weights were known: E_f[entropy of p(y|f)], else E_f[Var(y|f)].
 
         Examples:
             >>> la.predict(x).aleatoric.shape
@@ -154,7 +154,7 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def epistemic(self) -> Tensor:
-        """What more data would remove: the mutual information of y and f, else Var_f(E[y|f]).
+        """The uncertainty that more data would remove: the mutual information of y and f, else Var_f(E[y|f]).
 
         Examples:
             >>> bool(la.predict(noise).epistemic.mean() > la.predict(x).epistemic.mean())
@@ -182,7 +182,7 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def uncertainty(self) -> Tensor:
-        """How uncertain y is, (B, *event) or (B,): the score for strange inputs that every model has.
+        """How uncertain y is, (B, *event) or (B,): a score for strange inputs that every kind of model has.
 
         Examples:
             >>> p = la.predict(x)
@@ -203,7 +203,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def fields(self, level: float = 0.95) -> dict[str, Tensor]:
-        """Return what files hold of this prediction, by name, one row per item; intervals have this level.
+        """Return the fields that files contain, by name, with one row per item; intervals have this level.
 
         Examples:
             >>> list(regression.predict(inputs).fields(level=0.9))
@@ -217,7 +217,7 @@ class Prediction(ABC):
         """Return True where the model should not answer: a confidence below the threshold, or a spread above it.
 
         Classes and labels are judged by `confidence`, numbers by `stddev`. `by` names another field, such as "entropy",
-        "epistemic" or "novelty", of which large values are doubtful. `lapwing.metrics.rejection(p, y).threshold(risk)`
+        "epistemic" or "novelty", whose large values mean doubt. `lapwing.metrics.rejection(p, y).threshold(risk)`
         finds a threshold for a wanted risk on held-out data.
 
         Examples:
@@ -231,7 +231,7 @@ class Prediction(ABC):
         return value > (-threshold if by == "confidence" else threshold)
 
     def doubt(self, by: str | None = None) -> Tensor:
-        """Return a field of which large values are doubtful; the confidence with its sign reversed."""
+        """Return the field `by` such that large values mean doubt; a confidence has its sign reversed."""
         by = self.doubt_name if by is None else by
         known = ("confidence", "entropy", "epistemic", "total", "novelty", "stddev", "uncertainty")
         value = getattr(self, by, None) if by in known else None
@@ -323,9 +323,9 @@ class Prediction(ABC):
         return html_of(caption, shown.fields(), rows, len(self))
 
     def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
-        """Return words for item `index` of the batch: its "truth", the "answer" and the "certainty" of the answer.
+        """Describe item `index` of the batch in words: its "truth", the "answer" and the "certainty" of the answer.
 
-        y are canonical targets and `classes` names of classes. What cannot be said in a few words is empty.
+        y are canonical targets and `classes` names of classes. An entry is empty where a few words do not suffice.
         """
         return {"truth": "", "answer": "", "certainty": f"{float(self.uncertainty[index].mean()):.2f}"}
 

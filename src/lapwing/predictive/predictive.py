@@ -31,7 +31,7 @@ from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.sampled import sampled_function, warn_of_collapse
 
 JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
-SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
+SAMPLED_DRAWS = 50  # networks in method="sampled", as many as Chen et al. use in "Generalized Laplace Approximation"
 
 SHARED = 4  # samples that share their draws in tuning by draws: few, so that the errors of draws average out
 
