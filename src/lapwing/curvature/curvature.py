@@ -88,7 +88,7 @@ class Structure(ABC):
         """Estimate the curvature, passing over the data as often as needed."""
 
     def chosen(self, problem: Problem) -> tuple[Structure, str]:
-        """Return the structure to use for a problem, and why where it is another one than this."""
+        """Return the structure to use for a problem, with the reason if it is not this one."""
         return self, ""
 
     def continues(self, matrix: PSD, problem: Problem) -> bool:

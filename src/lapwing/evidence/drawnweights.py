@@ -38,7 +38,7 @@ LOST = 0.1  # share of right labels that sampled weights may lose before tuning 
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Held-out inputs in batches, what the network itself makes of them, and how to run drawn networks on them.
+    """Held-out inputs in batches, the outputs of the network itself at them, and how to run drawn networks on them.
 
     `f` are the outputs of the network itself, (items, C), one row per sample and position; `y` are canonical targets.
     `counts` says how many items each batch of inputs has.
