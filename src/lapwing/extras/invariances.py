@@ -225,7 +225,12 @@ class Affine(nn.Module):
 
     @property
     def ranges(self) -> dict[str, float]:
-        """The ranges by name; rotation in degrees."""
+        """The ranges by name; rotation in degrees.
+
+        Examples:
+            >>> list(lapwing.Affine(rotation=5.0, shear=0.1).ranges)
+            ['rotation', 'shear']
+        """
         pairs = zip(self.kinds, self.extent.tolist(), strict=True)
         return {kind: value * UNITS.get(kind, 1.0) for kind, value in pairs}
 
