@@ -47,13 +47,7 @@ class Learned:
 
 
 def invariant_bound(
-    network: Network,
-    plan: Plan,
-    copies: Tensor,
-    y: Tensor,
-    likelihood: Likelihood,
-    precision: Tensor,
-    n_data: float,
+    network: Network, plan: Plan, copies: Tensor, y: Tensor, likelihood: Likelihood, precision: Tensor, n_data: float
 ) -> Tensor:
     """The stochastic bound for augmented inputs (n, copies, …), with gradients into them and into `precision` (P,)."""
     with network.borrow(differentiable=True):

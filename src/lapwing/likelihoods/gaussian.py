@@ -197,7 +197,7 @@ class Gaussian(Likelihood):
         if len(seen) < len(squares):
             warn(
                 f"{len(squares) - len(seen)} of {len(squares)} outputs have no residuals on the training data, which "
-                "says nothing about their noise: give it, as in Gaussian(noise=0.1)",
+                "says nothing about their noise: give it, as in Gaussian(noise=0.1)"
             )
         least = seen.min() if len(seen) else torch.ones_like(statistics[0])
         return Gaussian(torch.where(squares > 0, squares, least).sqrt().cpu(), estimated=True)
