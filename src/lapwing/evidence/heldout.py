@@ -464,5 +464,3 @@ def unpack_symmetric(flat: Tensor, size: int) -> Tensor:
     where[low, high] = torch.arange(len(low), device=flat.device)
     where[high, low] = where[low, high]
     return flat[..., where]
-
-
