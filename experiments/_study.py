@@ -53,28 +53,33 @@ def told(values: Mapping[str, float], digits: int = 3) -> str:
 
 
 def dots(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
-    """Draw one panel per column, with a line per row: a dot per seed and a bar at the mean."""
+    """Draw one panel per column, with a line per row that has it: a dot per seed and a bar at the mean."""
     from matplotlib.figure import Figure
 
-    columns = list(dict.fromkeys(column for cells in each.values() for column in cells))
-    wide = min(PANELS, len(columns))
-    high = -(-len(columns) // wide)
-    canvas = Figure(figsize=(2.5 + 2.2 * wide, high * (0.9 + 0.22 * len(each))), layout="constrained")
-    panels = canvas.subplots(high, wide, sharey=True, squeeze=False).flatten()
-    names = list(each)
-    for axes, column in zip(panels, columns):
-        shown = {k: each[row][column] for k, row in enumerate(names) if column in each[row]}
-        for k, values in shown.items():
-            axes.plot(values, [k] * len(values), ".", color="#2b6cb0", ms=5)
-            axes.plot([sum(values) / len(values)], [k], "|", color="black", ms=11)
-        found = [value for values in shown.values() for value in values]
-        if min(found) > 0 and max(found) > 100 * min(found):
-            axes.set_xscale("log")
-        axes.set_title(column, loc="left", fontsize=9)
-        axes.grid(axis="y", lw=0.3)
-        axes.tick_params(labelsize=8)
-    panels[0].set_yticks(range(len(names)), names)
-    panels[0].set_ylim(len(names) - 0.5, -0.5)
-    for axes in panels[len(columns) :]:
-        axes.axis("off")
+    groups: dict[tuple[str, ...], list[str]] = {}  # columns by the rows that have them
+    for column in dict.fromkeys(column for cells in each.values() for column in cells):
+        groups.setdefault(tuple(row for row, cells in each.items() if column in cells), []).append(column)
+    lines = [
+        (rows, columns[k : k + PANELS]) for rows, columns in groups.items() for k in range(0, len(columns), PANELS)
+    ]
+    wide = max(len(columns) for _, columns in lines)
+    heights = [0.7 + 0.24 * len(rows) for rows, _ in lines]
+    canvas = Figure(figsize=(2.5 + 2.2 * wide, sum(heights)), layout="constrained")
+    parts = canvas.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for (rows, columns), part in zip(lines, parts):
+        panels = part.subplots(1, wide, sharey=True, squeeze=False)[0]
+        for axes, column in zip(panels, columns):
+            found = [each[row][column] for row in rows]
+            for k, values in enumerate(found):
+                axes.plot(values, [k] * len(values), ".", color="#2b6cb0", ms=5)
+                axes.plot([sum(values) / len(values)], [k], "|", color="black", ms=11)
+            if min(map(min, found)) > 0 and max(map(max, found)) > 100 * min(map(min, found)):
+                axes.set_xscale("log")
+            axes.set_title(column, loc="left", fontsize=9)
+            axes.grid(axis="y", lw=0.3)
+            axes.tick_params(labelsize=8)
+        panels[0].set_yticks(range(len(rows)), rows)
+        panels[0].set_ylim(len(rows) - 0.5, -0.5)
+        for axes in panels[len(columns) :]:
+            axes.axis("off")
     return canvas

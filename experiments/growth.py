@@ -27,7 +27,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "003", "minutes": None, "page": "without_a_matrix.md", "picture": "../figures/growth.png"}
+ABOUT = {"paper": "003", "minutes": 2, "page": "without_a_matrix.md", "picture": "../figures/growth.png"}
 
 warnings.filterwarnings("ignore")
 AXES = {

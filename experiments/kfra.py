@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import lapwing
 from experiments import _datasets as datasets
 
-ABOUT = {"paper": "001, appendices B, C and G", "minutes": None}
+ABOUT = {"paper": "001, appendices B, C and G", "minutes": None, "quick": 0.4}
 
 FACTORS = {"KFAC": "ggn", "KFRA": "kfra"}
 
@@ -120,7 +120,7 @@ def judge(mean: Scores) -> list[Claim]:
 if __name__ == "__main__":
     parser = Experiment(
         __doc__,
-        smoke={"digits": 64, "size": 128, "val": 20, "test": 20, "steps": 5, "widths": ["16-16"]},
+        smoke={"digits": 128, "size": 128, "val": 20, "test": 20, "steps": 5, "widths": ["16-16"]},
         quick={"digits": 256, "size": 2000, "val": 1000, "test": 1000, "steps": 300, "widths": ["128-128"]},
     )
     parser.add_argument("--digits", type=int, default=1280, help="8×8 digits that layers are compared on")

@@ -35,7 +35,7 @@ from lapwing.linalg.solvers import Solution
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products
 
-ABOUT = {"paper": "003", "minutes": None, "page": "without_a_matrix.md"}
+ABOUT = {"paper": "003", "minutes": None, "quick": 0.2, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 

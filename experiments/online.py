@@ -26,7 +26,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "002, Part I: evidence during training", "minutes": None, "page": "training.md"}
+ABOUT = {"paper": "002, Part I: evidence during training", "minutes": None, "quick": 0.2, "page": "training.md"}
 
 DECAYS = (0.0, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
@@ -131,8 +131,8 @@ def run(seed: int, given: argparse.Namespace) -> Table:
     found = compare(given, seed)
     base, rows = found["no prior"], {}
     for name, (right, nll, spent) in found.items():
-        gains = {"accuracy gained": right - base[0], "NLL gained": nll - base[1]}
-        rows[name] = {"accuracy (%)": right, "NLL": nll, "CPU s": spent, **gains}
+        gaps = {"accuracy − no prior": right - base[0], "NLL − no prior": nll - base[1]}
+        rows[name] = {"accuracy (%)": right, "NLL": nll, "CPU s": spent, **gaps}
     return rows
 
 

@@ -28,7 +28,7 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg import Diagonal
 from lapwing.linalg.solvers import Preconditioner, conjugate_gradients, nystrom
 
-ABOUT = {"paper": "003", "minutes": None, "page": "without_a_matrix.md"}
+ABOUT = {"paper": "003", "minutes": None, "quick": 0.6, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore")
 PRIORS = {"resnet20": 1.0, "llama": 1000.0}  # for the pretrained networks

@@ -34,7 +34,7 @@ from experiments import _datasets as datasets
 from lapwing import metrics
 from lapwing.sklearn import LaplaceClassifier, LaplaceRegressor
 
-ABOUT = {"paper": "", "minutes": None}
+ABOUT = {"paper": "", "minutes": None, "quick": 0.4}
 
 REGRESSION = ("bostonHousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant", "protein-tertiary-structure")
 CLASSIFICATION = ("australian", "banana", "breast_cancer", "digits", "ionosphere", "vehicle")

@@ -32,7 +32,13 @@ from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Params
 from lapwing.predictive.linearized import Linearized
 
-ABOUT = {"paper": "003", "minutes": None, "page": "without_a_matrix.md", "picture": "../figures/structures.png"}
+ABOUT = {
+    "paper": "003",
+    "minutes": None,
+    "quick": 0.3,
+    "page": "without_a_matrix.md",
+    "picture": "../figures/structures.png",
+}
 
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)

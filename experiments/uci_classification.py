@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import lapwing
 from experiments import _datasets as datasets
 
-ABOUT = {"paper": "002, Part II: linearized predictive", "minutes": None, "page": "training.md"}
+ABOUT = {"paper": "002, Part II: linearized predictive", "minutes": None, "quick": 0.2, "page": "training.md"}
 
 SETS = ("australian", "breast_cancer", "digits", "ionosphere", "vehicle")
 PRECISIONS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import lapwing
 from experiments import _datasets as datasets
 
-ABOUT = {"paper": "002, Part I: evidence during training", "minutes": None, "page": "training.md"}
+ABOUT = {"paper": "002, Part I: evidence during training", "minutes": None, "quick": 0.3, "page": "training.md"}
 
 SETS = ("bostonHousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant")
 PUBLISHED = {"bostonHousing": -2.50, "concrete": -2.95, "energy": -1.20, "kin8nm": 1.35, "naval-propulsion-plant": 6.51}

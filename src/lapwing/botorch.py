@@ -219,7 +219,7 @@ class LaplaceModel(Model, FantasizeMixin):
             return self.condition_on_observations(X, Y, noise=observation_noise, **kwargs)
 
     def subset_output(self, idcs: Sequence[int]) -> LaplaceModel:
-        """Return the model of some outputs; what it was conditioned on stays."""
+        """Return the model of some outputs; observations that it was conditioned on are kept."""
         m = self.num_outputs
         if not all(-m <= k < m for k in idcs) or not len(idcs):
             raise BadData(f"output indices {list(idcs)} do not name some of {m} outputs")

@@ -62,12 +62,7 @@ class LaplaceCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        likelihood: str | Likelihood,
-        *,
-        tune: bool | Mapping[str, Any] = True,
-        data: Any = None,
-        **options: Any,
+        self, likelihood: str | Likelihood, *, tune: bool | Mapping[str, Any] = True, data: Any = None, **options: Any
     ) -> None:
         self.likelihood = resolve_likelihood(likelihood)  # what is wrong is said before the training, not after it
         resolve_structure(options.get("structure", "auto"))

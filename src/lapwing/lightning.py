@@ -207,7 +207,6 @@ def load_posterior(
     return _restored(found[0], _network(module, network), likelihood)
 
 
-
 @dataclass(frozen=True, eq=False)
 class Hooked:
     """The batches of a loader after the batch hooks of a module, the same in every pass.
@@ -323,7 +322,6 @@ def _first(loaders: Any) -> Any:
     if isinstance(loaders, list | tuple):
         return loaders[0] if loaders else None
     return loaders
-
 
 
 def _network(module: nn.Module, name: str | None) -> nn.Module:

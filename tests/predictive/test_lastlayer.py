@@ -208,6 +208,56 @@ def test_a_predictor_keeps_its_weights_and_a_changed_module_is_refused() -> None
         la.predict(x)
 
 
+def certain() -> Net:
+    """Return a network that never gives its last class."""
+    torch.manual_seed(1)
+    net = Net(3)
+    with torch.no_grad():
+        net.last.bias[2] -= 30
+    return net
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_one_item_alone_gets_the_numbers_of_a_batch(structure: str) -> None:
+    """Two classes of three matter, so that single items are worked out in plain numbers; with a logit temperature."""
+    la, x = fitted(structure=structure, net=certain(), prior=10.0)
+    la = la.replace(logit_temperature=1.3)
+    names = ("probs", "entropy", "epistemic", "aleatoric", "label", "confidence")
+    predictor, whole = la.predictor(*names), la.predict(x)
+    assert la.predict(x[:1])._law.parts is not None  # the short way, which this test is about
+    for k in range(len(x)):
+        alone, served = la.predict(x[k : k + 1]), predictor(x[k : k + 1])
+        for name in names:
+            torch.testing.assert_close(getattr(alone, name), getattr(whole, name)[k : k + 1], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(served[name], getattr(alone, name))
+        torch.testing.assert_close(alone.log_prob(torch.tensor([0])), whole.log_prob(torch.zeros(6).long())[k : k + 1])
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch about its own parts
+def test_derivatives_of_one_item_are_those_of_a_batch(structure: str) -> None:
+    la, x = fitted(structure=structure, net=certain(), prior=10.0)
+    assert la.predict(x[:1])._law.parts is not None
+    predictor = la.predictor("epistemic")
+
+    def score(x: Tensor) -> Tensor:
+        return predictor(x)["epistemic"].sum()
+
+    inputs = x[:2].clone().requires_grad_()
+    (want,) = torch.autograd.grad(score(inputs), inputs)
+    alone = x[:1].clone().requires_grad_()
+    direction = torch.ones_like(alone)
+    ways = {
+        "backward": torch.autograd.grad(score(alone), alone)[0],
+        "torch.func.grad": torch.func.grad(score)(x[:1]),
+    }
+    for found in ways.values():
+        torch.testing.assert_close(found, want[:1], rtol=1e-3, atol=1e-8)
+        assert float(found.abs().max()) > 0
+    pushed = torch.func.jvp(score, (x[:1],), (direction,))[1]
+    torch.testing.assert_close(pushed, want[:1].sum(), rtol=1e-3, atol=1e-8)
+
+
 def test_threads_get_the_numbers_of_one_by_one() -> None:
     la, _ = fitted()
     x = torch.randn(64, 1, 6, 6)

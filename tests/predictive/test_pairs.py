@@ -8,7 +8,7 @@ import torch
 from tests import dense
 from torch import Tensor
 
-from lapwing.predictive.pairs import Pairs, expected_entropy, expected_sigmoid, matched_points, narrowness
+from lapwing.predictive.pairs import Pairs, expected_entropy, expected_sigmoid, matched_points, narrowness, pairs_of_one
 from lapwing.predictive.softmax import CLOSE, DenseSpread, SharedSpread, expected_softmax
 
 
@@ -38,6 +38,19 @@ def test_of_two_classes_that_matter_pairs_are_exact() -> None:
     want = integral(torch.tensor([0.4]).double(), torch.tensor([10.0]).double(), torch.sigmoid)
     torch.testing.assert_close(found.probs[:, 0], want, rtol=0, atol=1e-7)
     assert float(found.error) < 1e-12
+
+
+@pytest.mark.parametrize("classes", [3, 10, 24])
+def test_one_item_in_plain_numbers_is_what_tensors_give(classes: int) -> None:
+    mean, root = items(40, classes, seed=5)
+    mean[0, 1] = -1e9  # a masked class
+    pairs = Pairs.of(mean, DenseSpread(root @ root.mT).apart)
+    probs, entropy = pairs.alone()
+    error = torch.minimum(pairs.least(), pairs.bound())
+    for k, (p, apart) in enumerate(zip(pairs.pivot[:, 0].tolist(), pairs.apart.tolist(), strict=True)):
+        found = pairs_of_one(mean[k].tolist(), p, apart)
+        for ours, theirs in zip(found, (probs[k], entropy[k], error[k]), strict=True):
+            torch.testing.assert_close(torch.tensor(ours).double(), theirs, rtol=1e-6, atol=2e-6)
 
 
 def items(n: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:

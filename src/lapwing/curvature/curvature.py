@@ -77,7 +77,12 @@ class Structure(ABC):
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        """Return the bytes of the curvature and its decomposition, for these blocks and numbers of `itemsize` bytes."""
+        """Return the bytes of the curvature and its decomposition, for these blocks and numbers of `itemsize` bytes.
+
+        Examples:
+            >>> lapwing.Full().bytes(la.plan, itemsize=4) > lapwing.Kron().bytes(la.plan, itemsize=4)
+            True
+        """
 
     def needed(self, problem: Problem) -> int | None:
         """Return the bytes for this problem; None where they depend on a number of data that is not known."""
@@ -88,7 +93,7 @@ class Structure(ABC):
         """Estimate the curvature, passing over the data as often as needed."""
 
     def chosen(self, problem: Problem) -> tuple[Structure, str]:
-        """Return the structure to use for a problem, and why where it is another one than this."""
+        """Return the structure to use for a problem, with the reason if it is not this one."""
         return self, ""
 
     def continues(self, matrix: PSD, problem: Problem) -> bool:
@@ -101,7 +106,12 @@ class Structure(ABC):
         return replace(more, matrix=matrix + more.matrix)
 
     def passes(self) -> int:
-        """Return how often the data are read."""
+        """Return how often the data are read.
+
+        Examples:
+            >>> lapwing.Kron().passes(), lapwing.EKFAC().passes()
+            (1, 2)
+        """
         return 1
 
     def factor(self, factor: Factor | None) -> Factor | None:

@@ -124,7 +124,12 @@ class Factor(ABC):
 
     @abstractmethod
     def width(self, outputs: int) -> int:
-        """How many directions a sample with so many outputs has (an upper bound, for memory)."""
+        """How many directions a sample with so many outputs has (an upper bound, for memory).
+
+        Examples:
+            >>> lapwing.GGN().width(10), lapwing.MCFisher(samples=2).width(10)
+            (10, 2)
+        """
 
     def require(self, f: Tensor) -> None:
         """Raise `TooLarge` where a sample with outputs like f has more directions than the factor's limit."""

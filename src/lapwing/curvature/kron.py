@@ -308,7 +308,7 @@ class KronAccumulator(KroneckerSums):
 
 
 def orientations(block: Block) -> tuple[bool, ...]:
-    """Return whether a block is used as it is, transposed, or both, in the order in which rows have its terms."""
+    """Return the ways in which a block is used, plain or transposed, in the order of the terms of its rows."""
     return tuple(dict.fromkeys(swapped for _, swapped in block.uses))
 
 

@@ -107,7 +107,7 @@ def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | No
     if first is None and asked is not None:
         warn(
             f"the noise of the network is unknown and counts as 1 ({asked}): NLL, CRPS and coverage mean little. Give "
-            "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior beside the network",
+            "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior beside the network"
         )
     return first or asked
 

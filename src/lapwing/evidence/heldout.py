@@ -122,7 +122,7 @@ def lines_of(settings: Sequence[Setting]) -> list[list[int]]:
 
 
 def enough(line: Sequence[Setting]) -> int:
-    """Return from how many settings of a line the others are interpolated at first."""
+    """Return how many settings on a line are computed first; the others are interpolated from them."""
     decades = 0.0 if len(line) < 2 else math.log10(line[-1].narrow / line[0].narrow)
     return math.ceil(ALONG * decades) + 3
 
@@ -272,7 +272,7 @@ class Sweep(ABC):
 
 
 def _interleaved(count: int) -> list[int]:
-    """Return the places of `count` first nodes, with as many new ones less one put between them."""
+    """Return the positions of the `count` first nodes after `count` − 1 new ones were put between them."""
     return [k // 2 if k % 2 == 0 else count + k // 2 for k in range(2 * count - 1)]
 
 
@@ -464,5 +464,3 @@ def unpack_symmetric(flat: Tensor, size: int) -> Tensor:
     where[low, high] = torch.arange(len(low), device=flat.device)
     where[high, low] = where[low, high]
     return flat[..., where]
-
-

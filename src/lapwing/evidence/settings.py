@@ -55,11 +55,7 @@ class Groups:
 
     @classmethod
     def layerwise(
-        cls,
-        blocks: Sequence[Sequence[str]],
-        names: Sequence[str],
-        sizes: Sequence[int],
-        index: Tensor | None = None,
+        cls, blocks: Sequence[Sequence[str]], names: Sequence[str], sizes: Sequence[int], index: Tensor | None = None
     ) -> "Groups":
         """Make one group per block; `blocks` lists the parameter names of each (`curvature.names`).
 

@@ -47,13 +47,7 @@ class Learned:
 
 
 def invariant_bound(
-    network: Network,
-    plan: Plan,
-    copies: Tensor,
-    y: Tensor,
-    likelihood: Likelihood,
-    precision: Tensor,
-    n_data: float,
+    network: Network, plan: Plan, copies: Tensor, y: Tensor, likelihood: Likelihood, precision: Tensor, n_data: float
 ) -> Tensor:
     """The stochastic bound for augmented inputs (n, copies, …), with gradients into them and into `precision` (P,)."""
     with network.borrow(differentiable=True):
@@ -231,7 +225,12 @@ class Affine(nn.Module):
 
     @property
     def ranges(self) -> dict[str, float]:
-        """The ranges by name; rotation in degrees."""
+        """The ranges by name; rotation in degrees.
+
+        Examples:
+            >>> list(lapwing.Affine(rotation=5.0, shear=0.1).ranges)
+            ['rotation', 'shear']
+        """
         pairs = zip(self.kinds, self.extent.tolist(), strict=True)
         return {kind: value * UNITS.get(kind, 1.0) for kind, value in pairs}
 

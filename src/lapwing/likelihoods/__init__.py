@@ -6,13 +6,6 @@ from lapwing.likelihoods.likelihood import Likelihood, likelihood_from_spec, res
 from lapwing.likelihoods.poisson import Poisson
 
 __all__ = [
-    "Bernoulli",
-    "BradleyTerry",
-    "Categorical",
-    "Gaussian",
-    "HeteroscedasticGaussian",
-    "Likelihood",
-    "Poisson",
-    "likelihood_from_spec",
-    "resolve_likelihood",
-]
+    "Bernoulli", "BradleyTerry", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Likelihood", "Poisson",
+    "likelihood_from_spec", "resolve_likelihood",
+]  # fmt: skip

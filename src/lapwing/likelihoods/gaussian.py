@@ -91,7 +91,12 @@ class Gaussian(Likelihood):
         return torch.tensor(1.0 if self.noise is None else self.noise, dtype=torch.float64)
 
     def sigma(self, f: Tensor) -> Tensor:
-        """Return σ, () or (K,), in the dtype and on the device of f."""
+        """Return σ, () or (K,), in the dtype and on the device of f.
+
+        Examples:
+            >>> lapwing.Gaussian(noise=[0.1, 0.2]).sigma(torch.zeros(5, 2))
+            tensor([0.1000, 0.2000])
+        """
         noise = self._noise
         if noise.ndim == 1 and noise.shape[0] not in (1, f.shape[-1]):
             raise BadData(
@@ -192,7 +197,7 @@ class Gaussian(Likelihood):
         if len(seen) < len(squares):
             warn(
                 f"{len(squares) - len(seen)} of {len(squares)} outputs have no residuals on the training data, which "
-                "says nothing about their noise: give it, as in Gaussian(noise=0.1)",
+                "says nothing about their noise: give it, as in Gaussian(noise=0.1)"
             )
         least = seen.min() if len(seen) else torch.ones_like(statistics[0])
         return Gaussian(torch.where(squares > 0, squares, least).sqrt().cpu(), estimated=True)
@@ -271,12 +276,25 @@ class HeteroscedasticGaussian(Likelihood):
             raise BadData(f'parametrization="{self.parametrization}": use "natural" (η₁, ρ) or "mean" (μ, log σ²).')
 
     def split(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the K first and the K second parameters, each (B, *event, K)."""
+        """Return the K first and the K second parameters, each (B, *event, K).
+
+        Examples:
+            >>> first, second = lapwing.HeteroscedasticGaussian().split(torch.zeros(5, 4))
+            >>> first.shape, second.shape
+            (torch.Size([5, 2]), torch.Size([5, 2]))
+        """
         first, second = promote(f).chunk(2, -1)
         return first, second
 
     def moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return μ and σ², (B, *event, K)."""
+        """Return μ and σ², (B, *event, K).
+
+        Examples:
+            >>> likelihood = lapwing.HeteroscedasticGaussian(parametrization="mean")
+            >>> mean, variance = likelihood.moments(torch.tensor([[3.0, 0.0]]))
+            >>> float(mean), float(variance)
+            (3.0, 1.0)
+        """
         first, second = self.split(f)
         if self.parametrization == "mean":
             return first, second.exp()

@@ -10,27 +10,7 @@ from lapwing.linalg.rows import DeferredRows, DenseRows, Extent, FactoredRows, M
 from lapwing.storage import move, once, pack, unpack
 
 __all__ = [
-    "PSD",
-    "BlockDiagonal",
-    "DeferredRows",
-    "Dense",
-    "DenseRows",
-    "Diagonal",
-    "EigenKronecker",
-    "Extent",
-    "FactoredRows",
-    "Jacobian",
-    "Kronecker",
-    "Layout",
-    "LowRank",
-    "MatrixRows",
-    "Places",
-    "Rows",
-    "SimultaneousKronecker",
-    "Term",
-    "move",
-    "once",
-    "pack",
-    "unpack",
-    "unpack_sound",
-]
+    "PSD", "BlockDiagonal", "DeferredRows", "Dense", "DenseRows", "Diagonal", "EigenKronecker", "Extent",
+    "FactoredRows", "Jacobian", "Kronecker", "Layout", "LowRank", "MatrixRows", "Places", "Rows",
+    "SimultaneousKronecker", "Term", "move", "once", "pack", "unpack", "unpack_sound",
+]  # fmt: skip

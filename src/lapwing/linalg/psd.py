@@ -258,7 +258,7 @@ class PSD(ABC):
         self.logdet()
 
     def flaw(self, signed: bool = False) -> str:
-        """Say what makes the numbers of a matrix from a file impossible; empty where they are sound.
+        """Say why this matrix, read from a file, cannot be right; return an empty text if it can.
 
         `signed` allows eigenvalues below zero, as an exact Hessian has them.
         """

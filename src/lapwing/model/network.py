@@ -98,7 +98,7 @@ class Roles:
                 share(t)
 
     def _find_out(self, inputs: Inputs, run: Forward, doubtful: list[Path]) -> None:
-        """Run a few samples with every doubtful tensor cut, with one of them whole, with all of them whole."""
+        """Run a few samples with every doubtful tensor cut into samples, with one of them whole, and with all whole."""
         n = batch_size(inputs)
         try:
             whole = run(inputs)

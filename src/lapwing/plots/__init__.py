@@ -13,19 +13,6 @@ from lapwing.plots.targets import band, coverage, parity, reliability, residuals
 from lapwing.plots.uncertainty import ecdf, entropies, roc, scores, separation, uncertain_images
 
 __all__ = [
-    "band",
-    "coverage",
-    "ecdf",
-    "entropies",
-    "evidence",
-    "parity",
-    "reliability",
-    "residuals",
-    "risk_coverage",
-    "roc",
-    "scores",
-    "separation",
-    "surface",
-    "temperature",
-    "uncertain_images",
-]
+    "band", "coverage", "ecdf", "entropies", "evidence", "parity", "reliability", "residuals", "risk_coverage", "roc",
+    "scores", "separation", "surface", "temperature", "uncertain_images",
+]  # fmt: skip

@@ -141,12 +141,7 @@ def answered(uncertainty: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def band(
-    x: Tensor,
-    prediction: Any,
-    *,
-    data: tuple[Tensor, Tensor] | None = None,
-    level: float = 0.95,
-    title: str = "",
+    x: Tensor, prediction: Any, *, data: tuple[Tensor, Tensor] | None = None, level: float = 0.95, title: str = ""
 ) -> Figure:
     """Plot the mean and the central interval of predictions of one number over inputs of one dimension.
 

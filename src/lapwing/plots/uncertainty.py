@@ -107,9 +107,7 @@ def separation(
         return figure
 
 
-def roc(
-    inside: Mapping[str, Tensor] | Tensor, outside: Mapping[str, Tensor] | Tensor, *, title: str = ""
-) -> Figure:
+def roc(inside: Mapping[str, Tensor] | Tensor, outside: Mapping[str, Tensor] | Tensor, *, title: str = "") -> Figure:
     """Plot the share of outside items found against the share of test items flagged by mistake, one line per score.
 
     Both map the name of a score to its values, which grow with strangeness, or are the values of one score; the area

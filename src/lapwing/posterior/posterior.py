@@ -190,12 +190,22 @@ class Tempered:
             raise BadData(f"temperature must be {'positive' if self.prior else 'at least 0'}, got {value.item()}")
 
     def likelihood_scale(self, dispersion: Tensor, power: int = 1) -> Tensor:
-        """Return T/φ^power, which multiplies the stored curvature, 0-d; gradients flow into T and φ."""
+        """Return T/φ^power, which multiplies the stored curvature, 0-d; gradients flow into T and φ.
+
+        Examples:
+            >>> float(lapwing.Tempered(0.5).likelihood_scale(torch.tensor(0.25)))
+            2.0
+        """
         return torch.as_tensor(self.T, dtype=dispersion.dtype, device=dispersion.device) / dispersion**power
 
     @property
     def prior_scale(self) -> float | Tensor:
-        """The factor of the prior precision: T if the prior is tempered, else 1."""
+        """The factor of the prior precision: T if the prior is tempered, else 1.
+
+        Examples:
+            >>> lapwing.Tempered(0.5).prior_scale, lapwing.Tempered(0.5, prior=True).prior_scale
+            (1.0, 0.5)
+        """
         return self.T if self.prior else 1.0
 
     @property
@@ -204,7 +214,12 @@ class Tempered:
 
     @property
     def is_bayes(self) -> bool:
-        """Whether T is 1, so that the evidence is that of the model itself."""
+        """Whether T is 1, so that the evidence is that of the model itself.
+
+        Examples:
+            >>> lapwing.Tempered(1.0).is_bayes
+            True
+        """
         return self._number == 1.0
 
     def __repr__(self) -> str:

@@ -51,7 +51,8 @@ class _Labels(Prediction):
 
     @property
     def epistemic(self) -> Tensor:
-        return (self.entropy - self.aleatoric).clamp(min=0)
+        known = self._law.parts
+        return (self.entropy - self.aleatoric).clamp(min=0) if known is None else known[1]
 
     def fields(self, level: float = 0.95) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in ("label", "confidence", "entropy", "epistemic", "probs")}

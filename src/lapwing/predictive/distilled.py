@@ -336,7 +336,7 @@ def perturbed(inputs: Inputs, generator: torch.Generator) -> list[Inputs]:
 
 
 def _measured(found: Distilled, teacher: Teacher, held: list[Inputs], ood: Mapping[str, list[Inputs]]) -> Distilled:
-    """The same predictor with its distances."""
+    """Return the predictor with its distances filled in."""
     distances: dict[str, Distance] = {}
     inside: tuple[Tensor, Tensor] | None = None
     for name, parts in {"held out": held, **ood}.items():

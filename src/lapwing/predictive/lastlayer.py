@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from lapwing.model.calls import Inputs
 from lapwing.model.features import Features, features_of
 from lapwing.predictive.function import GaussianFunction
 from lapwing.predictive.linearized import CLOSED_FORM, information_bound, information_gain
-from lapwing.predictive.softmax import ITEMS, SOME, DenseSpread, SharedSpread, Spread
+from lapwing.predictive.softmax import ITEMS, ONE, SOME, DenseSpread, SharedSpread, Spread
 
 SHARE = 4
 """The part of the memory budget that the root of a dense covariance may take; those of differences take as much."""
@@ -29,30 +29,25 @@ SINGULAR = 1e6  # condition number of what follows the layer beyond which no inv
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """A root of the covariance of the outputs at each input: V Vᵀ with V (..., o, k), both multiplied by a `factor`.
+    """A root of the covariance of the outputs at each input: V Vᵀ with V (..., o, k), made when it is asked for.
 
-    V = R diag(s) where one R (o, o) serves all inputs; then `shared` holds R, s (..., o) and R⁻¹, and V is written out
-    only when it is asked for.
+    V = R diag(s) where one R (o, o) serves all inputs; then `parts` makes R, s (..., o) and R⁻¹.
     """
 
-    dense: Tensor | Callable[[], Tensor] | None = None
-    shared: tuple[Tensor, Tensor, Tensor] | None = None
-    factor: float = 1.0
+    dense: Callable[[], Tensor] | None = None
+    parts: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
 
-    def scaled(self, factor: float) -> Root:
-        """The root for outputs that are multiplied by a factor."""
-        if self.shared is None:
-            return replace(self, factor=self.factor * factor)
-        left, spread, inverse = self.shared
-        return Root(shared=(left, factor * spread, inverse))
+    @cached_property
+    def shared(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """R, s and R⁻¹, where there are such."""
+        return None if self.parts is None else self.parts()
 
     @cached_property
     def white(self) -> Tensor:
         """V."""
         if self.shared is None:
             assert self.dense is not None
-            white = self.dense() if callable(self.dense) else self.dense
-            return white if self.factor == 1.0 else self.factor * white
+            return self.dense()
         return self.shared[0] * self.shared[1][..., None, :]
 
     def contrasts(self) -> Tensor:
@@ -78,6 +73,7 @@ class SharedRoot(nn.Module):
     left: Tensor
     inverse: Tensor | None
     squares: Tensor | None
+    reach: Tensor | None
     right: Tensor | None
     shift: Tensor | None
     variances: Tensor
@@ -95,20 +91,30 @@ class SharedRoot(nn.Module):
         self.register_buffer("left", wide.to(left).contiguous())
         self.register_buffer("inverse", inverse.to(left).contiguous() if found and inverse is not None else None)
         self.register_buffer("squares", None if squares is None else squares.to(left))
+        few = found and squares is not None and len(wide) <= ONE
+        reach = squares.unflatten(1, wide.shape) @ variances.detach().double() if few and squares is not None else None
+        self.register_buffer("reach", None if reach is None else reach.to(left), persistent=False)  # (p, k, i)
         _keep(self, ("right", "shift"), None if right is None else right.detach().mT, bias)
         self.register_buffer("variances", variances.detach().clone(memory_format=torch.contiguous_format))
         floor = torch.finfo(variances.dtype).tiny ** 0.5  # of s², where its root has a derivative
         self.register_buffer("floor", torch.full_like(variances[:, 0], floor))
 
+    chunk = ITEMS  # items with a spread of features to work on at a time: there is one
+
     @property
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
-    def forward(self, a: Tensor) -> Root:
-        spread = linear(self._along(a).square(), self.variances, self.floor).sqrt()
-        if self.inverse is None:  # fewer outputs than the layer has, or a combination of them is fixed
-            return Root(self.left * spread[..., None, :])
-        return Root(shared=(self.left, spread, self.inverse))
+    def forward(self, a: Tensor, factor: float = 1.0) -> Root:
+        inverse = self.inverse
+        if inverse is None:  # fewer outputs than the layer has, or a combination of them is fixed
+            return Root(lambda: self.left * self._deviations(a, factor)[..., None, :])
+        return Root(parts=lambda: (self.left, self._deviations(a, factor), inverse))
+
+    def _deviations(self, a: Tensor, factor: float) -> Tensor:
+        """s."""
+        found = linear(self._along(a).square(), self.variances, self.floor).sqrt()
+        return found if factor == 1.0 else factor * found
 
     def _along(self, a: Tensor) -> Tensor:
         """Qᵀa."""
@@ -116,14 +122,28 @@ class SharedRoot(nn.Module):
             return linear(a, self.right, self.shift)
         return pad(a, (0, 1), value=1.0) if self.bias else a
 
-    def spread(self, a: Tensor, root: Root) -> Spread | None:
+    def spread(self, a: Tensor, factor: float, root: Root) -> Spread | None:
         """The spread of classes, for items whose root is this one; None where covariances do as well."""
-        if root.shared is None:
+        if self.inverse is None:
             return None
+        if self.reach is not None and a.ndim == 2 and not torch.compiler.is_compiling() and len(a) == 1:
+            return FeatureSpread(a, self, factor)
+        assert root.shared is not None
         left, spread, inverse = root.shared
-        return SharedSpread(
-            left, spread.reshape(-1, spread.shape[-1]) if spread.ndim > 2 else spread, inverse, self.squares
-        )
+        return SharedSpread(left, spread.flatten(0, -2) if spread.ndim > 2 else spread, inverse, self.squares)
+
+    def whole(self, a: Tensor, factor: float) -> Spread:
+        """The same at inputs (n, i) with all parts."""
+        return SharedSpread(self.left, self._deviations(a, factor), self.inverse, self.squares)
+
+    def apart(self, a: Tensor, pivot: Tensor) -> Tensor:
+        """The variances of all outputs minus one, (n, o), for inputs a (n, i) and that one's number, (n, 1)."""
+        return self.whole(a, 1.0).apart(pivot)
+
+    def apart_from(self, a: Tensor, p: int) -> Tensor:
+        """The same, (o,), for a single input a (1, i) and the number of one output."""
+        assert self.reach is not None
+        return linear(self._along(a).square(), self.reach[p])[0]
 
     def across(self, a: Tensor) -> Tensor:
         """V (..., o, o·i), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
@@ -158,14 +178,28 @@ class DenseRoot(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
 
-    def forward(self, a: Tensor) -> Root:
-        return Root(lambda: self.across(a))
+    @property
+    def chunk(self) -> int:
+        """How many items to work on at a time."""
+        return max(1, ITEMS // self.weight.shape[0])
 
-    def spread(self, a: Tensor, root: Root) -> Spread | None:
+    def forward(self, a: Tensor, factor: float = 1.0) -> Root:
+        return Root(lambda: self.across(a) if factor == 1.0 else factor * self.across(a))
+
+    def spread(self, a: Tensor, factor: float, root: Root) -> Spread | None:
         """The spread of classes, for items whose root is this one; None where covariances do as well."""
         if self.apart_weight is None:
             return None
-        return FeatureSpread(a if a.ndim == 2 else a.flatten(0, -2), self, root.factor)
+        return FeatureSpread(a if a.ndim == 2 else a.flatten(0, -2), self, factor)
+
+    def whole(self, a: Tensor, factor: float) -> Spread:
+        """The same at inputs (n, i) with all parts: the covariance of f minus its average.
+
+        It follows from the variances of all differences.
+        """
+        half = -0.5 * factor**2 * self.between(a)
+        half = half - half.mean(-1, keepdim=True)
+        return DenseSpread(half - half.mean(-2, keepdim=True))
 
     def across(self, a: Tensor) -> Tensor:
         """V (..., o, P), linear in a, with V(a) V(a′)ᵀ the covariance of the outputs at a and a′."""
@@ -178,15 +212,16 @@ class DenseRoot(nn.Module):
             return self.between(a).gather(1, pivot.unsqueeze(-1).expand(-1, 1, self.outputs)).squeeze(1)
         weights = self.apart_weight.unbind()
         shifts = [None] * self.outputs if self.apart_shift is None else self.apart_shift.unbind()
-        if len(a) == 1:
-            p = int(pivot)
-            found = linear(a, weights[p], shifts[p])
-        else:  # items with the same pivot share a product
-            order = pivot[:, 0].argsort()
-            parts = a[order].split(pivot[:, 0].bincount(minlength=self.outputs).tolist())
-            along = [linear(part, weight, shift) for part, weight, shift in zip(parts, weights, shifts) if len(part)]
-            found = torch.cat(along)[order.argsort()]
-        return found.unflatten(-1, (self.outputs, -1)).square().sum(-1)
+        order = pivot[:, 0].argsort()  # items with the same pivot share a product
+        parts = a[order].split(pivot[:, 0].bincount(minlength=self.outputs).tolist())
+        along = [linear(part, weight, shift) for part, weight, shift in zip(parts, weights, shifts) if len(part)]
+        return torch.cat(along)[order.argsort()].unflatten(-1, (self.outputs, -1)).square().sum(-1)
+
+    def apart_from(self, a: Tensor, p: int) -> Tensor:
+        """The same, (o,), for a single input a (1, i) and the number of one output."""
+        assert self.apart_weight is not None
+        found = linear(a, self.apart_weight[p], None if self.apart_shift is None else self.apart_shift[p])
+        return found.view(self.outputs, -1).square().sum(-1)
 
     def between(self, a: Tensor) -> Tensor:
         """The variances of the differences of any two outputs, (n, o, o), for inputs a (n, i)."""
@@ -201,48 +236,48 @@ class FeatureSpread(Spread):
     """The spread of classes from the inputs a (n, i) of a last layer: covariances only of the items that need them."""
 
     a: Tensor
-    layer: DenseRoot
+    layer: SharedRoot | DenseRoot
     factor: float = 1.0
 
     @cached_property
-    def _dense(self) -> DenseSpread:
-        """The covariance of f minus its average, which follows from the variances of all differences."""
-        half = -0.5 * self.factor**2 * self.layer.between(self.a)
-        half = half - half.mean(-1, keepdim=True)
-        return DenseSpread(half - half.mean(-2, keepdim=True))
+    def _whole(self) -> Spread:
+        return self.layer.whole(self.a, self.factor)
 
     def apart(self, pivot: Tensor) -> Tensor:
         found = self.layer.apart(self.a, pivot)
         return found if self.factor == 1.0 else self.factor**2 * found
 
+    def apart_from(self, p: int) -> Tensor:
+        return self.factor**2 * self.layer.apart_from(self.a, p)
+
     def take(self, items: Tensor) -> Spread:
-        if "_dense" in self.__dict__:
-            return self._dense.take(items)
+        if "_whole" in self.__dict__:
+            return self._whole.take(items)
         return FeatureSpread(self.a[items], self.layer, self.factor)
 
     @property
     def conditional(self) -> Tensor:
-        return self._dense.conditional
+        return self._whole.conditional
 
     @property
     def variance(self) -> Tensor:
-        return self._dense.variance
+        return self._whole.variance
 
     def times(self, v: Tensor) -> Tensor:
-        return self._dense.times(v)
+        return self._whole.times(v)
 
     def root(self, pivot: Tensor) -> Tensor:
-        return self._dense.root(pivot)
+        return self._whole.root(pivot)
 
     def steps(self, z: Tensor) -> Tensor:
-        return self._dense.steps(z)
+        return self._whole.steps(z)
 
     def own(self, z: Tensor) -> Tensor:
-        return self._dense.own(z)
+        return self._whole.own(z)
 
     @property
     def chunk(self) -> int:
-        return max(1, ITEMS // self.layer.weight.shape[0])
+        return self.layer.chunk
 
 
 class LastLayer(nn.Module):
@@ -260,7 +295,7 @@ class LastLayer(nn.Module):
         self._features = features
 
     def under(self, precision: PSD, memory: int) -> LastLayer:
-        """The same under another precision, without the network: for `function` and `information` alone."""
+        """Return the layer under another precision, without the network: for `function` and `information` only."""
         root = root_of(precision, self._features, memory)
         if root is None:
             raise UnsupportedOperation("the covariance of the outputs under this precision has no short form")
@@ -277,7 +312,7 @@ class LastLayer(nn.Module):
         return found[0], found[1].to(self.root.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The same at the arguments that the network takes; those that take another way are refused."""
+        """Return f and the inputs of the last layer at the network's arguments; refuse inputs on another path."""
         f, a = self._features.run(*args, **kwargs)
         return f, a.to(self.root.dtype)
 
@@ -291,16 +326,16 @@ class LastLayer(nn.Module):
 
     def function(self, f: Tensor, a: Tensor, shift_invariant: bool = False, scale: float = 1.0) -> GaussianFunction:
         """The Gaussian over the outputs f at these inputs a of the last layer, both multiplied by `scale`."""
-        found = self.root(a) if scale == 1.0 else self.root(a).scaled(scale)
+        found = self.root(a, scale)
         f = f if scale == 1.0 else scale * f
         return GaussianFunction(
             f,
             lambda: gram(found.white).to(f),
             variance=lambda: found.variance().to(f),
             contrasts=(lambda: gram(found.contrasts()).to(f)) if shift_invariant and f.shape[-1] > 2 else False,
-            root=None if found.shared is None else lambda: found.shared,
+            root=None if found.parts is None else lambda: found.shared,
             closed=True,
-            spread=(lambda: self.root.spread(a, found)) if shift_invariant and a.dtype == f.dtype else None,
+            spread=(lambda: self.root.spread(a, scale, found)) if shift_invariant and a.dtype == f.dtype else None,
         )
 
     def information(self, f: Tensor, a: Tensor, likelihood: Likelihood) -> Tensor:

@@ -29,7 +29,8 @@ class ClassLaw:
     variation between the probabilities and their exact values, (...), where that is known.
 
     `log_probs` may be a function, called when it is needed, where the probabilities themselves are `given`. `close`:
-    the error is known to be small.
+    the error is known to be small. `parts` are the entropy of the probabilities and the mutual information, where they
+    are known.
     """
 
     _log_probs: Tensor | Callable[[], Tensor]
@@ -37,6 +38,7 @@ class ClassLaw:
     error: Tensor | None = None
     given: Tensor | None = None
     close: bool = False
+    parts: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -49,6 +51,8 @@ class ClassLaw:
     @cached_property
     def entropy(self) -> Tensor:
         """−Σ p log p; probabilities below the root of the smallest number count as zero where they are given."""
+        if self.parts is not None:
+            return self.parts[0]
         if self.given is None:
             return entropy(self.log_probs)
         return torch.special.entr(threshold(self.given, math.sqrt(torch.finfo(self.given.dtype).tiny), 0.0)).sum(-1)
@@ -209,12 +213,11 @@ def _error(p: Tensor, squares: Tensor, pairs: int) -> Tensor | None:
 def _softmax(mean: Tensor, spread: Spread, samples: int | None, generator: torch.Generator | None) -> ClassLaw:
     seed = None if generator is None else int(torch.randint(2**31, (), generator=generator, device=generator.device))
     found = expected_softmax(mean if mean.ndim == 2 else mean.reshape(-1, mean.shape[-1]), spread, samples, seed)
-    probs, entropies, error = found.probs, found.entropy, found.error
+    probs, entropies, error, parts = found.probs, found.entropy, found.error, found.parts
     if mean.ndim != 2:
-        probs, entropies, error = (
-            part.reshape(*mean.shape[:-1], *part.shape[1:]) for part in (probs, entropies, error)
-        )
-    return ClassLaw(lambda: found.log_probs.reshape(mean.shape), lambda: entropies, error, probs, found.close)
+        shape, parts = mean.shape[:-1], None  # of one token or pixel, which are worked out again
+        probs, entropies, error = probs.reshape(mean.shape), entropies.reshape(shape), error.reshape(shape)
+    return ClassLaw(lambda: found.log_probs.reshape(mean.shape), lambda: entropies, error, probs, found.close, parts)
 
 
 def binary_quadrature(mean: Tensor, variance: Tensor) -> ClassLaw:

@@ -16,7 +16,7 @@ from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import Batch, Convention
-from lapwing.model.calls import Inputs, as_tensors, finite, placed
+from lapwing.model.calls import Inputs, as_tensors, placed
 from lapwing.model.products import Products
 from lapwing.posterior import Belief
 from lapwing.predictive.lastlayer import LastLayer, last_layer_of
@@ -92,10 +92,18 @@ class Predictive:
 
     def inputs(self, x: Inputs) -> Inputs:
         """Prepare inputs as the fit did: without its targets, on its device, in a dtype the network takes, finite."""
+        if type(x) is Tensor and _fits(x, self._usual):  # the usual case, checked quickly
+            return x
         x = prepared(self.network.module, self.network.params.device, self.options.convention, x)
         if type(x) is not Tensor:  # a single tensor holds the samples
             self.network.settle(x)
         return x
+
+    @cached_property
+    def _usual(self) -> tuple[torch.dtype | None, torch.device]:
+        """The dtype of the first weights, and the device."""
+        first = next(self.network.module.parameters(), None)
+        return None if first is None else first.dtype, self.network.params.device
 
     def draws(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Weights drawn from the posterior, (n, P); the same at every call without a generator."""
@@ -291,8 +299,6 @@ class Predictive:
 
 def prepared(module: nn.Module, device: torch.device, convention: Convention, x: Inputs) -> Inputs:
     """Prepare inputs for a network: without targets, on its device, in a dtype that it takes; refuse NaN and none."""
-    if type(x) is Tensor and _fits(module, device, x):  # the usual case, checked quickly
-        return x
     x = as_tensors(x)
     x = convention.inputs_of(x) if isinstance(x, Mapping) else x
     if not any(True for _ in tensors_in(x)):
@@ -311,17 +317,15 @@ def prepared(module: nn.Module, device: torch.device, convention: Convention, x:
     return x
 
 
-def _fits(module: nn.Module, device: torch.device, x: Tensor) -> bool:
-    """Whether a tensor needs no preparation: dense, on the device, in the dtype of the weights, finite, not empty."""
-    first = next(module.parameters(), None)
+def _fits(x: Tensor, usual: tuple[torch.dtype | None, torch.device]) -> bool:
+    """Whether a tensor needs no preparation: dense, of the dtype and device of the weights, finite, not empty."""
     return (
-        first is not None
-        and x.dtype == first.dtype
-        and x.device == device
+        (x.dtype, x.device) == usual
+        and x.is_floating_point()
         and x.layout is torch.strided
         and not x.is_nested
         and not x.is_inference()
         and x.ndim > 0
         and len(x) > 0
-        and finite(x)
+        and math.isfinite(x.sum().item())  # the sum of finite values hardly ever overflows
     )

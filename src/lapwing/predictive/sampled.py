@@ -115,7 +115,7 @@ def warn_of_collapse(network: Network, likelihood: Likelihood, function: Sampled
             f"the sampled weights have lost what the network knows: of inputs that it is sure of, {agreeing:.0%} keep "
             "their label (unless these inputs are unlike the training data, accuracy has collapsed). Use the "
             "linearized predictive, la.predict(x), which does not sample weights through the network; or tune the "
-            "prior for it on held-out data first, la.tune(val_loader, predictive='sampled').",
+            "prior for it on held-out data first, la.tune(val_loader, predictive='sampled')."
         )
 
 

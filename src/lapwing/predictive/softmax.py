@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import embedding
 
 from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
 from lapwing.predictive.maximum import STEPS, by_maximum, prepare_maximum
-from lapwing.predictive.pairs import Estimate, Pairs, matched_points, prepare_pairs
+from lapwing.predictive.pairs import Estimate, Pairs, matched_points, pairs_of_one, prepare_pairs
 
 ENOUGH = 6e-3
 """Estimated total variation from the exact probabilities at which no more points are taken."""
@@ -40,6 +42,7 @@ NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as go
 CLOSE = 3e-4
 """The largest stated error for which pairs of classes, or a few points, do."""
 SOME = 64  # classes below which a few points, with an exact covariance, are tried
+ONE = 24  # classes up to which one item is cheaper in plain numbers
 STAGES = ((2, 3.0, CLOSE), (16, 1.5, 2e-3))
 """How many times as many points as the first ones, how many times the error that the difference of two sequences of
 them suggests is stated (two small ones may agree by chance), and up to which error they do."""
@@ -72,6 +75,10 @@ class Spread(ABC):
     @abstractmethod
     def apart(self, pivot: Tensor) -> Tensor:
         """Var(f_k − f_p) for one class p (n, 1) per item, (n, K)."""
+
+    def apart_from(self, p: int) -> Tensor:
+        """Var(f_k − f_p) of a single item, (K,)."""
+        return self.apart(torch.tensor([[p]]))[0]
 
     @property
     @abstractmethod
@@ -247,7 +254,7 @@ class Softmax:
     """Probabilities (n, K), the expected entropy of softmax(f) and the estimated error of the probabilities, (n,).
 
     `logs` computes the logarithms of the probabilities, also of those that underflow. `close`: no error is above
-    `ENOUGH`.
+    `ENOUGH`. `parts` are the entropy of the probabilities and the mutual information, where they are at hand.
     """
 
     probs: Tensor
@@ -255,6 +262,7 @@ class Softmax:
     error: Tensor
     logs: Callable[[Tensor], Tensor]
     close: bool = False
+    parts: tuple[Tensor, Tensor] | None = None
 
     @property
     def log_probs(self) -> Tensor:
@@ -286,12 +294,14 @@ class _Chunk:
     seed: int
 
     def run(self, samples: int | None) -> Softmax:
-        """Take pairs of classes where they do, and levels of points for what is left.
+        """Compute probabilities from pairs of classes where these suffice, and from more and more points elsewhere.
 
         In between come a few points for few classes, and the law of the maximum for many.
         """
         if samples is not None:
             return self._by_levels(samples)
+        if len(self.mean) == 1 and (one := self._one()) is not None:
+            return one
         pairs = Pairs.of(self.mean, self.spread.apart)
         probs, entropy, error = *pairs.alone(), pairs.least()
         if bool((error <= CLOSE).all()):
@@ -314,6 +324,24 @@ class _Chunk:
         some = items[better]
         probs[some], entropy[some], error[some] = found.probs[better], found.entropy[better], found.error[better]
         return Softmax(probs, entropy, error, self._logs)
+
+    def _one(self) -> Softmax | None:
+        """Take pairs of classes for a single item in plain numbers; None where that is not close or not cheaper."""
+        like = self.mean
+        if like.shape[-1] > ONE or like.dtype != torch.float32 or not like.is_cpu or not _readable(like):
+            return None
+        mean = like.tolist()[0]
+        pivot = mean.index(max(mean))
+        apart = self.spread.apart_from(pivot)
+        if apart.requires_grad:
+            return None
+        probs, entropy, error = pairs_of_one(mean, pivot, apart.tolist())
+        if not error <= CLOSE:
+            return None
+        total = -sum(p * math.log(p) for p in probs if p > 0)
+        numbers = array("f", (*probs, entropy, error, total, max(0.0, total - entropy)))
+        each, *others = torch.frombuffer(numbers, dtype=torch.float32).split((len(probs), 1, 1, 1, 1))
+        return Softmax(each.unsqueeze(0), others[0], others[1], self._logs, True, (others[2], others[3]))
 
     def _ways(self, pairs: Pairs) -> list[tuple[Callable[[_Chunk, Tensor], Estimate], int, float]]:
         """Return what to try on items before levels of points, on how many at a time, and up to which error it does.
@@ -444,6 +472,13 @@ class _Chunk:
             far = torch.stack(each).logsumexp(0) - math.log(len(points))
             logs[small] = torch.where(probs[small] < math.sqrt(torch.finfo(probs.dtype).tiny), far, logs[small])
         return logs
+
+
+def _readable(t: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read with nothing lost: no gradient, transform or trace follows them."""
+    plain = type(t) is Tensor and not t.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    followed = forward_ad._current_level >= 0 or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()
+    return plain and not followed
 
 
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:

@@ -33,32 +33,11 @@ from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.compat.laplace_torch.subnet import DiagSubnetLaplace, FullSubnetLaplace, SubnetLaplace
 
 __all__ = [
-    "BaseLaplace",
-    "DiagLLLaplace",
-    "DiagLaplace",
-    "DiagSubnetLaplace",
-    "FullLLLaplace",
-    "FullLaplace",
-    "FullSubnetLaplace",
-    "FunctionalApproximation",
-    "FunctionalLLLaplace",
-    "FunctionalLaplace",
-    "HessianStructure",
-    "KronLLLaplace",
-    "KronLaplace",
-    "LLLaplace",
-    "Laplace",
-    "Likelihood",
-    "LinkApprox",
-    "LowRankLaplace",
-    "ParametricLaplace",
-    "PredType",
-    "PriorStructure",
-    "SubnetLaplace",
-    "SubsetOfWeights",
-    "TuningMethod",
-    "install",
+    "BaseLaplace", "DiagLLLaplace", "DiagLaplace", "DiagSubnetLaplace", "FullLLLaplace", "FullLaplace",
+    "FullSubnetLaplace", "FunctionalApproximation", "FunctionalLLLaplace", "FunctionalLaplace", "HessianStructure",
+    "KronLLLaplace", "KronLaplace", "LLLaplace", "Laplace", "Likelihood", "LinkApprox", "LowRankLaplace",
+    "ParametricLaplace", "PredType", "PriorStructure", "SubnetLaplace", "SubsetOfWeights", "TuningMethod", "install",
     "marglik_training",
-]
+]  # fmt: skip
 
 place_beside(__name__)
