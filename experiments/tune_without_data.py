@@ -5,7 +5,7 @@
 Tables: one hidden layer of 20 tanh units for six UCI tables, trained by Adam for 150 and 600 steps with and without
 weight decay, with a posterior over all weights. Images: the last layer of a LeNet-5 trained on 10,000 images of MNIST
 and of Fashion-MNIST, with a posterior from all of them and, as people do to save time, from 2,048 of them alone. The
-table has the test NLL of the network, of the posterior that the evidence chooses, and of what `la.tune()` returns, which
+table has the test NLL of the network, of the posterior that the evidence chooses and of what `la.tune()` returns, which
 keeps that posterior only where leave-one-out of the training data shows that it helps. The bound on what one datum may
 count (`MOST` in lapwing/extras/loo.py) was made with the LeNet-5 of benchmarks/quality.py. Needs LAPWING_DATA.
 """
@@ -28,7 +28,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "", "minutes": None}
+ABOUT = {"paper": "", "minutes": 2.5}
 
 SEEN = 0.002  # nats; smaller differences do not count
 UCI = ("australian", "banana", "breast_cancer", "digits", "ionosphere", "vehicle")
