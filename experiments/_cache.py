@@ -12,11 +12,19 @@ from typing import Any
 import torch
 from experiments._results import plain
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
-from lapwing.writing import replacing
+from lapwing.storage import replacing
 
-AROUND = ("smoke", "quick", "seeds", "first", "out", "cache")  # options that do not change what one seed gives
+AROUND = (
+    "smoke",
+    "quick",
+    "seeds",
+    "first",
+    "out",
+    "cache",
+    "command",
+)  # options that do not change what one seed gives
 
 
 def cached(folder: Path | None, name: str, options: Any, compute: Callable[[], Any]) -> Any:
@@ -62,6 +70,20 @@ def trained_once(
             save_file(state, part)
     make.load_state_dict(load_file(path))
     return make.eval()
+
+
+def tensors_once(
+    folder: Path | None, name: str, options: Any, compute: Callable[[], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the tensors that `compute` returns by name; kept in a folder under name and options."""
+    if folder is None:
+        return compute()
+    path = _path(folder, name, options, "safetensors")
+    if not path.exists():
+        found = {key: value.detach().contiguous() for key, value in compute().items()}
+        with replacing(path) as part:
+            save_file(found, part)
+    return load_file(path)
 
 
 def _path(folder: Path, name: str, options: Any, suffix: str) -> Path:

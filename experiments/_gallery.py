@@ -16,6 +16,7 @@ from pathlib import Path
 from lapwing.cli.repository import About, about, experiments, repository
 
 VERDICTS = ("holds", "holds in part", "does not hold")
+ANSWERS = dict(zip(VERDICTS, ("yes", "in part", "no")))  # of questions of our own
 BEGIN, END = "<!-- gallery: made by python -m experiments._gallery -->", "<!-- end of the gallery -->"
 SECTIONS = {
     "000": "Generalized Laplace (paper 000)",
@@ -69,7 +70,7 @@ class Entry:
         told = verdicts_told(result)
         picture = f"{name}.png" if (folder / f"{name}.png").exists() else ""
         sentence = result.get("sentence") or known.question
-        return cls(f"{name}.md", picture, result["title"], f"{sentence} Claims ({told}). {tail}" if told else tail)
+        return cls(f"{name}.md", picture, result["title"], f"{sentence} {told}. {tail}" if told else tail)
 
     @property
     def told(self) -> str:
@@ -84,9 +85,13 @@ class Entry:
 
 
 def verdicts_told(result: dict) -> str:
-    """Return how many claims got which verdict."""
-    counts = Counter(claim["verdict"] for claim in result["claims"])
-    return ", ".join(f"{verdict}: {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
+    """Return how many claims of papers got which verdict, and how many questions of our own which answer."""
+    parts = []
+    for kind, words, of_paper in (("Claims", dict(zip(VERDICTS, VERDICTS)), True), ("Answers", ANSWERS, False)):
+        counts = Counter(claim["verdict"] for claim in result["claims"] if bool(claim["where"]) == of_paper)
+        told = ", ".join(f"{word}: {counts[verdict]}" for verdict, word in words.items() if counts[verdict])
+        parts += [f"{kind} ({told})"] if told else []
+    return "; ".join(parts)
 
 
 def covered(folder: Path, known: dict[str, About]) -> str:

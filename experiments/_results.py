@@ -1,4 +1,4 @@
-"""What an experiment of a paper leaves: a table, a figure, its data, and a page that holds the paper to its words.
+"""What an experiment leaves: a table, a figure, its data, and a page that holds a paper to its words.
 
     result = Result("toy", "Toy regression x³", "001, Figs. 1 and 8", "python -m experiments.toy", seeds=(0,))
     result = result.with_rows([{"method": "kron", "NLL": 2.53}]).with_claims(Claim(...)).with_sentence("Kron is best.")
@@ -7,7 +7,8 @@
 A folder with a gallery (`_gallery.py`), such as docs/results, gets its line of the experiment brought up to date.
 
 A verdict is "holds", "holds in part" or "does not hold", with a reason; it follows from numbers by a rule that the
-experiment states, never by hand.
+experiment states, never by hand. An experiment without a paper asks a question of our own (`answered`), whose answer is
+"yes", "in part" or "no" by the same rules.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments._gallery import VERDICTS, refresh
+from experiments._gallery import ANSWERS, VERDICTS, refresh
 from torch import Tensor
 
 from lapwing.errors import BadData
@@ -30,7 +31,10 @@ SHOWN = 4  # significant digits
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper, what was found here, and whether the sentence holds; `reason` is the rule that says so."""
+    """A sentence of a paper, what was found here, and whether the sentence holds; `reason` is the rule that says so.
+
+    With an empty `where` it is a question of our own, and the verdict is its answer.
+    """
 
     quote: str
     where: str
@@ -42,10 +46,26 @@ class Claim:
         if self.verdict not in VERDICTS:
             raise BadData(f"a verdict is one of {', '.join(VERDICTS)}, got {self.verdict!r}")
 
+    @property
+    def told(self) -> str:
+        """The verdict, or the answer to a question of our own."""
+        return self.verdict if self.where else ANSWERS[self.verdict]
+
+    @property
+    def paragraphs(self) -> list[str]:
+        """What a page says of it: the sentence or the question, the rule, what was found and the verdict."""
+        said = f"> {self.quote}\n>\n> — {self.where}" if self.where else f"**{self.quote}**"
+        return [said, f"Rule: {self.reason}", f"{self.found} **{self.told.capitalize()}.**"]
+
+
+def answered(question: str, found: str, rule: str, *parts: bool) -> Claim:
+    """Return a question of our own: "yes" where all parts of the rule are true, "in part" where some are, else "no"."""
+    return Claim(question, "", found, verdict(*parts), rule)
+
 
 def verdict(*parts: bool) -> str:
     """Return "holds" where all parts of a claim are true, "holds in part" where some are, else "does not hold"."""
-    return VERDICTS[0] if all(parts) else VERDICTS[1] if any(parts) else VERDICTS[2]
+    return VERDICTS[0] if parts and all(parts) else VERDICTS[1] if any(parts) else VERDICTS[2]
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,8 @@ class Result:
         """Print table and verdicts; with a folder, write the page, the data, and the figure that `draw` makes."""
         print(self.table())
         for claim in self.claims:
-            print(f"{claim.verdict}: “{claim.quote}” ({claim.where}). Rule: {claim.reason} {claim.found}")
+            said = f"“{claim.quote}” ({claim.where})." if claim.where else claim.quote
+            print(f"{claim.told}: {said} Rule: {claim.reason} {claim.found}")
         if out is None:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -115,11 +136,12 @@ class Result:
     def page(self, figure: bool = True) -> str:
         """Return the page as Markdown: claims with verdicts, figure, table, notes, command."""
         seeds = f"seed {self.seeds[0]}" if len(self.seeds) == 1 else f"seeds {', '.join(map(str, self.seeds))}"
-        parts = [f"# {self.title}", f"Paper {self.paper}. Made by `{self.command}`, {seeds}."]
-        parts += [self.sentence] if self.sentence else []
+        source = f"Paper {self.paper}" if self.paper else "A question of our own"
+        parts = [f"# {self.title}", f"{source}. Made by `{self.command}`, {seeds}."]
+        repeated = any(claim.found == self.sentence for claim in self.claims)
+        parts += [self.sentence] if self.sentence and not repeated else []
         for claim in self.claims:
-            said = f"> {claim.quote}\n>\n> — {claim.where}"
-            parts += [said, f"Rule: {claim.reason}", f"{claim.found} **{claim.verdict.capitalize()}.**"]
+            parts += claim.paragraphs
         parts += [f"![{self.title}]({self.name}.png)"] if figure else []
         lines = _cells(self.rows)
         if lines:

@@ -1,18 +1,19 @@
 """Bayesian optimization with a network and its Laplace posterior, beside a Gaussian process and random search.
 
-    python -m experiments.bayesopt [--functions branin hartmann ackley] [--steps 20] [--seeds 5]
+    python -m experiments.bayesopt [--functions branin hartmann ackley] [--steps 20] [--seeds 5] [--out DIR]
 
 Maximizes test functions of BoTorch (Branin in 2 dimensions, Hartmann in 6, Ackley in 4 on [-5, 10], all negated). Every
 method starts from the same 10 Sobol points of a seed and chooses one more per step by log expected improvement: "gp" is
 BoTorch's SingleTaskGP with its defaults, fitted at every step; "last layer" and "all weights" are an MLP with two
 hidden layers of tanh units, trained anew at every step to the mode under a unit Gaussian prior and a noise of 0.05 (in
-standard deviations of the targets), with `lapwing.botorch.LaplaceModel`. Prints the simple regret (the optimum minus
-the best value seen) as mean, standard deviation and worst over seeds, on how many seeds a method ends below random
-search, and the CPU seconds per step. Needs the extra botorch.
+standard deviations of the targets), with `lapwing.botorch.LaplaceModel`. The table has the simple regret (the
+optimum minus the best value seen), that of random search with the same seed less it, and the CPU seconds per step.
+Needs the extra botorch.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import time
 import warnings
@@ -20,11 +21,13 @@ from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._results import Claim, Scores, answered
+from experiments._study import study, told
 from torch import Tensor, nn
 
 import lapwing
 
-ABOUT = {"paper": "", "minutes": None, "page": "../tutorials/bayesian_optimization.md"}
+ABOUT = {"paper": "", "minutes": None, "quick": 0.2, "page": "../tutorials/bayesian_optimization.md"}
 
 NOISE, START = 0.05, 10
 METHODS = ("random", "gp", "last layer", "all weights")
@@ -100,35 +103,46 @@ def regret(function: Any, method: str, steps: int, seed: int, epochs: int) -> fl
     return function.optimal_value - float(values.max())
 
 
-def main() -> None:
-    parser = Experiment(__doc__, smoke={"functions": ["branin"], "steps": 2, "seeds": 2, "epochs": 20})
-    names = ["branin", "hartmann", "ackley"]
-    parser.add_argument("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME", help=", ".join(METHODS)
-    )
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=400, help="steps of training per network")
-    options = parser.parse_args()
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    """Simple regret, gain over random search and CPU seconds per step, by function and method."""
     warnings.filterwarnings("ignore")  # of optimizers that stop early, and deprecations inside BoTorch
-    print(f"{'function':10s} {'method':12s} {'mean':>8s} {'std':>8s} {'worst':>8s}  below random  CPU s per step")
-    for name in options.functions:
-        by_chance: list[float] = []
-        for method in options.methods:
+    rows = {}
+    for name in given.functions:
+        for method in ("random", *(m for m in given.methods if m != "random")):
             start = time.process_time()
-            found = [
-                regret(functions()[name], method, options.steps, seed, options.epochs) for seed in range(options.seeds)
-            ]
-            seconds = (time.process_time() - start) / (options.seeds * options.steps)
-            by_chance = found if method == "random" else by_chance
-            below = sum(a < b for a, b in zip(found, by_chance))
-            values = torch.tensor(found, dtype=torch.float64)
-            spread = values.std(correction=0) if len(values) < 2 else values.std()
-            won = "" if method == "random" or not by_chance else f"{below}/{len(found)}"
-            figures = f"{values.mean():8.3f} {spread:8.3f} {values.max():8.3f}"
-            print(f"{name:10s} {method:12s} {figures}  {won:>12s}  {seconds:.2f}", flush=True)
+            found = regret(functions()[name], method, given.steps, seed, given.epochs)
+            spent = (time.process_time() - start) / given.steps
+            by_chance = rows[f"{name}, random"]["regret"] if method != "random" else found
+            rows[f"{name}, {method}"] = {
+                "regret": found,
+                "gain over random": by_chance - found,
+                "CPU s per step": spent,
+            }
+    return rows
+
+
+def judge(mean: Scores) -> list[Claim]:
+    gains = {row: cells["gain over random"] for row, cells in mean.items() if row.split(", ")[1] in METHODS[2:]}
+    return [
+        answered(
+            "Does a network with a Laplace posterior find better points than random search?",
+            f"Mean simple regret of random search less that of the network: {told(gains)}.",
+            "the mean simple regret is below that of random search from the same starts, function by function.",
+            *(gain > 0 for gain in gains.values()),
+        )
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    parser = Experiment(
+        __doc__, smoke={"functions": ["branin"], "steps": 2, "epochs": 20},
+        quick={"functions": ["branin"], "steps": 8, "epochs": 200}, seeds=5,
+    )  # fmt: skip
+    names = ["branin", "hartmann", "ackley"]
+    parser.add_argument("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME", help=", ".join(METHODS)
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=400, help="steps of training per network")
+    study("bayesopt", ABOUT, "Bayesian optimization with networks", run, judge, parser.parse_args())

@@ -1,21 +1,27 @@
 """Continual learning on permuted MNIST: yesterday's posterior is today's prior, beside plain fine-tuning.
 
-    python -m experiments.continual [--tasks 5] [--size 2000] [--epochs 6] [--seeds 3]
+    python -m experiments.continual [--tasks 5] [--size 2000] [--epochs 6] [--seeds 3] [--out DIR]
 
 Each task is MNIST with its own fixed permutation of the pixels. One MLP 784-100-10 learns them in turn: by
 `lapwing.train` with `Prior.from_posterior` of the task before (diagonal, Kronecker and EKFAC posteriors), and by
-fine-tuning under the same fixed prior N(0, 1) every time. Printed is the test accuracy on all tasks seen, after each,
-and the mean over seeds after the last. Needs LAPWING_DATA.
+fine-tuning under the same fixed prior N(0, 1) every time. The table has the test accuracy after the last task: its mean
+over tasks, and on the first task. Needs LAPWING_DATA.
 """
+
+import argparse
 
 import torch
 from experiments._arguments import Experiment
+from experiments._results import Claim, Scores, answered
+from experiments._study import study, told
 
 import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "", "minutes": 7, "page": "training.md"}
+ABOUT = {"paper": "", "minutes": 7, "quick": 0.3, "page": "training.md"}
+
+TUNED = "fine-tuning"
 
 
 def accuracy(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -23,13 +29,7 @@ def accuracy(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
         return (model.eval()(x).argmax(1) == y).double().mean().item() * 100
 
 
-def spread(values: list[float]) -> str:
-    """Return the mean over seeds, with the standard deviation where there are several."""
-    found = torch.tensor(values, dtype=torch.float64)
-    return f"{found.mean():.2f}" + (f" ± {found.std():.2f}" if len(found) > 1 else "")
-
-
-def run(tasks: int, size: int, epochs: int, structure: str | None, seed: int) -> list[float]:
+def learn(tasks: int, size: int, epochs: int, structure: str | None, seed: int) -> list[float]:
     """Return the accuracy on each task after the last; without a structure the prior stays N(0, 1)."""
     train, test = datasets.images("mnist", "train"), datasets.images("mnist", "test")
     draws = [torch.Generator().manual_seed(1000 * seed + k) for k in range(tasks)]
@@ -46,24 +46,35 @@ def run(tasks: int, size: int, epochs: int, structure: str | None, seed: int) ->
         if structure is not None:
             prior = lapwing.Prior.from_posterior(trained.laplace.posterior)
         found = [accuracy(model, test.inputs.flatten(1)[:, order], test.targets) for order in orders[: k + 1]]
-        mean, each = sum(found) / (k + 1), " ".join(f"{a:6.2f}" for a in found)
-        name = structure or "fine-tuning"
-        print(f"{name:12s} seed {seed} after task {k + 1}: mean {mean:6.2f} %   {each}", flush=True)
     return found
 
 
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    rows = {}
+    for structure in (None, "diag", "kron", "ekfac"):
+        found = learn(given.tasks, given.size, given.epochs, structure, seed)
+        rows[structure or TUNED] = {"mean over tasks (%)": sum(found) / len(found), "first task (%)": found[0]}
+    return rows
+
+
+def judge(mean: Scores) -> list[Claim]:
+    over = {name: cells["mean over tasks (%)"] for name, cells in mean.items()}
+    return [
+        answered(
+            "Do posteriors as priors keep what fine-tuning forgets?",
+            f"Mean accuracy in percent over all tasks after the last: {told(over, 4)}.",
+            "three parts: each of the three posteriors must have a mean accuracy at least 2 points above that of "
+            "fine-tuning.",
+            *(value > over[TUNED] + 2 for name, value in over.items() if name != TUNED),
+        )
+    ]
+
+
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke={"tasks": 3, "size": 200, "epochs": 1, "seeds": 1})
+    parser = Experiment(
+        __doc__, smoke={"tasks": 3, "size": 200, "epochs": 1}, quick={"tasks": 3, "size": 500, "epochs": 4}, seeds=3
+    )
     parser.add_argument("--tasks", type=int, default=5)
     parser.add_argument("--size", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--seeds", type=int, default=3)
-    given = parser.parse_args()
-    table = {}
-    for structure in (None, "diag", "kron", "ekfac"):
-        table[structure or "fine-tuning"] = [
-            run(given.tasks, given.size, given.epochs, structure, seed) for seed in range(given.seeds)
-        ]
-    for name, runs in table.items():
-        mean, first = spread([sum(run) / len(run) for run in runs]), spread([run[0] for run in runs])
-        print(f"{name:12s} mean over tasks {mean} %, on the first task {first} %")
+    study("continual", ABOUT, "Continual learning on permuted MNIST", run, judge, parser.parse_args())

@@ -1,24 +1,25 @@
 """Ways to distill a posterior over all weights into one forward pass, compared on real images.
 
-    python -m experiments.distill resnet20          # or lenet, mlp
+    python -m experiments.distill resnet20 [--out DIR] [--cache DIR]         # or lenet, mlp
 
 The teacher is the tuned posterior of a network over all its weights: EKFAC on the pretrained ResNet-20 (CIFAR-10,
 against SVHN), Kronecker factors on LeNet-5 or an MLP 784-200-200-10 (MNIST, against Fashion-MNIST, KMNIST and
 notMNIST). Every student keeps the network's outputs and learns their covariance from the teacher's at the same training
-images and perturbed training images; none sees another data set. Printed for each: NLL on test images, the AUROC of
-entropy and of mutual information against each other data set, and KL(teacher ‖ student). The fit and the teacher's
-answers are kept in --cache. Needs LAPWING_DATA.
+images and perturbed training images; none sees another data set. The table has, for each, NLL on test images, the AUROC
+of entropy and of mutual information against each other data set, and KL(teacher ‖ student). Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
 
-import time
+import argparse
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 from experiments._arguments import Experiment
-from safetensors.torch import load_file, save_file
+from experiments._cache import tensors_once, trained_once
+from experiments._results import Claim, Scores, verdict
+from experiments._study import study, told
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,40 +37,38 @@ Answers = dict[str, Tensor]
 Student = Callable[[Answers], tuple[Tensor, Tensor]]
 """From what is known of some images (outputs, energies, last features) to probabilities and expected entropies."""
 
+TEACHER, NETWORK, OURS = "teacher", "network", "energies, corrected (la.distill)"
 WIDTH, RATE, POINTS = 64, 3e-3, 512
 OTHERS = {"resnet20": ("svhn",), "lenet": ("fashion", "kmnist", "notmnist"), "mlp": ("fashion", "kmnist", "notmnist")}
 
 
-def trained(name: str, size: int, epochs: int, path: Path) -> nn.Module:
-    if name == "resnet20":
+def trained(seed: int, given: argparse.Namespace) -> nn.Module:
+    if given.network == "resnet20":
         return networks.pretrained_resnet(20)
-    torch.manual_seed(0)
-    model = networks.lenet() if name == "lenet" else networks.mlp([784, 200, 200, 10])
-    if path.exists():
-        model.load_state_dict(load_file(path))
+    torch.manual_seed(seed)
+    model = networks.lenet() if given.network == "lenet" else networks.mlp([784, 200, 200, 10])
+
+    def train() -> nn.Module:
+        data = datasets.images("mnist", "train")[: given.train]
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(given.steps):
+            for rows in torch.randperm(len(data)).split(128):
+                optimizer.zero_grad()
+                decay = 0.5 / len(data) * sum(p.square().sum() for p in model.parameters())
+                (F.cross_entropy(model(data.inputs[rows]), data.targets[rows]) + decay).backward()
+                optimizer.step()
         return model.eval()
-    data = datasets.images("mnist", "train")[:size]
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(data)).split(128):
-            optimizer.zero_grad()
-            decay = 0.5 / len(data) * sum(p.square().sum() for p in model.parameters())
-            (F.cross_entropy(model(data.inputs[rows]), data.targets[rows]) + decay).backward()
-            optimizer.step()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(model.state_dict(), path)
-    return model.eval()
+
+    return trained_once(given.cache, "distill", [given.network, given.train, given.steps, seed], model, train)
 
 
 def batches(data: datasets.Dataset, prepare: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(prepare(data.inputs).split(100), data.targets.split(100)))
 
 
-def asked(la: lapwing.Laplace, body: EnergyNetwork, last: nn.Module, inputs: Tensor, path: Path) -> Answers:
-    """What the teacher and the network say of some images, from the cache where it is there."""
-    if path.exists():
-        return load_file(path)
-    begin, parts = time.perf_counter(), []
+def asked(la: lapwing.Laplace, body: EnergyNetwork, last: nn.Module, inputs: Tensor) -> Answers:
+    """What the teacher and the network say of some images."""
+    parts = []
     for x in inputs.split(50):
         p, features = la.predict(x), []
         hook = last.register_forward_pre_hook(lambda _, args, kept=features: kept.append(args[0].detach()))
@@ -79,11 +78,7 @@ def asked(la: lapwing.Laplace, body: EnergyNetwork, last: nn.Module, inputs: Ten
         hook.remove()
         covariance = p.function.contrast_covariance * la.logit_temperature**2
         parts.append({"f": f, "z": z, "a": features[0], "c": covariance, "p": p.probs, "h": p.aleatoric})
-    found = {key: torch.cat([part[key] for part in parts]).contiguous() for key in parts[0]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(found, path)
-    print(f"{path.stem}: {len(inputs)} images in {time.perf_counter() - begin:.0f} s", flush=True)
-    return found
+    return {key: torch.cat([part[key] for part in parts]).contiguous() for key in parts[0]}
 
 
 def by_covariance(la: lapwing.Laplace, basis: Tensor, variances: Callable[[Answers], Tensor]) -> Student:
@@ -180,22 +175,111 @@ def dirichlet(la: lapwing.Laplace, know: Answers, epochs: int) -> Student:
     return student
 
 
-def line(name: str, student: Student, test: Answers, targets: Tensor, others: dict[str, Answers]) -> None:
+def scored(student: Student, test: Answers, targets: Tensor, others: dict[str, Answers]) -> dict[str, float]:
+    """NLL, KL from the teacher, and AUROC by entropy and by mutual information."""
     (p, h), teacher = student(test), test["p"].double()
     kl = (torch.special.xlogy(teacher, teacher) - teacher * p.double().clamp(min=1e-30).log()).sum(-1).mean()
-    text = f"{name:38s} NLL {metrics.nll(p, targets):.4f}  KL {kl:.5f}"
+    found = {"NLL": float(metrics.nll(p, targets)), "KL from the teacher": float(kl)}
     for place, at in others.items():
         q, g = student(at)
-        areas = [metrics.auroc(*pair) for pair in (
-            (metrics.entropy(p), metrics.entropy(q)), (metrics.entropy(p) - h, metrics.entropy(q) - g))]  # fmt: skip
-        text += f"  {place} {areas[0]:.3f} {areas[1]:.3f}"
-    print(text, flush=True)
+        found[f"entropy, {place}"] = float(metrics.auroc(metrics.entropy(p), metrics.entropy(q)))
+        found[f"information, {place}"] = float(metrics.auroc(metrics.entropy(p) - h, metrics.entropy(q) - g))
+    return found
 
 
-def main() -> None:
-    smoke = {"network": "mlp", "train": 256, "steps": 1, "fit": 100, "validation": 100, "items": 40, "test": 50,
-             "outside": 30, "epochs": 2}  # fmt: skip
-    parser = Experiment(__doc__, smoke=smoke)
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    name, images = given.network, "cifar10" if given.network == "resnet20" else "mnist"
+    prepare = networks.standardize if images == "cifar10" else lambda x: x
+    train, test = datasets.images(images, "train"), datasets.images(images, "test")
+    model = trained(seed, given)
+    held = test[: given.validation] if images == "cifar10" else train[55_000 : 55_000 + given.validation]
+    structure, n = ("ekfac", 50_000) if images == "cifar10" else ("kron", given.train)
+    data = batches(train[: given.fit], prepare)
+    la = lapwing.fit(model, data, "classification", structure=structure, n_data=n, progress=False)
+    la = la.tune(batches(held, prepare))
+    own = prepare(train[given.fit : given.fit + given.items].inputs)
+    generator = torch.Generator().manual_seed(5 + seed)
+    moved = [torch.cat(each) for each in zip(*(perturbed(x, generator) for x in own.split(100)))]
+    judged = test[given.validation : given.validation + given.test]
+    sets = {"own": own, "noisy": moved[0], "mixed": moved[1], "test": prepare(judged.inputs)}
+    sets |= {place: prepare(datasets.images(place, "test")[: given.outside].inputs) for place in OTHERS[name]}
+    body = EnergyNetwork(model, la.network.outputs, own[:20])
+    last = [part for part in model.modules() if isinstance(part, nn.Linear)][-1]
+    key_of = [name, given.train, given.steps, given.fit, given.validation, seed]
+    answers = {
+        key: tensors_once(given.cache, "answers", [*key_of, key, len(x)], lambda x=x: asked(la, body, last, x))
+        for key, x in sets.items()
+    }
+    know = {key: torch.cat([answers[part][key] for part in ("own", "noisy", "mixed")]) for key in answers["own"]}
+    others = {place: answers[place] for place in OTHERS[name]}
+    made = students(la, body, know, answers["own"], seed, given.epochs)
+    return {label: scored(student, answers["test"], judged.targets, others) for label, student in made.items()}
+
+
+def students(
+    la: lapwing.Laplace, body: EnergyNetwork, know: Answers, only: Answers, seed: int, epochs: int
+) -> dict[str, Student]:
+    """The teacher, the network and each student, by name."""
+    s, inside = la.logit_temperature, len(only["f"])
+    plain = lambda at: ((at["f"] / s).softmax(-1), metrics.entropy((at["f"] / s).softmax(-1)))  # noqa: E731
+    made: dict[str, Student] = {TEACHER: lambda at: (at["p"], at["h"]), NETWORK: plain}
+
+    def head(data: Answers, epochs: int) -> Any:
+        return fit_head(
+            data["f"], data["z"], data["c"], body.widths, inside=inside, shift_invariant=True, epochs=epochs,
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+
+    def ours(data: Answers, epochs: int) -> Student:
+        found = head(data, epochs)
+        return by_covariance(la, found.basis, lambda at: found(at["f"], at["z"]).square())
+
+    made[OURS] = ours(know, epochs)
+    made["energies alone (epochs=0)"] = ours(know, 0)
+    made["energies, corrected, not perturbed"] = ours(only, epochs)
+    basis = head(only, 0).basis[:, :-1].double()
+    target = torch.einsum("ik,nij,jk->nk", basis, know["c"].double(), basis).clamp(min=1e-8)
+    made["quadratic form in last features"] = by_covariance(la, basis, last_layer(know, target))
+    made["sparse Gaussian process on features"] = by_covariance(la, basis, sparse_process(know, target, epochs))
+    made["Dirichlet head on features"] = dirichlet(la, know, epochs)
+    return made
+
+
+def judge(mean: Scores) -> list[Claim]:
+    kl = {name: cells["KL from the teacher"] for name, cells in mean.items() if name != TEACHER}
+    nll = {name: mean[name]["NLL"] for name in (TEACHER, NETWORK, OURS)}
+    areas = {
+        name: sum(found) / len(found)
+        for name in nll
+        if (found := [value for key, value in mean[name].items() if key.startswith("entropy")])
+    }
+    return [
+        Claim(
+            "A further speed up can be achieved by distilling the predictive distributions of the Laplace network into "
+            "a smaller, deterministic feedforward network as successfully demonstrated in (Balan et al., 2015) for "
+            "posterior samples using HMC.",
+            "appendix D",
+            f"Test NLL: {told(nll, 4)}. Mean AUROC of the entropy: {told(areas)}. KL from the teacher: {told(kl)}.",
+            verdict(
+                abs(nll[OURS] - nll[TEACHER]) < 0.005,
+                abs(areas[OURS] - areas[TEACHER]) < 0.01,
+                kl[OURS] < kl[NETWORK] / 2,
+            ),
+            "three parts, for `la.distill`: the student's NLL is within 0.005 nats of the teacher's, its mean AUROC "
+            "within 0.01, and its KL divergence from the teacher is below half of the network's own. It is the network "
+            "itself with a small head, not a smaller network.",
+        )
+    ]
+
+
+if __name__ == "__main__":
+    parser = Experiment(
+        __doc__,
+        smoke={"network": "mlp", "train": 256, "steps": 1, "fit": 100, "validation": 100, "items": 40, "test": 50,
+               "outside": 30, "epochs": 2},
+        quick={"network": "mlp", "train": 5000, "steps": 2, "fit": 300, "validation": 200, "items": 150, "test": 150,
+               "outside": 80, "epochs": 20},
+    )  # fmt: skip
     parser.add_argument("network", nargs="?", choices=tuple(OTHERS), default="resnet20")
     parser.add_argument("--train", type=int, default=55_000, help="images that LeNet and the MLP are trained on")
     parser.add_argument("--steps", type=int, default=6, help="epochs of that training")
@@ -205,69 +289,4 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=1_000)
     parser.add_argument("--outside", type=int, default=500, help="images of each other data set")
     parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--cache", type=Path, default=Path(".cache/experiments"))
-    given = parser.parse_args()
-    name, images = given.network, "cifar10" if given.network == "resnet20" else "mnist"
-    prepare = networks.standardize if images == "cifar10" else lambda x: x
-    train, test = datasets.images(images, "train"), datasets.images(images, "test")
-    model = trained(name, given.train, given.steps, given.cache / f"distill-{name}-network.safetensors")
-    path = given.cache / f"distill-{name}.lapwing"
-    if path.exists():
-        la = lapwing.load(path, model)
-    else:
-        held = test[: given.validation] if images == "cifar10" else train[55_000 : 55_000 + given.validation]
-        structure, n = ("ekfac", 50_000) if images == "cifar10" else ("kron", given.train)
-        la = lapwing.fit(model, batches(train[: given.fit], prepare), "classification", structure=structure, n_data=n)
-        la = la.tune(batches(held, prepare))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        la.save(path)
-    print(la.tuned or f"prior {la.prior}, logits / {la.logit_temperature:.3f}", flush=True)
-    own = prepare(train[given.fit : given.fit + given.items].inputs)
-    generator = torch.Generator().manual_seed(5)
-    moved = [torch.cat(each) for each in zip(*(perturbed(x, generator) for x in own.split(100)))]
-    judged = test[given.validation : given.validation + given.test]
-    sets = {"own": own, "noisy": moved[0], "mixed": moved[1], "test": prepare(judged.inputs)}
-    sets |= {place: prepare(datasets.images(place, "test")[: given.outside].inputs) for place in OTHERS[name]}
-    body = EnergyNetwork(model, la.network.outputs, own[:20])
-    last = [part for part in model.modules() if isinstance(part, nn.Linear)][-1]
-    answers = {
-        key: asked(la, body, last, x, given.cache / f"distill-{name}-{key}.safetensors") for key, x in sets.items()
-    }
-    know = {key: torch.cat([answers[part][key] for part in ("own", "noisy", "mixed")]) for key in answers["own"]}
-    only = answers["own"]
-    compare(la, body, know, only, answers["test"], judged.targets, {k: answers[k] for k in OTHERS[name]}, given.epochs)
-
-
-def compare(
-    la: lapwing.Laplace, body: EnergyNetwork, know: Answers, only: Answers, test: Answers, targets: Tensor,
-    others: dict[str, Answers], epochs: int,
-) -> None:  # fmt: skip
-    """Print one line for the teacher, the network and each student; AUROC by entropy, then by mutual information."""
-    s, inside = la.logit_temperature, len(only["f"])
-    plain = lambda at: ((at["f"] / s).softmax(-1), metrics.entropy((at["f"] / s).softmax(-1)))  # noqa: E731
-    students: dict[str, Student] = {"teacher": lambda at: (at["p"], at["h"]), "network": plain}
-
-    def ours(data: Answers, epochs: int) -> Student:
-        head = fit_head(
-            data["f"], data["z"], data["c"], body.widths, inside=inside, shift_invariant=True, epochs=epochs,
-            generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
-        return by_covariance(la, head.basis, lambda at: head(at["f"], at["z"]).square())
-
-    students["energies, corrected (la.distill)"] = ours(know, epochs)
-    students["energies alone (epochs=0)"] = ours(know, 0)
-    students["energies, corrected, not perturbed"] = ours(only, epochs)
-    basis = fit_head(
-        only["f"], only["z"], only["c"], body.widths, inside=inside, shift_invariant=True, epochs=0,
-        generator=torch.Generator().manual_seed(0),
-    ).basis[:, :-1].double()  # fmt: skip
-    target = torch.einsum("ik,nij,jk->nk", basis, know["c"].double(), basis).clamp(min=1e-8)
-    students["quadratic form in last features"] = by_covariance(la, basis, last_layer(know, target))
-    students["sparse Gaussian process on features"] = by_covariance(la, basis, sparse_process(know, target, epochs))
-    students["Dirichlet head on features"] = dirichlet(la, know, epochs)
-    for name, student in students.items():
-        line(name, student, test, targets, others)
-
-
-if __name__ == "__main__":
-    main()
+    study("distill", ABOUT, "Distilling a posterior into one forward pass", run, judge, parser.parse_args())

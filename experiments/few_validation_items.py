@@ -1,42 +1,45 @@
 """Is tuning on few held-out items as good as temperature scaling on the same items?
 
-    python -m experiments.few_validation_items [--networks kmnist resnet20 ...] [--items 100 300 1000] [--splits 20]
+    python -m experiments.few_validation_items [--networks kmnist ...] [--items 100 300] [--seeds 20] [--out DIR]
 
 For each network: train it (or read the pretrained one), fit a posterior, and keep one pass over a pool of images that
-took no part. Then, for each number of items and each split, draw that many items from the pool, tune on them as
+took no part. Then, for each number of items and each seed, draw that many items from the pool, tune on them as
 `la.tune(val)` does by default, fit temperature scaling to the same items, and score both on the rest of the pool.
-Prints the mean NLL of the network, of temperature scaling and of the default, the paired difference of the last two
-with its 95 % interval over splits, and how often the result has a posterior at all. The rule was made with
-the networks in `MADE_WITH`; the others, which are the default here, judge it. Needs LAPWING_DATA. What is slow is kept
-in --cache.
+The table has the NLL of the network, of temperature scaling and of the default, the difference of the last two, and
+whether the result has a posterior at all. The rule was made with the networks in `MADE_WITH`; the others, which are the
+default here, judge it. Needs LAPWING_DATA. What is slow is kept in --cache.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from experiments._arguments import Experiment
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from experiments._cache import trained_once
+from experiments._results import Claim, Scores, answered
+from experiments._study import study
+from experiments.resnet20_ood import kept, part_of
+from torch import nn
 from torch.nn import functional as F
 
 import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
-from lapwing.evidence import Candidates, Groups, Setting, collect, default_learn, linked, nodes_for, search
+from lapwing.evidence import Candidates, Setting, default_learn, search
 from lapwing.evidence.candidates import GRID
-from lapwing.evidence.heldout import GramSweep, Nodes
+from lapwing.evidence.heldout import GramSweep
 from lapwing.evidence.scores import best_logit_temperature
 from lapwing.evidence.search import OPTIONAL
-from lapwing.evidence.tuning import resolve_rule
+from lapwing.evidence.settings import resolve_rule
 
-ABOUT = {"paper": "", "minutes": None, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": None, "quick": 0.2, "page": "tuning.md"}
 
-REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
 MADE_WITH = ("fashion", "fashion-short", "mnist")
 
 
@@ -98,52 +101,30 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def trained(case: Case, path: Path) -> nn.Module:
-    torch.manual_seed(0)
+def trained(case: Case) -> nn.Module:
     model = case.make()
-    if not case.epochs:
-        return model.eval()
-    if path.exists():
-        model.load_state_dict(load_file(path))
-        return model.eval()
     data, optimizer = case.train, torch.optim.Adam(model.parameters(), 2e-3)
     steps = max(1, len(data) // 64)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, case.epochs * steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, case.epochs) * steps)
     for _ in range(case.epochs):
         for rows in torch.randperm(len(data)).split(64)[:steps]:
             optimizer.zero_grad()
             F.cross_entropy(model(data.inputs[rows]), data.targets[rows]).backward()
             optimizer.step()
             schedule.step()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(model.state_dict(), path)
     return model.eval()
 
 
-def pool(name: str, cache: Path) -> GramSweep:
+@cache
+def pool(name: str, folder: Path | None) -> GramSweep:
     """What one pass over the pool keeps."""
-    path = cache / f"few-{name}.safetensors"
-    score = {"power": 1, "tempers_prior": False, "score": linked(samples=128)}
-    if path.exists():
-        found = load_file(path)
-        nodes = Nodes(found["shifts"], found["spectrum"])
-        return GramSweep(found["f"], found["y"], nodes, lapwing.Categorical(), grams=found["g"], **score)  # type: ignore[arg-type]
     case = CASES[name]()
-    model = trained(case, cache / f"few-{name}-net.safetensors")
+    torch.manual_seed(0)
+    model = trained_once(folder, f"few-{name}", None, case.make(), lambda: trained(case))
     batches = list(zip(case.train.inputs[: case.fit].split(200), case.train.targets[: case.fit].split(200)))
-    la = lapwing.fit(model, batches, "classification", n_data=case.n_data or len(case.train), **dict(case.options))
-    nodes = nodes_for(la.belief, torch.tensor(REACH[0]).double(), REACH[1])
-    held = la._predictive.held_out(list(zip(case.pool.inputs.split(100), case.pool.targets.split(100))))
-    groups = Groups.scalar(la.params.size)
-    sweep = collect(la.belief, groups, held, nodes, score=score["score"], memory=2**33)
-    kept = {"f": sweep.f, "y": sweep.y, "g": sweep.grams, "shifts": nodes.shifts, "spectrum": nodes.spectrum}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.contiguous() for key, value in kept.items()}, path)
-    return sweep
-
-
-def part_of(sweep: GramSweep, index: Tensor) -> GramSweep:
-    return replace(sweep, f=sweep.f[index], y=sweep.y[index], grams=sweep.grams[:, :, index])
+    n_data = case.n_data or len(case.train)
+    la = lapwing.fit(model, batches, "classification", n_data=n_data, progress=False, **dict(case.options))
+    return kept(la, case.pool, folder, ["few", name])
 
 
 def one_split(everything: GramSweep, items: int, seed: int, rule: str = "widest") -> tuple[list[float], Any]:
@@ -164,36 +145,43 @@ def one_split(everything: GramSweep, items: int, seed: int, rule: str = "widest"
     return [*plain, default], setting
 
 
-def main() -> None:
-    parser = Experiment(__doc__, smoke={"networks": ["vehicle"], "items": [30], "splits": 3})
-    judges = [name for name in CASES if name not in MADE_WITH]
-    parser.add_argument("--networks", nargs="+", choices=CASES, default=judges, metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--items", nargs="+", type=int, default=[100, 300, 1_000])
-    parser.add_argument("--splits", type=int, default=20)
-    parser.add_argument("--rule", default="widest")
-    parser.add_argument("--verbose", action="store_true", help="print what every split chose")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/experiments"))
-    options = parser.parse_args()
-    for name in options.networks:
-        everything = pool(name, options.cache)
-        for items in options.items:
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    """NLL by network and number of items; a seed is a draw of the items."""
+    rows = {}
+    for name in given.networks:
+        everything = pool(name, given.cache)
+        for items in given.items:
             if 2 * items > len(everything.f):
                 continue
-            found, chosen = zip(*(one_split(everything, items, seed, options.rule) for seed in range(options.splits)))
-            if options.verbose:
-                print("\n".join(f"    {setting}  {a:.4f} {b:.4f} {c:.4f}" for setting, (a, b, c) in zip(chosen, found)))
-            scores = torch.tensor(found)
-            gap = scores[:, 2] - scores[:, 1]
-            reach = 2.09 * gap.std() / len(gap) ** 0.5  # Student's t of 19 degrees of freedom
-            alive = sum(not setting.deterministic for setting in chosen)
-            network, scaling, default = scores.mean(0).tolist()
-            print(
-                f"{name:12s} {items:5d} items: network {network:.4f}  scaling {scaling:.4f}  default {default:.4f}  "
-                f"difference {gap.mean():+.4f} ({gap.mean() - reach:+.4f} to {gap.mean() + reach:+.4f})  "
-                f"largest {gap.max():+.4f}  with a posterior {alive}/{len(gap)}",
-                flush=True,
-            )
+            (network, scaling, default), chosen = one_split(everything, items, seed, given.rule)
+            rows[f"{name}, {items} items"] = {
+                "network": network, "scaling": scaling, "default": default, "default − scaling": default - scaling,
+                "has a posterior": float(not chosen.deterministic),
+            }  # fmt: skip
+    return rows
+
+
+def judge(mean: Scores) -> list[Claim]:
+    gaps = {row: cells["default − scaling"] for row, cells in mean.items()}
+    return [
+        answered(
+            "Is tuning on few items as good as temperature scaling on the same items?",
+            "Mean NLL of the default less that of temperature scaling: "
+            + ", ".join(f"{row} {gap:+.4f}" for row, gap in gaps.items())
+            + ".",
+            "as good means that the mean NLL is at most 0.001 nats higher, row by row.",
+            *(gap <= 0.001 for gap in gaps.values()),
+        )
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    judges = [name for name in CASES if name not in MADE_WITH]
+    parser = Experiment(
+        __doc__, smoke={"networks": ["vehicle"], "items": [30]},
+        quick={"networks": ["vehicle", "digits"], "items": [100, 300], "seeds": 3}, seeds=20,
+    )  # fmt: skip
+    parser.add_argument("--networks", nargs="+", choices=CASES, default=judges, metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--items", nargs="+", type=int, default=[100, 300, 1_000])
+    parser.add_argument("--rule", default="widest")
+    study("few_validation_items", ABOUT, "Tuning on few held-out items", run, judge, parser.parse_args())

@@ -1,13 +1,17 @@
 """Which weight sharing is closer to the exact block: `Kron(sharing="expand")` or `"reduce"`? The default follows this.
 
-    python -m experiments.kron_sharing
+    python -m experiments.kron_sharing [--seeds 3] [--out DIR]
 
 prints, layer by layer, the cosine between Kronecker approximation and exact GGN block (1 is perfect), the ratio of
 traces, and the share of the block's squared norm that EKFAC keeps with the eigenbasis of either.
 """
 
+import argparse
+
 import torch
 from experiments._arguments import Experiment
+from experiments._results import Claim, Scores, answered
+from experiments._study import study
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,22 +19,26 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "", "minutes": None}
+ABOUT = {"paper": "", "minutes": None, "quick": 0.4}
 
 
-def compare(name: str, model: nn.Module, data: list, parameters: list[str]) -> None:
-    for parameter in parameters:
-        exact = lapwing.fit(model, data, "classification", structure="blockdiag", select=[parameter]).curvature.dense()
-        row = []
-        for sharing in ("expand", "reduce"):
-            kron = lapwing.fit(model, data, "classification", structure=lapwing.Kron(sharing), select=[parameter])
-            ekfac = lapwing.fit(
-                model, data, "classification", structure=lapwing.EKFAC(sharing=sharing), select=[parameter]
-            )
-            approximate, moments = kron.curvature.dense(), ekfac.curvature.dense()
-            cosine = (exact * approximate).sum() / (exact.norm() * approximate.norm())
-            row += [cosine, approximate.trace() / exact.trace(), (moments.norm() / exact.norm()) ** 2]
-        print(f"{name:12s} {parameter:28s}" + "".join(f"{float(v):9.3f}" for v in row))
+SHARINGS = ("expand", "reduce")
+POOLED = ("CNN", "pooled", "GRU")  # networks with one output per digit
+
+
+def compare(model: nn.Module, data: list, parameter: str) -> dict[str, float]:
+    """Cosine, ratio of traces and what EKFAC keeps, by sharing, for one layer."""
+    exact = lapwing.fit(model, data, "classification", structure="blockdiag", select=[parameter]).curvature.dense()
+    row = {}
+    for sharing in SHARINGS:
+        kron, ekfac = (
+            lapwing.fit(model, data, "classification", structure=each, select=[parameter]).curvature.dense()
+            for each in (lapwing.Kron(sharing), lapwing.EKFAC(sharing=sharing))
+        )
+        row[f"cosine, {sharing}"] = float((exact * kron).sum() / (exact.norm() * kron.norm()))
+        row[f"trace, {sharing}"] = float(kron.trace() / exact.trace())
+        row[f"EKFAC keeps, {sharing}"] = float((ekfac.norm() / exact.norm()) ** 2)
+    return row
 
 
 class Encoder(nn.Module):
@@ -71,16 +79,9 @@ def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int) -> nn.
     return model.eval()
 
 
-def main() -> None:
-    parser = Experiment(__doc__, smoke={"steps": 2, "batch": 16, "only": ["GRU"]})
-    parser.add_argument("--steps", type=int, default=300, help="of training")
-    parser.add_argument("--batch", type=int, default=128, help="digits that blocks are compared on")
-    names = ["CNN", "pooled", "GRU", "per token"]
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
-    given = parser.parse_args()
-    torch.manual_seed(0)
-    head = f"{'':12s} {'':28s}" + "".join(f"{h:>9s}" for h in ("cosine", "trace", "ekfac") * 2)
-    print(f"{'':41s}{'expand':>27s}{'reduce':>27s}\n{head}")
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    """A row per network and layer."""
+    torch.manual_seed(seed)
     digits = datasets.digits()
     x, y = digits.inputs, digits.targets
     batch = [(x[: given.batch], y[: given.batch])]
@@ -92,10 +93,38 @@ def main() -> None:
         "GRU": (Recurrent, batch, ["rnn.weight_ih_l0", "rnn.weight_hh_l0"]),
         "per token": (lambda: Encoder(pooled=False), tokens, layers),
     }
+    rows = {}
     for name in given.only:
         make, data, parameters = each[name]
-        compare(name, train(make(), x, y, given.steps), data, parameters)
+        model = train(make(), x, y, given.steps)
+        rows |= {f"{name}: {parameter}": compare(model, data, parameter) for parameter in parameters}
+    return rows
+
+
+def judge(mean: Scores) -> list[Claim]:
+    found = {}
+    for name in dict.fromkeys(row.partition(":")[0] for row in mean):
+        rows = [cells for row, cells in mean.items() if row.startswith(f"{name}:")]
+        found[name] = [sum(cells[f"cosine, {sharing}"] for cells in rows) / len(rows) for sharing in SHARINGS]
+    return [
+        answered(
+            "Should sharing be reduced where a network pools, and expanded where it has an output per token?",
+            "Mean cosine with the exact blocks, expanded and reduced: "
+            + "; ".join(f"{name} {expand:.3f}, {reduce:.3f}" for name, (expand, reduce) in found.items())
+            + ".",
+            "the mean cosine over layers is larger when reduced for each network with one output per digit (CNN, "
+            "pooled encoder, GRU), and larger when expanded for the encoder with one output per token.",
+            *((reduce > expand) == (name in POOLED) for name, (expand, reduce) in found.items()),
+        )
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    parser = Experiment(
+        __doc__, smoke={"steps": 2, "batch": 16, "only": ["GRU"]}, quick={"steps": 150, "batch": 64}, seeds=3
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--batch", type=int, default=128, help="digits that blocks are compared on")
+    names = [*POOLED, "per token"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    study("kron_sharing", ABOUT, "Weight sharing: expand or reduce", run, judge, parser.parse_args())

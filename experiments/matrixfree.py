@@ -1,12 +1,12 @@
 """Matrix-free posteriors on pretrained networks: solves, samples and evidence, with residuals and times.
 
-LAPWING_DATA=... python -m experiments.matrixfree resnet20 --data 1000 --rank 256 --probes 4 --steps 4
-LAPWING_DATA=... python -m experiments.matrixfree llama --data 256 --length 16 --prior 10000
-LAPWING_DATA=... python -m experiments.matrixfree resnet18 --data 256 --tolerance 1e-2 --samples 2
-LAPWING_DATA=... python -m experiments.matrixfree cost
-LAPWING_DATA=... python -m experiments.matrixfree memory
+    python -m experiments.matrixfree resnet20 --data 1000 --rank 256 --probes 4 --steps 4 [--out DIR]
+    python -m experiments.matrixfree llama --data 256 --length 16 --prior 10000
+    python -m experiments.matrixfree resnet18 --data 256 --tolerance 1e-2 --samples 2
+    python -m experiments.matrixfree cost       # CPU time of a GGN product in gradients
+    python -m experiments.matrixfree memory     # peak memory of a GGN product in gradients
 
-Needs LAPWING_DATA.
+The seed draws what is solved for and sampled. Needs LAPWING_DATA.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from experiments._arguments import Experiment
+from experiments._results import Claim, Scores, verdict
+from experiments._study import study, told
 from torch import nn
 
 import lapwing
@@ -32,7 +35,7 @@ from lapwing.linalg.solvers import Solution
 from lapwing.model import Batches, Network, Params
 from lapwing.model.products import Products
 
-ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
+ABOUT = {"paper": "003", "minutes": None, "quick": 0.2, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
@@ -55,13 +58,12 @@ def llama(n: int, length: int = 64, batch: int = 64) -> tuple[nn.Module, list, s
     return model, [{"input_ids": part, "labels": part} for part in tokens.split(batch)], "classification"
 
 
-def timed(what: str, run: Callable[[], object]) -> object:
-    begin, wall = time.process_time(), time.perf_counter()
+def timed(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What a function returns, CPU seconds, and the peak memory of the process so far."""
+    begin = time.process_time()
     result = run()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    spent = f"{time.process_time() - begin:8.1f} s CPU {time.perf_counter() - wall:8.1f} s wall"
-    print(f"  {what:<24}{spent}   peak {peak:.2f} GB", flush=True)
-    return result
+    return result, {"CPU s": time.process_time() - begin, "peak GB": peak}
 
 
 def resnet18(n: int) -> tuple[nn.Module, list, str]:
@@ -72,40 +74,41 @@ def resnet18(n: int) -> tuple[nn.Module, list, str]:
     return task.model, [pair for x, y in task.batches for pair in zip(x.split(32), y.split(32))], "classification"
 
 
-def report(model: nn.Module, data: list, likelihood: str, arguments: argparse.Namespace) -> None:
+def solves(seed: int, given: argparse.Namespace) -> Scores:
+    """Costs of fit, samples, solves and evidence on a pretrained network, with residuals."""
+    makes = {"resnet20": lambda n: resnet(20, n), "resnet18": resnet18, "llama": lambda n: llama(n, given.length)}
+    model, data, likelihood = makes[given.what](given.data)
     structure = MatrixFree(
-        rank=arguments.rank, probes=arguments.probes, steps=arguments.steps, tolerance=arguments.tolerance,
-        unconverged="warn", sketch=arguments.sketch, columns=arguments.columns,
+        rank=given.rank, probes=given.probes, steps=given.steps, tolerance=given.tolerance, unconverged="warn",
+        sketch=given.sketch, columns=given.columns,
     )  # fmt: skip
-    options = {"structure": structure, "prior": arguments.prior, "factor": GGN(tolerance=arguments.leave)}
-    la = timed("fit (sketch)", lambda: lapwing.fit(model, data, likelihood, **options))
-    print(f"  {la.params.size:,} weights, {la.n_data:g} data, prior {arguments.prior:g}; {la.curvature.notes[-1]}")
-    precision = la.posterior.precision
-    generator = torch.Generator().manual_seed(0)
-    if arguments.samples:
-        right = torch.randn(arguments.samples, la.params.size, generator=generator, dtype=torch.float64)
+    options = {"structure": structure, "prior": given.prior, "factor": GGN(tolerance=given.leave)}
+    la, spent = timed(lambda: lapwing.fit(model, data, likelihood, **options))
+    rows, precision = {"fit (sketch)": spent}, la.posterior.precision
+    generator = torch.Generator().manual_seed(seed)
+    if given.samples:
+        right = torch.randn(given.samples, la.params.size, generator=generator, dtype=torch.float64)
 
-        def draw() -> object:
-            root = float(arguments.prior) ** -0.5
-            return precision._white_solution(right + root * precision.product.draw(arguments.samples, generator))
+        def draw() -> Solution:
+            root = float(given.prior) ** -0.5
+            return precision._white_solution(right + root * precision.product.draw(given.samples, generator))
 
-        show(timed(f"{arguments.samples} samples", draw))
-    if arguments.solves:
-        v = torch.randn(arguments.solves, la.params.size, generator=generator, dtype=torch.float64)
-        show(timed(f"solve, {arguments.solves} columns", lambda: precision.solution(v)))
-    if arguments.probes > 1:
-        evidence = float(timed("log evidence", la.log_evidence))
-        ratio = precision.ratio_estimate()
-        bar = 0.5 * float(ratio.error)
-        print(
-            f"  log evidence {evidence:.2f} ± {bar:.2g} ({bar / abs(evidence):.2%}); log|A|−log|Π| "
-            f"{float(ratio.value):.3f} ± {2 * bar:.2g} ({2 * bar / float(ratio.value):.2%})"
-        )
+        found, spent = timed(draw)
+        rows[f"{given.samples} samples"] = spent | solved(found)
+    if given.solves:
+        v = torch.randn(given.solves, la.params.size, generator=generator, dtype=torch.float64)
+        found, spent = timed(lambda: precision.solution(v))
+        rows[f"solve, {given.solves} columns"] = spent | solved(found)
+    if given.probes > 1:
+        evidence, spent = timed(la.log_evidence)
+        bar = 0.5 * float(precision.ratio_estimate().error)
+        rows["log evidence"] = spent | {"value": float(evidence), "error": bar}
+    return rows
 
 
-def show(found: Solution) -> None:
-    residuals = " ".join(f"{r:.1e}" for r in found.residuals.tolist())
-    print(f"  iterations {found.iterations}, products {found.products}, residuals {residuals}", flush=True)
+def solved(found: Solution) -> dict[str, float]:
+    return {"iterations": float(found.iterations), "products": float(found.products),
+            "residual": float(found.residuals.max())}  # fmt: skip
 
 
 def clock(products: Products, s: int) -> float:
@@ -122,27 +125,29 @@ def clock(products: Products, s: int) -> float:
     return min(seconds)
 
 
-def cost() -> None:
-    """A GGN product in gradients, by time: one vector and eight."""
+def cost(seed: int, given: argparse.Namespace) -> Scores:
+    """CPU time of a GGN product in gradients: of one vector, and of eight per vector."""
+    rows = {}
     for name, (model, data, _) in {"resnet20": resnet(20, 64), "llama": llama(64, 32)}.items():
-        names = tuple(n for n, _ in model.named_parameters())
-        outputs = lambda raw: raw  # noqa: E731
-        network = Network(model, Params.of(model, names), outputs)
+        network = Network(model, Params.of(model, tuple(n for n, _ in model.named_parameters())), lambda raw: raw)
         products = Products(network, Batches(data, model, torch.device("cpu")))
+        torch.manual_seed(seed)
         seconds = {s: clock(products, s) for s in (0, 1, 8)}
-        print(f"{name}: gradient {seconds[0]:.2f} s; product of 1 vector {seconds[1] / seconds[0]:.2f} gradients, "
-              f"of 8 vectors {seconds[8] / seconds[0] / 8:.2f} each")  # fmt: skip
+        rows[name] = {"gradient": seconds[0], "one vector": seconds[1] / seconds[0],
+                      "eight, per vector": seconds[8] / seconds[0] / 8}  # fmt: skip
+    return rows
 
 
-def memory() -> None:
-    """Peak memory above the resting process, each in a process of its own: a gradient, a product of 1 and of 8."""
+def memory(seed: int, given: argparse.Namespace) -> Scores:
+    """Peak memory above the resting process, each in a process of its own: a gradient in GB, products in gradients."""
+    rows = {}
     for name in ("resnet20", "llama"):
         peaks = []
-        for s in ("0", "1", "8"):
-            command = [sys.executable, "-m", "experiments.matrixfree", "peak", "--network", name, "--data", s]
+        for s in (0, 1, 8):
+            command = [sys.executable, "-c", f"from experiments.matrixfree import peak; peak({name!r}, {s})"]
             peaks.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]))
-        print(f"{name}: gradient {peaks[0]:.2f} GB; product of 1 vector {peaks[1] / peaks[0]:.2f} ×, "
-              f"of 8 vectors {peaks[2] / peaks[0]:.2f} ×", flush=True)  # fmt: skip
+        rows[name] = {"gradient": peaks[0], "one vector": peaks[1] / peaks[0], "eight": peaks[2] / peaks[0]}
+    return rows
 
 
 def peak(name: str, s: int) -> None:
@@ -170,11 +175,47 @@ def _one(batch: object) -> object:
     return {k: v[:1] for k, v in batch.items()} if isinstance(batch, dict) else tuple(t[:1] for t in batch)
 
 
-def main() -> None:
-    parser = Experiment(__doc__, smoke={
-        "data": 8, "rank": 4, "probes": 2, "steps": 2, "samples": 2, "solves": 1, "columns": 2, "tolerance": 0.1,
-    })  # fmt: skip
-    kinds = ["resnet20", "resnet18", "llama", "cost", "memory", "peak"]
+def judge(mean: Scores) -> list[Claim]:
+    where = "But Matrix-Vector Products are cheap"
+    one = {name: cells["one vector"] for name, cells in mean.items() if "one vector" in cells}
+    if one:
+        found = f"A product with one vector costs, in gradients: {told(one)}."
+        cheap = verdict(*(value <= 4 for value in one.values()))
+        return [Claim(where, "the slide of that title", found, cheap, "cheap means at most four gradients.")]
+    residuals = {name: cells["residual"] for name, cells in mean.items() if "residual" in cells}
+    steps = {name: cells["iterations"] for name, cells in mean.items() if "iterations" in cells}
+    return [
+        Claim(
+            "We can use Iterative Solvers!",
+            where,
+            f"Iterations of conjugate gradients: {told(steps)}. Largest relative residuals: {told(residuals)}.",
+            verdict(all(value < 1000 for value in steps.values()), all(value <= 1e-2 for value in residuals.values())),
+            "two parts: fewer than 1,000 iterations, where a direct method needs as many as there are weights, and no "
+            "relative residual above 1e-2.",
+        )
+    ]
+
+
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    return {"cost": cost, "memory": memory}.get(given.what, solves)(seed, given)
+
+
+if __name__ == "__main__":
+    parser = Experiment(
+        __doc__,
+        smoke={
+            "data": 8,
+            "rank": 4,
+            "probes": 2,
+            "steps": 2,
+            "samples": 2,
+            "solves": 1,
+            "columns": 2,
+            "tolerance": 0.1,
+        },
+        quick={"data": 32, "rank": 32, "probes": 2, "samples": 2, "solves": 1, "tolerance": 1e-2},
+    )
+    kinds = ["resnet20", "resnet18", "llama", "cost", "memory"]
     parser.add_argument("what", nargs="?", choices=kinds, default="resnet20")
     parser.add_argument("--data", type=int, default=256)
     parser.add_argument("--rank", type=int, default=256)
@@ -187,22 +228,5 @@ def main() -> None:
     parser.add_argument("--sketch", default="rows")
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--solves", type=int, default=2)
-    parser.add_argument("--network", default="resnet20")
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
-    arguments = parser.parse_args()
-    if arguments.what == "cost":
-        return cost()
-    if arguments.what == "memory":
-        return memory()
-    if arguments.what == "peak":
-        return peak(arguments.network, arguments.data)
-    print(arguments)
-    make = {"resnet20": lambda n: resnet(20, n), "resnet18": resnet18, "llama": lambda n: llama(n, arguments.length)}[
-        arguments.what
-    ]
-    model, data, likelihood = make(arguments.data)
-    report(model, data, likelihood, arguments)
-
-
-if __name__ == "__main__":
-    main()
+    study("matrixfree", ABOUT, "Solves, samples and evidence without a matrix", run, judge, parser.parse_args())

@@ -1,7 +1,7 @@
 """Out-of-distribution AUROC of the sketched score, Nyström, inducing points and matrix-free posteriors.
 
-LAPWING_DATA=... python -m experiments.novel_inputs mnist      # MNIST → notMNIST, KMNIST; an MLP 784-200-200-10
-LAPWING_DATA=... python -m experiments.novel_inputs cifar10    # CIFAR-10 → SVHN; the pretrained ResNet-20
+    python -m experiments.novel_inputs mnist [--out DIR]      # MNIST → notMNIST, KMNIST; an MLP 784-200-200-10
+    python -m experiments.novel_inputs cifar10 [--out DIR]    # CIFAR-10 → SVHN; the pretrained ResNet-20
 
 Every posterior's prior precision is the one of 1, 10, 100, 1000 with the lowest negative log-likelihood on held-out
 data of the *known* kind; scores are then computed on other data. The matrix-free posterior chooses its prior by its
@@ -11,13 +11,16 @@ outputs. Needs LAPWING_DATA.
 
 from __future__ import annotations
 
+import argparse
 import time
 import warnings
 from dataclasses import replace
 
 import torch
 from experiments._arguments import Experiment
+from experiments._results import Claim, Scores, answered
 from experiments._sketched import sketched_score
+from experiments._study import study, told
 from torch import Tensor, nn
 
 import lapwing
@@ -25,16 +28,18 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.metrics import auroc
 
-ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
+ABOUT = {"paper": "003", "minutes": None, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)
 
 
-def mnist(n: int, train: int, test: int) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Tensor], int]:
+def mnist(
+    n: int, train: int, test: int, seed: int
+) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Tensor], int]:
     data = datasets.images("mnist", "train")[:train]
+    torch.manual_seed(seed)
     model = networks.mlp([784, 200, 200, 10], nn.ReLU)
-    torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for _ in range(5):
         for rows in torch.randperm(len(data.inputs)).split(100):
@@ -46,8 +51,12 @@ def mnist(n: int, train: int, test: int) -> tuple[nn.Module, list, tuple[Tensor,
     return model.eval(), _batches(data.inputs[:n], data.targets[:n]), (held.inputs, held.targets), tests, train
 
 
-def cifar10(n: int, train: int, test: int) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Tensor], int]:
-    data, images = datasets.images("cifar10", "train")[:n], datasets.images("cifar10", "test")
+def cifar10(
+    n: int, train: int, test: int, seed: int
+) -> tuple[nn.Module, list, tuple[Tensor, Tensor], dict[str, Tensor], int]:
+    generator = torch.Generator().manual_seed(seed)
+    data = datasets.images("cifar10", "train").split(n, generator=generator)[0]
+    images = datasets.images("cifar10", "test")
     x = networks.standardize
     tests = {
         "cifar10": x(images.inputs[100:][: test * 3 // 4]),
@@ -61,18 +70,83 @@ def _batches(x: Tensor, y: Tensor) -> list:
     return list(zip(x.split(50), y.split(50)))
 
 
-def areas(scores: list[Tensor]) -> list[float]:
-    known, *others = scores
-    return [float(auroc(known, other)) for other in others]
+def areas(score: str, names: list[str], values: list[Tensor]) -> dict[str, float]:
+    """AUROC against each other data set; the first values are those of the known kind."""
+    known, *others = values
+    return {f"{score}, {name}": float(auroc(known, other)) for name, other in zip(names, others)}
 
 
-def show(name: str, entropy: list[float], variance: list[float], seconds: float) -> None:
-    columns = [" ".join(f"{a:.3f}" for a in part) for part in (entropy, variance)]
-    print(f"  {name:<34}{columns[0]:<16}{columns[1]:<16}{seconds:6.0f} s CPU", flush=True)
+def scores(la: lapwing.Laplace, tests: dict[str, Tensor]) -> dict[str, float]:
+    found, names = [la.predict(x) for x in tests.values()], list(tests)[1:]
+    variances = [p.function.variance.mean(-1) for p in found]
+    return areas("entropy", names, [p.entropy for p in found]) | areas("variance", names, variances)
 
 
-def main() -> None:
-    parser = Experiment(__doc__, smoke={"points": 10, "train": 200, "test": 12, "rank": 8})
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    points = given.points or (500 if given.data == "mnist" else 150)
+    make = {"mnist": mnist, "cifar10": cifar10}[given.data]
+    model, data, held, tests, whole = make(points, given.train, given.test, seed)
+    names = list(tests)[1:]
+    with torch.no_grad():
+        entropies = [torch.distributions.Categorical(logits=model(x)).entropy() for x in tests.values()]
+    rows = {"MAP": areas("entropy", names, entropies)}
+    structures = {
+        "KFAC": ("kron", "all"),
+        "last layer": ("full", "last_layer"),
+        "Nyström 64": (lapwing.Nystrom(64), "all"),
+        "VaLLA 10": (lapwing.VaLLA(10), "all"),
+        "matrix-free": (lapwing.MatrixFree(rank=given.rank, predictive="sketch"), "all"),
+    }
+    for name, (structure, select) in structures.items():
+        if given.only and given.only not in name:
+            continue
+        begin = time.process_time()
+        la = lapwing.fit(model, data, "classification", structure=structure, select=select, n_data=whole)
+        losses = {tau: -float(la.replace(prior=tau).predict(held[0]).log_prob(held[1]).mean()) for tau in PRIORS}
+        tau = min(losses, key=losses.get)  # type: ignore[arg-type]
+        la = la.replace(prior=tau)
+        rows[name] = scores(la, tests) | {"prior": tau, "CPU s": time.process_time() - begin}
+        if name == "matrix-free":
+            begin = time.process_time()
+            matrix = la.curvature.matrix
+            options = replace(matrix.solver, predictive="samples", samples=16, columns=16, tolerance=1e-2)
+            curvature = replace(la.curvature, matrix=replace(matrix, solver=options))
+            found = scores(replace(la, belief=replace(la.belief, curvature=curvature)), tests)
+            rows[f"{name}, 16 samples"] = found | {"prior": tau, "CPU s": time.process_time() - begin}
+    if given.only in ("", "score"):
+        begin = time.process_time()
+        la = lapwing.fit(model, data, "classification", structure=lapwing.MatrixFree(sketch="none"), n_data=whole)
+        score = sketched_score(la.network, la.plan, la.curvature.matrix.product.matvec, rank=40, size=4096)
+        found = areas("variance", names, [score(x) for x in tests.values()])
+        rows["sketched score, rank 40"] = found | {"CPU s": time.process_time() - begin}
+    return rows
+
+
+def judge(mean: Scores) -> list[Claim]:
+    score = lambda name, kind: [value for key, value in mean[name].items() if key.startswith(kind)]  # noqa: E731
+    areas = {
+        f"{name} by {kind}": sum(score(name, kind)) / len(score(name, kind))
+        for name in mean
+        for kind in ("entropy", "variance")
+        if score(name, kind)
+    }
+    free = [value for name, value in areas.items() if name.startswith("matrix-free, 16 samples")]
+    return [
+        answered(
+            "Does a matrix-free posterior notice inputs of another kind better than the network alone?",
+            f"Mean AUROC over the other data sets: {told(areas)}.",
+            "two parts, by entropy and by variance: the mean AUROC of the matrix-free posterior with 16 samples is "
+            "above that of the MAP network's entropy.",
+            *(value > areas["MAP by entropy"] for value in free),
+        )
+    ]
+
+
+if __name__ == "__main__":
+    parser = Experiment(
+        __doc__, smoke={"points": 10, "train": 200, "test": 12, "rank": 8},
+        quick={"points": 100, "train": 3000, "test": 100, "rank": 32},
+    )  # fmt: skip
     parser.add_argument("data", nargs="?", choices=["mnist", "cifar10"], default="mnist")
     parser.add_argument("--train", type=int, default=10_000, help="images that the MLP is trained on")
     parser.add_argument(
@@ -81,54 +155,4 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=None, help="data for the curvature, scaled to the training set")
     parser.add_argument("--rank", type=int, default=128, help="of the matrix-free posterior's sketch")
     parser.add_argument("--only", default="", help="one posterior, by a part of its name, or 'score'")
-    arguments = parser.parse_args()
-    points = arguments.points or (500 if arguments.data == "mnist" else 150)
-    model, data, held, tests, whole = {"mnist": mnist, "cifar10": cifar10}[arguments.data](
-        points, arguments.train, arguments.test
-    )
-    names = list(tests)[1:]
-    print(
-        f"{arguments.data}, curvature from {points} data scaled to {whole}; AUROC against {', '.join(names)}",
-        flush=True,
-    )
-    with torch.no_grad():
-        entropies = [torch.distributions.Categorical(logits=model(x)).entropy() for x in tests.values()]
-        show("MAP", areas(entropies), [], 0.0)
-    structures = {
-        "KFAC": ("kron", "all"),
-        "last layer": ("full", "last_layer"),
-        "Nyström 64": (lapwing.Nystrom(64), "all"),
-        "VaLLA 10": (lapwing.VaLLA(10), "all"),
-        "matrix-free": (lapwing.MatrixFree(rank=arguments.rank, predictive="sketch"), "all"),
-    }
-    for name, (structure, select) in structures.items():
-        if arguments.only and arguments.only not in name:
-            continue
-        begin = time.process_time()
-        la = lapwing.fit(model, data, "classification", structure=structure, select=select, n_data=whole)
-        losses = {tau: -float(la.replace(prior=tau).predict(held[0]).log_prob(held[1]).mean()) for tau in PRIORS}
-        tau = min(losses, key=losses.get)  # type: ignore[arg-type]
-        la = la.replace(prior=tau)
-        show(f"{name:<24}τ={tau:<6g}", *scores(la, tests), time.process_time() - begin)
-        if name == "matrix-free":
-            begin = time.process_time()
-            matrix = la.curvature.matrix
-            options = replace(matrix.solver, predictive="samples", samples=16, columns=16, tolerance=1e-2)
-            curvature = replace(la.curvature, matrix=replace(matrix, solver=options))
-            found = scores(replace(la, belief=replace(la.belief, curvature=curvature)), tests)
-            show(f"{name + ', 16 samples':<24}τ={tau:<6g}", *found, time.process_time() - begin)
-    if arguments.only not in ("", "score"):
-        return
-    begin = time.process_time()
-    la = lapwing.fit(model, data, "classification", structure=lapwing.MatrixFree(sketch="none"), n_data=whole)
-    score = sketched_score(la.network, la.plan, la.curvature.matrix.product.matvec, rank=40, size=4096)
-    show("sketched score, rank 40", [], areas([score(x) for x in tests.values()]), time.process_time() - begin)
-
-
-def scores(la: lapwing.Laplace, tests: dict[str, Tensor]) -> tuple[list[float], list[float]]:
-    found = [la.predict(x) for x in tests.values()]
-    return areas([p.entropy for p in found]), areas([p.function.variance.mean(-1) for p in found])
-
-
-if __name__ == "__main__":
-    main()
+    study("novel_inputs", ABOUT, "Inputs of another kind", run, judge, parser.parse_args())

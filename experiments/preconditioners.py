@@ -1,18 +1,23 @@
 """Iterations of block CG to 1e-4 for each preconditioner, on trained networks, and how structures' evidence compares.
 
-python -m experiments.preconditioners            # digits: an MLP and a small conv net (or one: mlp, cnn)
-python -m experiments.preconditioners spectrum   # why Kronecker factors do not help: a small MLP, by dense algebra
-LAPWING_DATA=... python -m experiments.preconditioners resnet20   # pretrained, 64 images; llama: 64 × 16 tokens
+    python -m experiments.preconditioners            # digits: an MLP and a small conv net (or one: mlp, cnn)
+    python -m experiments.preconditioners spectrum   # why Kronecker factors do not help: a small MLP, by dense algebra
+    python -m experiments.preconditioners resnet20   # pretrained, 64 images; llama: 64 × 16 tokens; needs the data
+
+The first three draw digits and start by the seed; the pretrained networks draw the right-hand sides by it.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 import warnings
 from collections.abc import Callable
 
 import torch
 from experiments._arguments import Experiment
+from experiments._results import Claim, Scores, verdict
+from experiments._study import study, told
 from torch import Tensor, nn
 
 import lapwing
@@ -21,17 +26,15 @@ from experiments import _networks as networks
 from experiments import matrixfree
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg import Diagonal
-from lapwing.linalg.operator import Operator
 from lapwing.linalg.solvers import Preconditioner, conjugate_gradients, nystrom
 
-ABOUT = {"paper": "003", "minutes": None, "page": "matrixfree.md"}
+ABOUT = {"paper": "003", "minutes": None, "quick": 0.6, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore")
 PRIORS = {"resnet20": 1.0, "llama": 1000.0}  # for the pretrained networks
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
-    torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(epochs):
         for rows in torch.randperm(len(x)).split(64):
@@ -70,21 +73,25 @@ def preconditioners(
     return made
 
 
-def pretrained(name: str, tau: float, iterations: int, only: str) -> None:
-    """ResNet-20 or the Llama: two columns, up to `iterations`; what is not reached is printed as the residual."""
+def pretrained(seed: int, given: argparse.Namespace) -> Scores:
+    """ResNet-20 or the Llama: two columns, at most 60 iterations; the residual says what is not reached."""
+    name, tau = given.what, given.prior or PRIORS[given.what]
     model, data, likelihood = matrixfree.resnet(20, 64) if name == "resnet20" else matrixfree.llama(64, 16)
     factors = {} if name == "resnet20" else {"kron": "mc", "ekfac": "mc"}
     fit = lambda structure, tau=tau: lapwing.fit(  # noqa: E731
         model, data, likelihood, structure=structure, prior=tau, factor=factors.get(structure, "ggn")
     )
     la = fit(MatrixFree(sketch="none", probes=1, steps=1))
-    b = torch.randn(2, la.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    print(f"{name}, {la.params.size:,} weights, {la.n_data:g} data, prior {tau:g}", flush=True)
     ways = preconditioners(la, fit, tau, (32, 128))
-    compare(la.posterior.precision, b, {k: way for k, way in ways.items() if only in k}, iterations)
+    return compare(f"{name}, prior {tau:g}", la, {k: way for k, way in ways.items() if given.only in k}, 60, 2, seed)
 
 
-def compare(op: Operator, b: Tensor, ways: dict[str, Callable], iterations: int) -> None:
+def compare(
+    name: str, la: lapwing.Laplace, ways: dict[str, Callable], iterations: int, columns: int, seed: int
+) -> Scores:
+    """Iterations, CPU seconds of the solve and of making the preconditioner, and the residual, by preconditioner."""
+    op, rows = la.posterior.precision, {}
+    b = torch.randn(columns, la.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     for label, make in ways.items():
         begin = time.process_time()
         solve = make()
@@ -93,17 +100,21 @@ def compare(op: Operator, b: Tensor, ways: dict[str, Callable], iterations: int)
         found = conjugate_gradients(
             op._apply, b, precondition=wide, tolerance=1e-4, iterations=iterations, unconverged="accept"
         )
-        spent = time.process_time() - begin - made
-        print(f"  {label:<12} {found.iterations:4d} iterations {spent:7.1f} s CPU, made in {made:6.1f} s, "
-              f"residual {float(found.residuals.max()):.1e}", flush=True)  # fmt: skip
+        rows[f"{name}, {label}"] = {
+            "iterations": float(found.iterations),
+            "solve, CPU s": time.process_time() - begin - made,
+            "made, CPU s": made,
+            "residual": float(found.residuals.max()),
+        }
+    return rows
 
 
-def spectrum(epochs: int, tau: float = 1.0) -> None:
+def spectrum(seed: int, given: argparse.Namespace, tau: float = 1.0) -> Scores:
     """Eigenvalues of M⁻¹A with Kronecker factors as they are, and with the prior put back in the null space of G."""
-    data = datasets.digits()
-    x, y = data.inputs[:100], data.targets[:100]
-    torch.manual_seed(0)
-    model = train(networks.mlp([64, 16, 16, 10]), x, y, epochs).double()
+    data = datasets.digits().split(100, generator=torch.Generator().manual_seed(seed))[0]
+    x, y = data.inputs, data.targets
+    torch.manual_seed(seed)
+    model = train(networks.mlp([64, 16, 16, 10]), x, y, given.epochs).double()
     fit = lambda structure: lapwing.fit(  # noqa: E731
         model, (x.double(), y), "classification", structure=structure, prior=tau
     )
@@ -111,45 +122,38 @@ def spectrum(epochs: int, tau: float = 1.0) -> None:
     g = fit("full").curvature.matrix.matvec(eye)
     values, vectors = torch.linalg.eigh((g + g.T) / 2)
     inside, null = vectors[:, values > 1e-10 * values.max()], vectors[:, values <= 1e-10 * values.max()]
-    print(f"{len(eye):,} weights, 100 data, prior {tau:g}: G has rank {inside.shape[1]}")
-    b = torch.randn(4, len(eye), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    b = torch.randn(4, len(eye), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     matrices = {"none": tau * eye, "jacobi": torch.diag(g.diagonal()) + tau * eye}
     matrices |= {name: fit(name).curvature.matrix.matvec(eye) + tau * eye for name in ("kron", "ekfac", "blockdiag")}
+    rows = {}
     for name, m in matrices.items():
         mended = inside @ (inside.T @ m @ inside) @ inside.T + tau * null @ null.T
         for label, each in ((name, m), (f"{name}, prior in null space", mended)):
             root = torch.linalg.cholesky((each + each.T) / 2)
             half = torch.linalg.solve_triangular(root, g + tau * eye, upper=False)
             found = torch.linalg.eigvalsh(torch.linalg.solve_triangular(root, half.T, upper=False))
-            apart = int(((found / found.median()).log().abs() > 0.1).sum())
-            outer = torch.linalg.eigvalsh(null.T @ each @ null) / tau
             inverse = torch.linalg.inv(each)
             steps = conjugate_gradients(
                 lambda v: v @ (g + tau * eye), b, precondition=lambda v, m=inverse: v @ m, tolerance=1e-4
             ).iterations
-            print(f"  {label:<28} M⁻¹A {float(found[0]):6.2g} … {float(found[-1]):6.2g}, {apart:4d} eigenvalues 10 % "
-                  f"from the median; M/τ in the null space to {float(outer[-1]):.2g}; {steps} iterations")  # fmt: skip
+            rows[f"spectrum, {label}"] = {
+                "iterations": float(steps),
+                "smallest of M⁻¹A": float(found[0]),
+                "largest of M⁻¹A": float(found[-1]),
+                "10 % from the median": float(((found / found.median()).log().abs() > 0.1).sum()),
+                "largest of M/τ in the null space": float(torch.linalg.eigvalsh(null.T @ each @ null)[-1] / tau),
+            }
+    return rows
 
 
-def main() -> None:
-    parser = Experiment(__doc__, smoke={"what": "mlp", "data": 50, "epochs": 1, "iterations": 5})
-    parser.add_argument("what", nargs="?", choices=["mlp", "cnn", "spectrum", *PRIORS], help="all of digits without")
-    parser.add_argument("prior", nargs="?", type=float, help="precision for resnet20 (1) and llama (1000)")
-    parser.add_argument("only", nargs="?", default="", help="a part of a preconditioner's name, for these two")
-    parser.add_argument("--data", type=int, default=500, help="digits")
-    parser.add_argument("--epochs", type=int, default=40, help="of training on digits")
-    parser.add_argument("--iterations", type=int, default=400, help="of block CG on digits, at most")
-    given = parser.parse_args()
-    if given.what in PRIORS:
-        return pretrained(given.what, given.prior or PRIORS[given.what], 60, given.only)
-    if given.what == "spectrum":
-        return spectrum(given.epochs)
-    data = datasets.digits()
-    x, y = data.inputs[: given.data], data.targets[: given.data]
-    torch.manual_seed(0)
-    chosen = {"mlp 64-64-64-10": networks.mlp([64, 64, 64, 10]), "small cnn": networks.small_cnn()}
+def digits(seed: int, given: argparse.Namespace) -> Scores:
+    """Preconditioners on two networks and priors, and how structures' evidence compares."""
+    part, rest = datasets.digits().split(given.data, 100, generator=torch.Generator().manual_seed(seed))[:2]
+    x, y, rows = part.inputs, part.targets, {}
+    torch.manual_seed(seed)
+    chosen = {"mlp": networks.mlp([64, 64, 64, 10]), "cnn": networks.small_cnn()}
     for name, model in chosen.items():
-        if given.what and given.what not in name:
+        if given.what and given.what != name:
             continue
         train(model, x, y, given.epochs)
         fit = lambda structure, tau=1.0, model=model: lapwing.fit(  # noqa: E731
@@ -157,16 +161,52 @@ def main() -> None:
         )
         for tau in (1.0, 0.01):
             la = fit(MatrixFree(rank=1, probes=1, steps=1), tau)
-            op = la.posterior.precision
-            b = torch.randn(4, la.params.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-            print(f"{name}, {la.params.size:,} weights, {given.data} data, prior {tau:g}", flush=True)
-            compare(op, b, preconditioners(la, fit, tau), given.iterations)
-        print("  evidence and mean predictive variance of structures, prior 1")
+            ways = preconditioners(la, fit, tau, tuple(given.ranks))
+            rows |= compare(f"{name}, prior {tau:g}", la, ways, given.iterations, 4, seed)
         for structure in ("diag", "kron", "ekfac", MatrixFree(rank=500, predictive="sketch", probes=4)):
             la = fit(structure)
-            spread = float(la.predict(data.inputs[500:600]).function.variance.mean())
-            print(f"  {la.curvature.structure.name:<12} {float(la.log_evidence()):12.2f} {spread:10.4g}", flush=True)
+            rows[f"{name}, {la.curvature.structure.name}"] = {
+                "log evidence": float(la.log_evidence()),
+                "mean variance": float(la.predict(rest.inputs).function.variance.mean()),
+            }
+    return rows
+
+
+def judge(mean: Scores) -> list[Claim]:
+    steps = {name: cells["iterations"] for name, cells in mean.items() if "iterations" in cells}
+    plain = [name for name in steps if name.endswith(", none")]
+    rows = {name: count for name, count in steps.items() if ", rows " in name}
+    parts = [
+        min(count for row, count in rows.items() if row.startswith(name.removesuffix("none"))) < steps[name]
+        for name in plain
+        if rows
+    ]
+    return [
+        Claim(
+            "We can use Iterative Solvers!",
+            "But Matrix-Vector Products are cheap",
+            f"Iterations of conjugate gradients to 1e-4, by preconditioner: {told(steps)}.",
+            verdict(max(steps[name] for name in plain) < 1000, *parts),
+            "two parts: fewer than 1,000 iterations without a preconditioner, and fewer with the sketch that a "
+            "matrix-free fit makes of rows than without one, network by network and prior by prior.",
+        )
+    ]
+
+
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    return (pretrained if given.what in PRIORS else spectrum if given.what == "spectrum" else digits)(seed, given)
 
 
 if __name__ == "__main__":
-    main()
+    parser = Experiment(
+        __doc__, smoke={"what": "mlp", "data": 50, "epochs": 1, "iterations": 5, "ranks": [20]},
+        quick={"what": "mlp", "data": 200, "epochs": 20, "ranks": [50]},
+    )  # fmt: skip
+    parser.add_argument("what", nargs="?", choices=["mlp", "cnn", "spectrum", *PRIORS], help="all of digits without")
+    parser.add_argument("prior", nargs="?", type=float, help="precision for resnet20 (1) and llama (1000)")
+    parser.add_argument("only", nargs="?", default="", help="a part of a preconditioner's name, for these two")
+    parser.add_argument("--data", type=int, default=500, help="digits")
+    parser.add_argument("--epochs", type=int, default=40, help="of training on digits")
+    parser.add_argument("--iterations", type=int, default=400, help="of block CG on digits, at most")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[50, 200], help="of sketches on digits")
+    study("preconditioners", ABOUT, "Preconditioners of conjugate gradients", run, judge, parser.parse_args())

@@ -1,11 +1,11 @@
 """The scikit-learn estimators with their defaults beside scikit-learn's own, on UCI tables.
 
-    python -m experiments.sklearn_estimators [--sets energy banana ...] [--splits 3] [--validation] [--tune validation]
+    python -m experiments.sklearn_estimators [--sets energy banana ...] [--seeds 3] [--validation] [--out DIR]
 
-prints, for regression, the test NLL in the units of the data, the RMSE, the share of targets inside the central 95 %
+gives, for regression, the test NLL in the units of the data, the RMSE, the share of targets inside the central 95 %
 interval, and CPU seconds of fitting and predicting; for classification the test NLL, the accuracy, the expected
-calibration error and the seconds. Figures are means over splits, the NLL with its standard error. `MLP` is the network
-of scikit-learn with its defaults on standardized inputs (and targets), whose noise is the standard deviation of its
+calibration error and the seconds. A seed is a split. `MLP` is the network of
+scikit-learn with its defaults on standardized inputs (and targets), whose noise is the standard deviation of its
 training residuals; `MLP, early` stops early. `GP` has an anisotropic squared-exponential kernel with noise (isotropic
 for classes), fitted to at most 1,000 training samples, which stand for the rest. `--validation` scores on a fifth of
 the training part instead of the test part: that is how the defaults of the estimators were chosen. `--tune` is that of
@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from experiments._arguments import Experiment
+from experiments._results import Claim, Scores, answered
+from experiments._study import study
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
@@ -32,7 +34,7 @@ from experiments import _datasets as datasets
 from lapwing import metrics
 from lapwing.sklearn import LaplaceClassifier, LaplaceRegressor
 
-ABOUT = {"paper": "", "minutes": None}
+ABOUT = {"paper": "", "minutes": None, "quick": 0.4}
 
 REGRESSION = ("bostonHousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant", "protein-tertiary-structure")
 CLASSIFICATION = ("australian", "banana", "breast_cancer", "digits", "ionosphere", "vehicle")
@@ -112,7 +114,7 @@ def classifiers(seed: int, features: int, given: argparse.Namespace) -> dict[str
     }
 
 
-def scored(model: Any, train: Data, test: Data, numbers: bool) -> list[float]:
+def scored(model: Any, train: Data, test: Data, numbers: bool) -> dict[str, float]:
     """Return NLL, error or accuracy, coverage or calibration error, and seconds."""
     start = time.process_time()
     (x, y), (tx, ty) = train, test
@@ -129,40 +131,54 @@ def scored(model: Any, train: Data, test: Data, numbers: bool) -> list[float]:
     else:
         probs = torch.from_numpy(model.predict_proba(tx)).clamp(min=1e-12)
         found = [metrics.nll(probs, truth), metrics.accuracy(probs, truth), metrics.ece(probs, truth)]
-    return [*map(float, found), time.process_time() - start]
+    heads = ("NLL", "RMSE", "coverage 95 %") if numbers else ("NLL", "accuracy", "ECE")
+    return dict(zip(heads, map(float, found))) | {"CPU s": time.process_time() - start}
 
 
-def table(name: str, given: argparse.Namespace) -> str:
-    values: dict[str, list[list[float]]] = {}
-    for split in range(given.splits):
-        train, test = parts(name, split, given.validation)
+def run(seed: int, given: argparse.Namespace) -> Scores:
+    """Rows by table and model; a seed is a split."""
+    warnings.simplefilter("ignore")  # of scikit-learn's own models that they have not converged
+    rows = {}
+    for name in given.sets:
+        train, test = parts(name, seed, given.validation)
         if given.limit:
-            rows = np.random.RandomState(split).permutation(len(train[0]))[: given.limit]
-            train = train[0][rows], train[1][rows]
-        models = regressors(split, given) if name in REGRESSION else classifiers(split, train[0].shape[1], given)
+            chosen = np.random.RandomState(seed).permutation(len(train[0]))[: given.limit]
+            train = train[0][chosen], train[1][chosen]
+        models = regressors(seed, given) if name in REGRESSION else classifiers(seed, train[0].shape[1], given)
         for label, model in models.items():
-            if given.only and label.startswith(tuple(given.only)) is False:
-                continue
-            values.setdefault(label, []).append(scored(model, train, test, name in REGRESSION))
-    heads = ("NLL", "RMSE", "coverage 95 %") if name in REGRESSION else ("NLL", "accuracy", "ECE")
-    lines = [f"{name:28s}{heads[0]:>17s}{heads[1]:>12s}{heads[2]:>15s}{'CPU s':>8s}"]
-    for label, rows in values.items():
-        found = np.array(rows)
-        mean, error = found.mean(0), found[:, 0].std() / max(1, len(found) - 1) ** 0.5
-        cells = f"{mean[0]:9.3f} ± {error:5.3f}{mean[1]:12.4g}{mean[2]:15.3f}{mean[3]:8.1f}"
-        lines.append(f"  {label:26s}{cells:>s}")
-    return "\n".join(lines)
+            if not given.only or label.startswith(tuple(given.only)):
+                rows[f"{name}, {label}"] = scored(model, train, test, name in REGRESSION)
+    return rows
+
+
+def judge(mean: Scores) -> list[Claim]:
+    ours = {row: cells["NLL"] for row, cells in mean.items() if ", Laplace" in row}
+    gaps = {}
+    for row, nll in ours.items():
+        name = row.partition(",")[0]
+        others = [cells["NLL"] for each, cells in mean.items() if each.startswith(f"{name}, MLP")]
+        if others:
+            gaps[name] = nll - min(others)
+    return [
+        answered(
+            "Are the estimators with their defaults better than scikit-learn's networks?",
+            "Test NLL less that of the better of scikit-learn's two networks: "
+            + (", ".join(f"{name} {gap:+.3f}" for name, gap in gaps.items()) or "not compared")
+            + f". Test NLL of Lapwing's: {', '.join(f'{row} {nll:.3f}' for row, nll in ours.items())}.",
+            "the NLL is below that of the better of scikit-learn's two networks, table by table.",
+            *(gap < 0 for gap in gaps.values()),
+        )
+    ]
 
 
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke={"sets": ["ionosphere"], "splits": 1, "only": ["Laplace"]})
-    parser.add_argument("--sets", nargs="+", default=(*REGRESSION, *CLASSIFICATION))
-    parser.add_argument("--splits", type=int, default=3)
+    parser = Experiment(
+        __doc__, smoke={"sets": ["ionosphere"], "only": ["Laplace"]},
+        quick={"sets": ["energy", "ionosphere"]}, seeds=3,
+    )  # fmt: skip
+    parser.add_argument("--sets", nargs="+", default=[*REGRESSION, *CLASSIFICATION])
     parser.add_argument("--only", nargs="+", help="beginnings of the names of models")
     parser.add_argument("--validation", action="store_true")
     parser.add_argument("--tune", choices=("auto", "validation", "evidence"), default="auto")
     parser.add_argument("--limit", type=int)
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")  # of scikit-learn's own models that they have not converged
-    for name in given.sets:
-        print(table(name, given), flush=True)
+    study("sklearn_estimators", ABOUT, "The scikit-learn estimators", run, judge, parser.parse_args())

@@ -32,6 +32,12 @@ STRUCTURES = {"Kronecker": "kron", "diagonal": "diag", "full": "full"}
 NOISE, PRIOR = 3.0, 1.0
 WIDTH = 4.0  # standard deviation that x is divided by; that of y is the one of x³ on the training points
 FAR = 6.0
+UNIDENTIFIED = (
+    "HMC's R-hat and effective sample size are given for outputs and for weights. The weights of a network are not "
+    "identified: units may trade places, and a tanh unit may change the signs of its weights, without a change of the "
+    "function. Chains around different such copies have an R-hat of the weights above 1 for ever; that of the outputs "
+    "tells whether they have mixed."
+)
 
 
 @dataclass(frozen=True)
@@ -268,6 +274,7 @@ def main(given: Any) -> None:
         "Bands are standard deviations of the function, without the noise, in the units of y; NLL is that of 1,000 "
         "test points. ± is the standard deviation over seeds.",
         f"HMC: {'; '.join(f'seed {seed}: {summary}' for seed, (_, _, summary) in zip(seeds, runs))}.",
+        UNIDENTIFIED,
         "The paper draws 50,000 HMC samples, and computes the diagonal and the full Fisher matrix from one drawn "
         "target per point; here they are exact (`--factor mc` draws).",
     )

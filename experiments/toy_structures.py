@@ -20,7 +20,7 @@ import torch
 from experiments._arguments import Experiment
 from experiments._cache import each_seed
 from experiments._results import Claim, Result, spread, verdict
-from experiments.toy_cubic import FAR, NOISE, PRIOR, WIDTH, Problem, trained
+from experiments.toy_cubic import FAR, NOISE, PRIOR, UNIDENTIFIED, WIDTH, Problem, trained
 from torch import Tensor
 
 import lapwing
@@ -255,6 +255,7 @@ def main(given: Any) -> None:
             f"HMC: band inside {spread([table['HMC']['inside'] for table in tables])}, outside "
             f"{spread([table['HMC']['outside'] for table in tables])}; "
             + "; ".join(f"seed {seed}: {summary}" for seed, (_, _, summary) in zip(seeds, runs)) + ".",
+            UNIDENTIFIED,
             "The paper names neither prior nor standardization; here τ = 1 on inputs divided by 4 and targets by their "
             "standard deviation. The last panel shows how the bands depend on τ, with the weights and the curvature "
             "of τ = 1.",

@@ -1,27 +1,23 @@
 """Every Python block of every page runs as it stands, section by section.
 
-A section sees what the ones before it on the page have defined, and what a reader takes for granted: a trained `model`,
-`train_loader`, `val_loader`, `test_loader`, `x`, `y`, and a posterior `la`. A page with a line `<!-- slow -->` runs in
-`make test-slow`.
+A section sees what the ones before it on the page have defined, and what a reader takes for granted (`tests/given.py`):
+a trained `model`, `train_loader`, `val_loader`, `test_loader`, `x`, `y`, and a posterior `la`. A page with a line
+`<!-- slow -->` runs in `make test-slow`.
 """
 
 import copy
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import lapwing
 from lapwing import storage
 from lapwing.model.rules import RULES
 from lapwing.predictive.links import LINKS
+from tests.given import given
 
 DOCS = Path(__file__).parent.parent / "docs"
 OWN = ("commandline.md",)  # tests/cli runs it, with its files
@@ -42,28 +38,6 @@ def pages() -> list[Any]:
     found = [page for page in read if sections(page)]
     marks = {page: [pytest.mark.slow] if "<!-- slow -->" in page.read_text(encoding="utf-8") else [] for page in found}
     return [pytest.param(page, id=str(page.relative_to(DOCS)), marks=marks[page]) for page in found]
-
-
-@cache
-def given() -> dict[str, Any]:
-    """What the pages take for granted."""
-    generator = torch.Generator().manual_seed(0)
-    centers = 2 * torch.randn(3, 4, generator=generator)
-    y = torch.arange(240) % 3
-    x = centers[y] + torch.randn(240, 4, generator=generator)
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-    torch.random.set_rng_state(state)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(100):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[:120]), y[:120]).backward()
-        optimizer.step()
-    parts = {"train": slice(0, 120), "val": slice(120, 180), "test": slice(180, 240)}
-    loaders = {f"{name}_loader": DataLoader(TensorDataset(x[part], y[part]), 30) for name, part in parts.items()}
-    la = lapwing.fit(model, loaders["train_loader"], "classification", progress=False)
-    return {"lapwing": lapwing, "torch": torch, "nn": nn, "model": model, "la": la, "x": x[:8], "y": y[:8], **loaders}
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +61,7 @@ def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "page", **given()} | {"model": copy.deepcopy(given()["model"])}
-    names["la"] = lapwing.fit(names["model"], names["train_loader"], "classification", progress=False)
+    names = {"__name__": "page", **given()}
     for heading, code in sections(page):
         exec(compile(code, f"{page.name}: {heading}", "exec"), names)
         printed = capsys.readouterr().out.strip()

@@ -40,7 +40,7 @@ def by_epistemic(model, labeled, rest, generator):
 
 
 # %% [markdown]
-# Both start with the same 20 labels and ask for ten more in each of twelve rounds. Three repetitions with different first labels. Asking
+# Both start with the same 20 labels and ask for ten more in each of twelve rounds. This is repeated three times with different first labels. Asking
 # pays after a while: the first questions of a network that has seen 20 images are not better than random ones.
 
 # %%

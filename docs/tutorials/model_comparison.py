@@ -43,7 +43,7 @@ comparison = lapwing.compare(fits)
 print(comparison.table())
 
 # %% [markdown]
-# The log evidence of each model below the best one, with what its estimate may be off by.
+# The picture shows how far the log evidence of each model is below that of the best one, with the error of the estimate.
 
 # %%
 lapwing.plots.evidence(comparison)
@@ -58,7 +58,7 @@ for name, la in fits.items():
     print(f"{name:9s} log evidence {evidence:8.2f}   loss on new data {losses[name]:6.3f}   effective weights {la.effective_parameters:5.1f}")
 
 # %% [markdown]
-# What three of the models say, with their 95 % intervals: the line takes what it cannot bend to for noise.
+# What three of the models say, with their 95 % intervals: the straight line explains as noise whatever it cannot follow.
 
 # %%
 grid = torch.linspace(-4, 4, 200, dtype=torch.float64)[:, None]

@@ -4,6 +4,10 @@ An attack differentiates log p(y | x) of the whole predictive distribution, the 
 that of one network. `predictor` is anything with `predict(x) -> Prediction`: a posterior, a baseline of
 `lapwing.baselines`, or an object of your own whose probabilities have gradients to x. A plain network is
 `lapwing.baselines.DeepEnsemble([model], "classification")`.
+
+Examples:
+    >>> moved = lapwing.attacks.fgsm(la, x, 0.1)
+    >>> fooled = la.predict(moved).label != la.predict(x).label
 """
 
 from __future__ import annotations
@@ -18,9 +22,15 @@ from torch import Tensor
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.predictive import Prediction
 
+__all__ = ["Predictor", "fgsm", "targeted"]
+
 
 class Predictor(Protocol):
-    """Anything that predicts labels."""
+    """Anything that predicts labels.
+
+    Examples:
+        >>> moved = attacks.fgsm(baselines.DeepEnsemble([model], "classification"), x, 0.1)
+    """
 
     def predict(self, x: Any) -> Prediction: ...
 
@@ -42,8 +52,8 @@ def fgsm(
     (len(steps), *x.shape), all from the same gradient. `scale` is the range of the data, a number or a tensor that
     broadcasts with x; `bounds` clip the result. `options` go to `predictor.predict`, such as method="sampled".
 
-    Example:
-        >>> for moved in lapwing.attacks.fgsm(la, x, [0.1, 0.2, 0.3], bounds=(0, 1)):
+    Examples:
+        >>> for moved in lapwing.attacks.fgsm(la, x, [0.1, 0.2, 0.3]):
         ...     p = la.predict(moved)
     """
     several = not isinstance(steps, int | float) and torch.as_tensor(steps).ndim > 0
@@ -73,8 +83,10 @@ def targeted(
     `target` is a class, or one per input. A number of `steps` gives inputs of the shape of x; several numbers give the
     inputs after each, (len(steps), *x.shape), from one run. `scale`, `bounds` and `options` are as in `fgsm`.
 
-    Example:
-        >>> path = lapwing.attacks.targeted(la, x, target=0, step=0.01, steps=range(51), bounds=(0, 1))
+    Examples:
+        >>> path = lapwing.attacks.targeted(la, x, target=0, step=0.1, steps=range(4))
+        >>> path.shape  # after 0, 1, 2 and 3 steps
+        torch.Size([4, 8, 4])
     """
     several = not isinstance(steps, int)
     wanted = [steps] if isinstance(steps, int) else [int(k) for k in steps]

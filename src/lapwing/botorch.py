@@ -26,6 +26,8 @@ try:
 except ImportError as error:
     raise ImportError("lapwing.botorch needs BoTorch: pip install 'lapwing-torch[botorch]'") from error
 
+__all__ = ["LaplaceModel"]
+
 AT_ONCE = 2**28  # bytes of kernel factors in memory at a time, where no gradients are kept
 JITTERS = {torch.float64: (1e-12, 1e-10, 1e-8, 1e-6), torch.float32: (1e-7, 1e-6, 1e-5, 1e-4)}
 
@@ -78,9 +80,12 @@ class LaplaceModel(Model, FantasizeMixin):
     transformed inputs and outcomes. Posteriors are in the original units. A classifier's posterior is that of its
     logits, and cannot be conditioned.
 
-        model = LaplaceModel(la)
-        acquisition = qLogExpectedImprovement(model, best_f=y.max())
-        candidates, _ = optimize_acqf(acquisition, bounds, q=3, num_restarts=5, raw_samples=64)
+    Examples:
+        >>> from botorch.acquisition import qLogExpectedImprovement
+        >>> from lapwing.botorch import LaplaceModel
+        >>> acquisition = qLogExpectedImprovement(LaplaceModel(regression), best_f=targets.max())
+        >>> acquisition(torch.zeros(5, 2, 1)).shape  # five pairs of points
+        torch.Size([5])
     """
 
     input_transform: Any
@@ -130,6 +135,11 @@ class LaplaceModel(Model, FantasizeMixin):
 
         `observation_noise=True` adds the noise of the likelihood; a tensor (*b, q, m) is added as variances, in the
         units of the network's outputs.
+
+        Examples:
+            >>> from lapwing.botorch import LaplaceModel
+            >>> LaplaceModel(regression).posterior(torch.zeros(5, 2, 1)).variance.shape
+            torch.Size([5, 2, 1])
         """
         if output_indices is not None:
             return self.subset_output(output_indices).posterior(
@@ -159,6 +169,11 @@ class LaplaceModel(Model, FantasizeMixin):
 
         The posterior over the weights of the linearized model becomes N(θ̂ + Σ′J′ᵀR⁻¹(y − f̂), Σ′) with Σ′⁻¹ = Σ⁻¹ +
         J′ᵀR⁻¹J′. `noise` (variances, in the units of the network's outputs) replaces that of the likelihood.
+
+        Examples:
+            >>> from lapwing.botorch import LaplaceModel
+            >>> after = LaplaceModel(regression).condition_on_observations(torch.zeros(1, 1), torch.ones(1, 1))
+            >>> mean = after.posterior(inputs).mean
         """
         _require_points(X)
         self.eval()
@@ -184,7 +199,16 @@ class LaplaceModel(Model, FantasizeMixin):
     def fantasize(
         self, X: Tensor, sampler: Any, observation_noise: Tensor | None = None, **kwargs: Any
     ) -> LaplaceModel:
-        """Return the model conditioned on targets that `sampler` draws at X from its own posterior, with noise."""
+        """Return the model conditioned on targets that `sampler` draws at X from its own posterior, with noise.
+
+        Examples:
+            >>> from botorch.sampling import SobolQMCNormalSampler
+            >>> from lapwing.botorch import LaplaceModel
+            >>> sampler = SobolQMCNormalSampler(torch.Size([4]))
+            >>> fantasies = LaplaceModel(regression).fantasize(torch.zeros(1, 1), sampler)
+            >>> fantasies.posterior(inputs).mean.shape
+            torch.Size([4, 40, 1])
+        """
         kwargs.pop("propagate_grads", None)  # gradients are kept wherever X has them
         with fantasizing():
             if not X.shape[-2]:
@@ -195,7 +219,7 @@ class LaplaceModel(Model, FantasizeMixin):
             return self.condition_on_observations(X, Y, noise=observation_noise, **kwargs)
 
     def subset_output(self, idcs: Sequence[int]) -> LaplaceModel:
-        """Return the model of some outputs; what it was conditioned on stays."""
+        """Return the model of some outputs; observations that it was conditioned on are kept."""
         m = self.num_outputs
         if not all(-m <= k < m for k in idcs) or not len(idcs):
             raise BadData(f"output indices {list(idcs)} do not name some of {m} outputs")

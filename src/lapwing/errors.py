@@ -1,4 +1,4 @@
-"""Every error that Lapwing raises on purpose, and the words it has for people.
+"""The errors that Lapwing raises, and functions that word messages.
 
 A message says what came, what is allowed and what to do. Warnings point at the user's own line, near misses get a
 suggestion, and objects are described without their numbers.
@@ -10,65 +10,149 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import wraps
-from inspect import signature
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 class LapwingError(Exception):
-    """Base of all errors raised by Lapwing."""
+    """Base of all errors raised by Lapwing.
+
+    Examples:
+        >>> try:
+        ...     lapwing.fit(model, train_loader, "classify")
+        ... except lapwing.LapwingError as error:
+        ...     print(error)
+        likelihood='classify': use one of ...
+    """
 
 
 class UnsupportedModel(LapwingError):
-    """The network cannot be given a posterior as it stands (for example: samples mix inside a batch)."""
+    """The network cannot be given a posterior as it stands (for example: samples mix inside a batch).
+
+    Examples:
+        >>> class Centered(nn.Module):  # the output for one sample depends on the others
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(4, 3)
+        ...     def forward(self, x):
+        ...         return self.layer(x - x.mean(0))
+        >>> lapwing.fit(Centered(), train_loader, "classification")
+        Traceback (most recent call last):
+        lapwing.errors.UnsupportedModel: the outputs of a sample depend on the other samples of its batch: ...
+    """
 
 
 class UnsupportedOperation(LapwingError):
-    """The chosen structure, factor or method does not offer this operation."""
+    """The chosen structure, factor or method does not offer this operation.
+
+    Examples:
+        >>> la.predictor("probs")  # this posterior is over all layers, not the last one
+        Traceback (most recent call last):
+        lapwing.errors.UnsupportedOperation: a predictor is for a posterior over the linear layer that ...
+    """
 
 
 class BadData(LapwingError, ValueError):
-    """Inputs or targets are empty, not finite, or do not fit the likelihood."""
+    """Inputs or targets are empty, not finite, or do not fit the likelihood.
+
+    Examples:
+        >>> lapwing.fit(model, (x, y + 5), "classification")
+        Traceback (most recent call last):
+        lapwing.errors.BadData: batch 0: target 5 at index (0,) is outside the 3 classes 0…2 (or ignore_index=-100).
+    """
 
 
 class NotPositiveDefinite(LapwingError, ArithmeticError):
-    """A precision has an eigenvalue that is not above zero."""
+    """A precision has an eigenvalue that is not above zero.
+
+    Examples:
+        >>> lapwing.fit(model, train_loader, "classification", structure="full", factor="hessian", prior=1e-6)
+        Traceback (most recent call last):
+        lapwing.errors.NotPositiveDefinite: the posterior precision is not positive definite: ...
+    """
 
 
 class IncompatiblePrior(LapwingError, ValueError):
-    """The prior cannot be added to this structure without leaving it."""
+    """The prior cannot be added to this structure without leaving it.
+
+    Examples:
+        >>> per_weight = torch.rand(131) + 0.5
+        >>> lapwing.fit(model, train_loader, "classification", structure="kron", prior=per_weight)
+        Traceback (most recent call last):
+        lapwing.errors.IncompatiblePrior: block 0 ('0.weight, 0.bias'): a Kronecker posterior has no eigenbasis for ...
+    """
 
 
 class NotReiterable(LapwingError, TypeError):
-    """Several passes over the data are needed and the data can be read only once."""
+    """Several passes over the data are needed and the data can be read only once.
+
+    Examples:
+        >>> lapwing.fit(model, iter(train_loader), "classification", structure="ekfac")
+        Traceback (most recent call last):
+        lapwing.errors.NotReiterable: structure='ekfac' reads the data more than once, but the data is a one-shot ...
+    """
 
 
 class TooLarge(LapwingError, MemoryError):
-    """The result would not fit into the memory budget."""
+    """The result would not fit into the memory budget.
+
+    Examples:
+        >>> lapwing.fit(model, train_loader, "classification", structure="full", memory=1000)
+        Traceback (most recent call last):
+        lapwing.errors.TooLarge: structure='full' for 131 weights needs 0.412 MB; the budget is 0.001 MB. ...
+    """
 
 
 class CorruptFile(LapwingError, OSError):
-    """A file is damaged or is not a Lapwing file."""
+    """A file is damaged or is not a Lapwing file.
+
+    Examples:
+        >>> import pathlib
+        >>> size = pathlib.Path("model.lapwing").write_bytes(b"not a posterior")
+        >>> lapwing.load("model.lapwing", model)
+        Traceback (most recent call last):
+        lapwing.errors.CorruptFile: 'model.lapwing' is damaged or not a Lapwing file; fit again, or restore a copy ...
+    """
 
 
 class CannotWrite(LapwingError, OSError):
-    """A file could not be written: the disk is full, or the folder is not for writing. An older file is as it was."""
+    """A file could not be written: the disk is full, or the folder is read-only. An older file is unchanged.
+
+    Examples:
+        >>> import pathlib
+        >>> pathlib.Path("folder").touch()
+        >>> la.save("folder/model.lapwing")  # "folder" is a file
+        Traceback (most recent call last):
+        lapwing.errors.CannotWrite: 'folder/model.lapwing' could not be written ...
+    """
 
 
 class VersionMismatch(LapwingError):
-    """A file was written by a newer format than this version reads."""
+    """A file was written by a newer format than this version reads.
+
+    Examples:
+        >>> try:
+        ...     la = lapwing.load("model.lapwing", model)  # doctest: +SKIP
+        ... except lapwing.VersionMismatch:
+        ...     print("install a newer lapwing-torch to read this file")
+    """
 
 
 class NotConverged(LapwingError, ArithmeticError):
-    """An iterative method stopped before it reached its tolerance."""
+    """An iterative method stopped before it reached its tolerance.
+
+    Examples:
+        >>> structure = lapwing.MatrixFree(rank=1, iterations=1, tolerance=1e-12)
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=structure, prior=1e-6)
+        >>> la.posterior.precision.solve(la.posterior.mean)
+        Traceback (most recent call last):
+        lapwing.errors.NotConverged: conjugate gradients left 1 of 1 columns above the relative residual 1e-12 ...
+    """
 
 
 _NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", contextlib.__file__, f"{Path(torch.__file__).parent}{os.sep}")
@@ -97,22 +181,6 @@ def nearest(given: Any, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(asked, plain, n=1, cutoff=0.65)
     found = found or [name for name in plain if len(asked) > 2 and (name.startswith(asked) or asked.startswith(name))]
     return f". Did you mean {plain[found[0]]!r}?" if found else ""
-
-
-def known_options(function: F) -> F:
-    """Let a function answer an option that it does not have with the name that is most like it."""
-    named = [name for name, each in signature(function).parameters.items() if each.kind is not each.POSITIONAL_ONLY]
-
-    @wraps(function)
-    def checked(*args: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in named:
-                raise TypeError(
-                    f"{function.__name__} has no option {name!r}: it takes {', '.join(named)}{nearest(name, named)}"
-                )
-        return function(*args, **options)
-
-    return cast(F, checked)
 
 
 def brief(value: Any) -> str:

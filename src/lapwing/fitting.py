@@ -6,8 +6,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from lapwing.curvature import (
 from lapwing.curvature.curvature import mergeable
 from lapwing.curvature.resume import Resume, require_folder
 from lapwing.curvature.shards import filled, require_same, shared_convention, together
-from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, known_options, positive, require_generator, warn
+from lapwing.errors import BadData, CorruptFile, UnsupportedOperation, nearest, positive, require_generator, warn
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, likelihood_from_spec, resolve_likelihood
 from lapwing.model import (
@@ -52,6 +54,24 @@ from lapwing.predictive.mixture import Mixture
 from lapwing.predictive.predictive import Options
 from lapwing.saving import read, read_members, restore_curvature, restore_params, restore_prior, restore_temperature
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def known_options(function: F) -> F:
+    """Let a function answer an option that it does not have with the name that is most like it."""
+    named = [name for name, each in signature(function).parameters.items() if each.kind is not each.POSITIONAL_ONLY]
+
+    @wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in named:
+                raise TypeError(
+                    f"{function.__name__} has no option {name!r}: it takes {', '.join(named)}{nearest(name, named)}"
+                )
+        return function(*args, **options)
+
+    return cast(F, checked)
+
 
 @known_options
 @outside_inference
@@ -74,7 +94,10 @@ def fit(
     progress: bool | None = None,
     repair: bool = False,
 ) -> Laplace:
-    """Give a trained network a posterior over its weights.
+    """Give a trained network a Gaussian posterior over its weights, N(θ̂, (T/φ·H + Π)⁻¹).
+
+    H is the curvature of the log-likelihood at the weights θ̂ of the network, Π the prior precision, φ the dispersion
+    of the likelihood (σ² for a regression) and T the temperature.
 
     - `data`: a re-iterable of batches (a DataLoader, a list) or a pair (X, y). A batch is (x, y), ((x1, x2), y), a dict
       with labels, or anything that `split(batch) -> (inputs, targets[, weights])` reads. Arrays and data frames are
@@ -89,17 +112,24 @@ def fit(
       (name, tensor) -> bool, or `subnetwork(...)`.
     - `prior`: a precision (see `Prior`). `temperature`: a power of the likelihood.
     - `n_data`: the size of the data set, if `data` is only a part of it or repeats it.
+    - `generator`: the source of random numbers, for factors and structures that draw some.
+    - `device`: a check, not a move: `fit` refuses a model that is on another device.
     - `memory`: bytes that the fit and predictions may use.
     - `checkpoint`: a folder from which an interrupted fit goes on (diag, blockdiag, kron, ekfac, full). Other batches
       or another order start over.
+    - `progress`: True shows a progress bar, False none, None only on a terminal.
     - `repair`: raise the prior precision where the posterior would not be positive definite (exact Hessian).
 
     The module is evaluated in eval mode and is bit-identical afterwards. Under `torchrun`, after
     `torch.distributed.init_process_group`, all processes call `fit` with the same model and options, each with its own
-    shard of the data (it may be empty); all get the same posterior, that of all data. Where one process fails, all do.
+    shard of the data (it may be empty); all get the posterior of all data. If one process fails, all raise an error.
 
-        la = lapwing.fit(model, train_loader, "classification")
-        la.predict(x).probs
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification")
+        >>> la.predict(x).probs.shape
+        torch.Size([8, 3])
+        >>> last = lapwing.fit(model, train_loader, "classification", select="last_layer", structure="kron", prior=10.0)
+        >>> numbers = lapwing.fit(network, (inputs, targets), "regression")
     """
     with together() if sharded() else nullcontext():
         module = _module(model)
@@ -112,7 +142,8 @@ def fit(
         budget = available_memory() if memory is None else int(positive("memory, a number of bytes,", memory))
         _require_kinds(split=split, generator=generator, checkpoint=checkpoint)
         where = _device(module, device)
-        require_generator(generator, where)
+        if generator is not None:
+            require_generator(generator, where)
         batches = Batches(data, module, where, split)
         batches = filled(batches) if sharded() else batches
         select = explicit_subnetwork(select) if isinstance(select, Tensor) else select
@@ -142,9 +173,8 @@ def fit(
         kept = Options(budget, split, progress, scalar=problem.scalar, convention=convention, data=again)
         watch = Watch.on(module, problem.example)
         belief = Belief(curvature, chosen_prior, family, tempered, repair=repair)
-        la = Laplace(network, belief, kept, problem.plan, watch=watch)
-        _ = la.posterior  # refuse now what has no posterior
-        return la
+        _ = belief.posterior  # refuse now what has no posterior
+        return Laplace(network, belief, kept, problem.plan, watch=watch)
 
 
 def _identity(network: Network, family: Likelihood, prior: Prior) -> dict[str, str]:
@@ -217,8 +247,11 @@ def load(
     fit, which structure="matrixfree" reads again for every product. A mixture takes the list of its members' models,
     in the order in which they were mixed.
 
-        la = lapwing.load("model.lapwing", model)
-        mixture = lapwing.load("mixture.lapwing", [model1, model2])
+    Examples:
+        >>> la.save("model.lapwing")
+        >>> again = lapwing.load("model.lapwing", model)
+        >>> torch.equal(again.predict(x).probs, la.predict(x).probs)
+        True
     """
     if isinstance(path, nn.Module):
         raise BadData("load takes the file first and then the model: lapwing.load('model.lapwing', model)")
@@ -342,7 +375,7 @@ def _narrowed(
         problem = with_noise_ratios(pose(network, batches, family, factor, **options))
         curvature = estimate_curvature(problem, Diag())
         family = family if family.known else problem.likelihood.estimate(curvature.statistics)
-        scale = tempered.likelihood_scale(family.common_factor, curvature.dispersion_power)
+        scale = tempered.likelihood_scale(family.common_factor, curvature.factor.dispersion_power)
         precision = curvature.matrix.scale(scale) + prior.resolve(params.names, params.sizes, device=params.device)[1]
         scores = precision.inverse_diagonal()
     index = choose_weights(scores.detach(), select.size, select.by, options["generator"])

@@ -39,6 +39,8 @@ try:
 except ImportError as error:
     raise ImportError("lapwing.huggingface needs Transformers: pip install 'lapwing-torch[huggingface]'") from error
 
+__all__ = ["LaplaceCallback", "generate", "load", "save"]
+
 FILE = "posterior.lapwing"
 """The file that `save` writes into an adapter's folder."""
 
@@ -47,22 +49,20 @@ class LaplaceCallback(TrainerCallback):
     """Fit a posterior when `Trainer.train` ends, after the best model was loaded (`load_best_model_at_end=True`).
 
     `callback.la` is the posterior, over the parameters that were trained. `tune` says whether it is tuned on the data
-    that the trainer evaluated on (`eval_strategy="epoch"`; without an evaluation it has made none ready), or holds
+    that the trainer evaluated on (a trainer that never evaluates prepares none: set `eval_strategy`), or holds
     options of `la.tune`, held-out `data` among them. `data` are batches to fit in place of the trainer's own. Anything
     else goes to `lapwing.fit`.
 
-        callback = LaplaceCallback("classification", structure="kron", factor="mc")
-        Trainer(model, args, train_dataset=train, eval_dataset=val, callbacks=[callback]).train()
-        callback.la.predict(batch).probs
+    Examples:
+        >>> callback = LaplaceCallback("classification", structure="kron", factor="mc")  # doctest: +SKIP
+        >>> data = {"train_dataset": train, "eval_dataset": val}  # doctest: +SKIP
+        >>> trainer = Trainer(model, arguments, callbacks=[callback], **data)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+        >>> callback.la.predict(batch).probs  # doctest: +SKIP
     """
 
     def __init__(
-        self,
-        likelihood: str | Likelihood,
-        *,
-        tune: bool | Mapping[str, Any] = True,
-        data: Any = None,
-        **options: Any,
+        self, likelihood: str | Likelihood, *, tune: bool | Mapping[str, Any] = True, data: Any = None, **options: Any
     ) -> None:
         self.likelihood = resolve_likelihood(likelihood)  # what is wrong is said before the training, not after it
         resolve_structure(options.get("structure", "auto"))
@@ -112,8 +112,10 @@ def generate(
     those of `la.ensemble(samples)`; `generator` draws their weights, while `do_sample=True` draws tokens with torch's
     global generator.
 
-        for ids in lapwing.huggingface.generate(la, tokenizer("Once", return_tensors="pt"), max_new_tokens=20):
-            print(tokenizer.decode(ids[0]))
+    Examples:
+        >>> inputs = tokenizer("Once", return_tensors="pt")  # doctest: +SKIP
+        >>> for ids in lapwing.huggingface.generate(la, inputs, max_new_tokens=20):  # doctest: +SKIP
+        ...     print(tokenizer.decode(ids[0]))
     """
     if not callable(getattr(la.module, "generate", None)):
         raise UnsupportedModel(f"{type(la.module).__name__} has no method generate(): it is no language model")
@@ -145,7 +147,9 @@ def save(la: Laplace, folder: str | Path) -> Path:
     Its parameters are named as in the adapter's own file, without the adapter's name, so that `load` finds them under
     whatever name the adapter is loaded. The file belongs to this adapter on this base model: hashes of both are kept.
 
-        model.save_pretrained("adapter");  lapwing.huggingface.save(la, "adapter")
+    Examples:
+        >>> model.save_pretrained("adapter")  # doctest: +SKIP
+        >>> lapwing.huggingface.save(la, "adapter")  # doctest: +SKIP
     """
     tensors_of = adapter_tensors(la.module)
     adapters = sorted({tensors_of[name][0] for name in la.params.names if name in tensors_of})
@@ -171,8 +175,9 @@ def load(folder: str | Path, model: nn.Module, *, adapter: str | None = None, **
     `adapter` is its name in the model, by default the active one. Other adapters do not count. `options` are those of
     `lapwing.load`.
 
-        model = PeftModel.from_pretrained(base, "adapter", adapter_name="mine")
-        la = lapwing.huggingface.load("adapter", model)
+    Examples:
+        >>> model = PeftModel.from_pretrained(base, "adapter", adapter_name="mine")  # doctest: +SKIP
+        >>> la = lapwing.huggingface.load("adapter", model)  # doctest: +SKIP
     """
     path = Path(folder) / FILE
     if not path.is_file():

@@ -47,8 +47,10 @@ class Laplace:
     changes: `replace`, `tune`, `update` and `damping` return new objects. Only `update` reads training data, and `tune`
     what it is given.
 
-        la = lapwing.fit(model, train_loader, "classification").tune(val_loader)
-        la.predict(x).probs
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification").tune(val_loader)
+        >>> la.predict(x).probs.shape
+        torch.Size([8, 3])
     """
 
     network: Network
@@ -61,69 +63,127 @@ class Laplace:
 
     @property
     def params(self) -> Params:
-        """Names, sizes and values of the selected parameters."""
+        """Names, sizes and values of the selected parameters.
+
+        Examples:
+            >>> dict(zip(la.params.names, la.params.sizes))
+            {'0.weight': 64, '0.bias': 16, '2.weight': 48, '2.bias': 3}
+        """
         return self.network.params
 
     @property
     def module(self) -> nn.Module:
-        """The network itself."""
+        """The network of the user.
+
+        Examples:
+            >>> la.module is model
+            True
+        """
         return self.network.module
 
     @property
     def curvature(self) -> Curvature:
-        """The curvature of the log-likelihood, without prior, noise and temperature."""
+        """The curvature of the log-likelihood, without prior, noise and temperature.
+
+        Examples:
+            >>> la.curvature.matrix.diagonal().shape
+            torch.Size([131])
+        """
         return self.belief.curvature
 
     @property
     def prior(self) -> Prior:
-        """The prior over the weights."""
+        """The prior over the weights.
+
+        Examples:
+            >>> la.replace(prior=0.1).prior
+            Prior(0.1)
+        """
         return self.belief.prior
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the outputs of the network mean."""
+        """The likelihood p(y | f) of a target y given the outputs f, with its current noise.
+
+        Examples:
+            >>> print(f"estimated noise: {regression.likelihood.noise.item():.2f}")
+            estimated noise: 0.1...
+        """
         return self.belief.likelihood
 
     @property
     def temperature(self) -> Tempered:
-        """How often the data count."""
+        """The temperature T of the likelihood: each datum counts T times.
+
+        Examples:
+            >>> la.replace(temperature=0.5).temperature
+            Tempered(0.5)
+        """
         return self.belief.temperature
 
     @property
     def logit_temperature(self) -> float:
-        """What logits are divided by before they become probabilities."""
+        """The number by which logits are divided before they become probabilities.
+
+        Examples:
+            >>> la.replace(logit_temperature=1.5).logit_temperature
+            1.5
+        """
         return self.belief.logit_temperature
 
     @property
     def damped(self) -> bool:
-        """Whether Kronecker factors are damped one by one (`damping("factored")`)."""
+        """Whether Kronecker factors are damped one by one (`damping("factored")`).
+
+        Examples:
+            >>> kron = lapwing.fit(model, train_loader, "classification", structure="kron")
+            >>> kron.damping("factored").damped
+            True
+        """
         return self.belief.damped
 
     @property
     def posterior(self) -> Posterior:
-        """N(θ̂, Σ): `.mean`, `.precision`, `.sample(n)`, `.log_prob(theta)`, `.variance`, `.covariance()`."""
+        """N(θ̂, Σ): `.mean`, `.precision`, `.sample(n)`, `.log_prob(theta)`, `.variance`, `.covariance()`.
+
+        Examples:
+            >>> la.posterior.sample(5).shape  # one row of weights per draw
+            torch.Size([5, 131])
+        """
         return self.belief.posterior
 
     @property
     def n_data(self) -> float:
-        """The size of the data set that the curvature stands for."""
+        """The size of the data set that the curvature stands for.
+
+        Examples:
+            >>> la.n_data
+            120.0
+        """
         return self.curvature.n_data
 
     @property
     def log_likelihood(self) -> Tensor:
-        """Σ log p(y | f̂) of the training data under the current noise."""
+        """Σ log p(y | f̂) of the training data under the current noise.
+
+        Examples:
+            >>> bool(la.log_likelihood < 0)
+            True
+        """
         return self.belief.log_likelihood
 
     @outside_inference
     def log_evidence(self, at: str = "map", *, data: Any = None) -> Tensor:
         """log p(D) under the Laplace approximation, a 0-d float64 tensor, differentiable in prior and noise.
 
-        At T ≠ 1 it is the evidence of the tempered likelihood. `at="linear-mode"` is for networks that were not trained
-        to the mode of this very prior. It evaluates at the mode of the linearized model, reached by one step of Newton
-        in the stored curvature or, with the training `data`, exactly by Jacobian products (`linear_mode`; no
-        gradients).
+        At T ≠ 1 it is the evidence of the tempered likelihood. `at="linear-mode"` is for networks whose
+        weights are not at the mode under this prior. It evaluates at the mode of the linearized model, which it finds
+        by one Newton step in the stored curvature or, with the training `data`, exactly by Jacobian products
+        (`linear_mode`; then the result has no gradients).
 
-            la.log_evidence();  la.log_evidence("linear-mode")
+        Examples:
+            >>> evidence = la.log_evidence()
+            >>> moved = la.log_evidence("linear-mode", data=train_loader)
         """
         if at == "linear-mode" and data is not None:
             return self.log_evidence() - self.belief.log_joint + self.linear_mode(data).log_joint
@@ -133,7 +193,9 @@ class Laplace:
     def linear_mode(self, data: Any) -> LinearMode:
         """The mode θ̄ of the linearized model f̂ + J(θ − θ̂) under this prior, from the training data.
 
-        la.linear_mode(train_loader).weights
+        Examples:
+            >>> la.linear_mode(train_loader).weights.shape
+            torch.Size([131])
         """
         require_one_process("linear_mode")
         self._require_unchanged()
@@ -142,13 +204,23 @@ class Laplace:
     @property
     @outside_inference
     def effective_parameters(self) -> float:
-        """γ = tr(c·H (c·H + Π)⁻¹): how many directions the data, not the prior, determine."""
+        """γ = tr(c·H (c·H + Π)⁻¹), c = T/φ: the number of directions that the data determine rather than the prior.
+
+        Examples:
+            >>> 0 < la.effective_parameters < la.params.size
+            True
+        """
         return effective_parameters(self.belief)
 
     @property
     @outside_inference
     def stationarity(self) -> float:
-        """½gᵀΣg in nats: what the log joint would gain by moving to the mode of the linearized model."""
+        """½gᵀΣg in nats: what the log joint would gain by moving to the mode of the linearized model.
+
+        Examples:
+            >>> print(f"the log joint is {la.stationarity:.1f} nats below that of the linear mode")
+            the log joint is ... nats below that of the linear mode
+        """
         return stationarity(self.belief)
 
     @outside_inference
@@ -169,7 +241,9 @@ class Laplace:
         the posterior. `repair=True` raises the prior precision by the smallest sufficient amount where the posterior
         would not be positive definite, and `summary()` reports it.
 
-            la.replace(prior=0.1, temperature=2.0)
+        Examples:
+            >>> wide = la.replace(prior=0.1, temperature=0.5)
+            >>> noisy = regression.replace(likelihood=lapwing.Gaussian(noise=0.3))
         """
         changes: dict[str, Any] = {}
         if prior is not None:
@@ -200,6 +274,10 @@ class Laplace:
 
         Factored damping (Ritter et al. 2018, Eq. 9) changes predictions and samples. Held-out data tune it
         (`la.damping("factored").tune(val)`), while the evidence always uses the exact sum.
+
+        Examples:
+            >>> la = lapwing.fit(model, train_loader, "classification", structure="kron")
+            >>> la = la.damping("factored").tune(val_loader)
         """
         if kind not in ("exact", "factored"):
             raise UnsupportedOperation(
@@ -217,7 +295,9 @@ class Laplace:
         rank can hold. n_data grows by the number of new data. A noise that the fit estimated and that was not tuned is
         estimated again from all residuals, with the same ratios between outputs.
 
-            la = la.update(more_data)
+        Examples:
+            >>> la.update(val_loader).n_data  # 120 data of the fit and 60 new ones
+            180.0
         """
         with together() if sharded() else nullcontext():
             self._require_unchanged()
@@ -244,7 +324,8 @@ class Laplace:
     def to(self, device: torch.device | str) -> Laplace:
         """Return the same posterior on another device. Move the module there first: it is read, not copied.
 
-        la = la.to("cuda")
+        Examples:
+            >>> la = la.to("cpu")  # or model.to("cuda"), then la.to("cuda")
         """
         try:
             torch.empty(0, device=device)
@@ -269,18 +350,25 @@ class Laplace:
     ) -> Prediction:
         """Return the predictive distribution at inputs x: a tensor, a tuple called as model(*x), or a dict.
 
-        `method="linearized"` uses f̂ + J(θ − θ̂), in closed form, or by `samples` forward-mode products if there are many
-        outputs; "sampled" runs the network at `samples` drawn weights. `link` turns f into probabilities: "auto" takes
+        `method="linearized"` uses f̂ + J(θ − θ̂), so that f ~ N(f̂, J Σ Jᵀ) (Immer et al. 2021): in closed form, or by
+        `samples` forward-mode products if there are many outputs. "sampled" runs the network at `samples` drawn
+        weights. `link` turns f into probabilities: "auto" takes
         a link that is exact or nearly so, else Monte Carlo; "probit", "bridge" and "mc" ask for that link; "jvp" is
         coarse Monte Carlo by about `samples` forward-mode products and their mirror images, without covariances.
         `joint=True` keeps the covariance between inputs, `differentiable=True` the gradients with respect to x. Without
         a generator, results are the same at every call and for any split into batches. With a logit temperature s,
         `function` is the distribution of f/s.
 
-            p = la.predict(x);  p.probs, p.entropy, p.epistemic
+        Examples:
+            >>> p = la.predict(x)
+            >>> p.probs.shape, p.entropy.shape, p.epistemic.shape
+            (torch.Size([8, 3]), torch.Size([8]), torch.Size([8]))
+            >>> sampled = la.predict(x, method="sampled", samples=50)
+            >>> low, high = regression.predict(inputs).interval(0.95)
         """
         self._require_unchanged()
-        require_generator(generator, self.params.device)
+        if generator is not None:
+            require_generator(generator, self.params.device)
         inputs = self._predictive.inputs(x)
         if samples is not None and not (isinstance(samples, int) and samples > 0):
             raise BadData(f"samples is a positive whole number, got {samples!r}")
@@ -294,12 +382,15 @@ class Laplace:
     def kernel_factors(self, x: Inputs, *, differentiable: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return f (B, *event, C) at inputs x, and U and V (B, *event, C, k) that give its covariance with f anywhere.
 
-        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ, the kernel of the linearized model, for the factors of one call or of two. k is
-        about the number of weights. What many small joint covariances need (`lapwing.botorch`) costs one pass this way.
+        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ is the kernel of the linearized model, for factors of the same call or of two calls.
+        k is about the number of weights. Many small joint covariances (`lapwing.botorch`) thus cost one pass.
         `differentiable=True` keeps the gradients with respect to x.
 
-            f, left, right = la.kernel_factors(x)
-            covariance = left[:, 0] @ right[:, 0].mT  # (B, B), of the first output
+        Examples:
+            >>> f, left, right = la.kernel_factors(x)
+            >>> covariance = left[:, 0] @ right[:, 0].mT  # (B, B), of the first output
+            >>> torch.allclose(covariance.diagonal(), la.predict(x).function.variance[:, 0], rtol=1e-3)
+            True
         """
         self._require_unchanged()
         inputs = self._predictive.inputs(x)
@@ -315,7 +406,11 @@ class Laplace:
         "mean" and "variance" for numbers. It is thread-safe, holds its own copy of the weights and can be compiled and
         exported (`la.export`).
 
-            predictor = la.predictor("probs", "epistemic");  predictor(x)["probs"]
+        Examples:
+            >>> la = lapwing.fit(model, train_loader, "classification", select="last_layer").tune(val_loader)
+            >>> predictor = la.predictor("probs", "epistemic")
+            >>> {name: tuple(value.shape) for name, value in predictor(x).items()}
+            {'probs': (8, 3), 'epistemic': (8,)}
         """
         self._require_unchanged()
         layer = self._predictive.last_layer
@@ -342,7 +437,11 @@ class Laplace:
 
         The file needs neither Lapwing nor the network's class to run. `example` is an input of at least two items.
 
-            la.export("model.pt2", x[:2], outputs=("probs", "epistemic"))
+        Examples:
+            >>> la = lapwing.fit(model, train_loader, "classification", select="last_layer")
+            >>> la.export("model.pt2", x[:2], outputs=("probs", "epistemic"))
+            >>> torch.export.load("model.pt2").module()(x)["probs"].shape
+            torch.Size([8, 3])
         """
         export(self.predictor(*outputs, samples=samples), path, example)
 
@@ -366,8 +465,10 @@ class Laplace:
         which it never learns from. For classes, `function` leaves out the variance that all logits share, which no
         probability sees. `epochs` trains the head's correction (50 by default; 0 leaves it out).
 
-            fast = la.distill(train_loader, ood={"SVHN": images});  print(fast.summary())
-            fast.predict(x).probs;  fast.export("model.onnx", x[:2])
+        Examples:
+            >>> fast = la.distill(train_loader, epochs=0, ood={"noise": noise})
+            >>> fast.predict(x).probs.shape
+            torch.Size([8, 3])
         """
         self._require_unchanged()
         require_generator(generator, self.params.device)
@@ -394,7 +495,10 @@ class Laplace:
     def predict_loader(self, data: Any, **options: Any) -> Iterator[Prediction]:
         """Yield one prediction per batch, in order. Targets in the batches, if any, are not read.
 
-        for p in la.predict_loader(test_loader): print(p.label)
+        Examples:
+            >>> labels = torch.cat([p.label for p in la.predict_loader(test_loader)])
+            >>> labels.shape
+            torch.Size([60])
         """
         for inputs in self.batches(data).unlabeled():
             yield self.predict(inputs, **options)
@@ -403,7 +507,10 @@ class Laplace:
     def ensemble(self, n: int, generator: torch.Generator | None = None) -> Ensemble:
         """Return n fixed weight samples as n networks: the same ones at every input.
 
-        la.ensemble(5).predict(x).probs
+        Examples:
+            >>> five = la.ensemble(5)
+            >>> five.predict(x).probs.shape
+            torch.Size([8, 3])
         """
         self._require_unchanged()
         require_whole("the number of members of an ensemble", n)
@@ -445,7 +552,7 @@ class Laplace:
         rule: str | Rule = "widest",
         progress: bool | None = None,
     ) -> Laplace:
-        """Choose prior, temperature and noise; `.tuning` of the result holds what was tried and what it scored.
+        """Choose prior, temperature and noise; `.tuning` of the result lists what was tried, with scores.
 
         Held-out `data` choose by their negative log-likelihood under the link that predictions use
         (`method="validation"`, all settings from one pass). Without data the evidence chooses, which on networks that
@@ -464,7 +571,11 @@ class Laplace:
         grid of settings with common random numbers; T·n_data are the pseudo-observations of Ritter et al. (2018).
         `progress`: True shows a bar, False none, None as in the fit.
 
-            la = la.tune(val_loader);  print(la.tuning.table())
+        Examples:
+            >>> la = la.tune(val_loader)
+            >>> print(la.tuning.table())
+            validation: 67 settings...
+            >>> careful = la.tune(val_loader, learn="prior", grid={"prior": [0.1, 1.0, 10.0]}, rule="lowest")
         """
         known = self._predictive
         if progress is not None:
@@ -490,8 +601,9 @@ class Laplace:
         object is `Tempered(1.0, prior=True)`, the prior is tempered too. `predictive="sampled"` scores what
         `predict(x, method="sampled")` predicts, with the same random numbers at all temperatures.
 
-            curve = la.temperature_curve(test_loader, ood={"KMNIST": images});  print(curve.table())
-            lapwing.plots.temperature(curve).savefig("temperature.png")
+        Examples:
+            >>> curve = la.temperature_curve(test_loader, ood={"noise": noise})
+            >>> lapwing.plots.temperature(curve).savefig("temperature.png")
         """
         require_one_process("temperature_curve")
         require_predictive(predictive)
@@ -511,19 +623,28 @@ class Laplace:
 
     @outside_inference
     def summary(self) -> str:
-        """Return a text: what was fitted, how, and what to know about it."""
+        """Return a text that says what was fitted and how, with warnings and notes.
+
+        Examples:
+            >>> print(la.summary())
+            Laplace...
+        """
         return summary(self)
 
     @outside_inference
     def save(self, path: str | Path) -> None:
         """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it.
 
-        Folders on the way to it are made if they are missing.
+        Missing folders of the path are made.
+
+        Examples:
+            >>> la.save("model.lapwing")
+            >>> la = lapwing.load("model.lapwing", model)
         """
         write_file(Path(path), *self.stored())
 
     def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `save` writes: tensors by name, and a description that JSON takes."""
+        """Return what `save` writes: tensors by name, and a description that JSON can hold."""
         self._require_unchanged()
         return stored(self)
 

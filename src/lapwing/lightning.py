@@ -36,6 +36,8 @@ try:
 except ImportError as error:
     raise ImportError("lapwing.lightning needs Lightning: pip install 'lapwing-torch[lightning]'") from error
 
+__all__ = ["LaplaceCallback", "load_posterior"]
+
 SEED = 2021  # of augmentations, which are the same in every pass over the data
 
 
@@ -61,11 +63,11 @@ class LaplaceCallback(Callback):
     as in training: augmentations there take part, with the same random numbers in every pass. `limit_train_batches` and
     `fast_dev_run` limit the fit too.
 
-        callback = LaplaceCallback("classification", structure="kron")
-        trainer = Trainer(callbacks=[callback, ModelCheckpoint(monitor="val_loss")])
-        trainer.fit(module, datamodule=data)
-        predictions = trainer.predict(module, loader)
-        predictions[0].probs
+    Examples:
+        >>> callback = LaplaceCallback("classification", structure="kron")  # doctest: +SKIP
+        >>> trainer = Trainer(callbacks=[callback, ModelCheckpoint(monitor="val_loss")])  # doctest: +SKIP
+        >>> trainer.fit(module, datamodule=data)  # doctest: +SKIP
+        >>> trainer.predict(module, loader)[0].probs  # doctest: +SKIP
     """
 
     def __init__(
@@ -192,8 +194,9 @@ def load_posterior(
 
     `network` is the name that the callback had, `likelihood` is needed for one of your own that is not registered.
 
-        module = Classifier.load_from_checkpoint("best.ckpt")
-        la = lapwing.lightning.load_posterior("best.ckpt", module)
+    Examples:
+        >>> module = Classifier.load_from_checkpoint("best.ckpt")  # doctest: +SKIP
+        >>> la = lapwing.lightning.load_posterior("best.ckpt", module)  # doctest: +SKIP
     """
     states = torch.load(path, map_location="cpu", weights_only=True).get("callbacks", {})
     found = [state for state in states.values() if isinstance(state, dict) and "posterior" in state]
@@ -202,7 +205,6 @@ def load_posterior(
             f"{Path(path).name!r} holds no posterior: it was saved before the end of a training with LaplaceCallback"
         )
     return _restored(found[0], _network(module, network), likelihood)
-
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,7 +322,6 @@ def _first(loaders: Any) -> Any:
     if isinstance(loaders, list | tuple):
         return loaders[0] if loaders else None
     return loaders
-
 
 
 def _network(module: nn.Module, name: str | None) -> nn.Module:

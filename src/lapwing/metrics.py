@@ -4,7 +4,7 @@ Probabilities are (*batch, K) with classes last; targets are class indices (*bat
 Scores are averages over the batch as 0-d float64 tensors; `entropy` is per item. Nothing is clamped: a probability
 of zero for what happened is an infinite NLL.
 
-Example:
+Examples:
     >>> probs, y = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 1])
     >>> float(metrics.accuracy(probs, y))
     1.0
@@ -42,25 +42,48 @@ __all__ = [
 
 
 def nll(probs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean negative log probability of the targets, −Σ_k q_k log p_k, in nats."""
+    """Return the mean negative log probability of the targets, −Σ_k q_k log p_k, in nats.
+
+    Examples:
+        >>> probs, y = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 1])
+        >>> round(float(metrics.nll(probs, y)), 4)
+        0.3081
+    """
     probs, targets = _classes(probs, targets)
     return -(torch.special.xlogy(targets, probs)).sum(-1).mean()
 
 
 def gaussian_nll(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean of ½ log 2πσ² + (y − μ)² / 2σ² over all items and outputs."""
+    """Return the mean of ½ log 2πσ² + (y − μ)² / 2σ² over all items and outputs.
+
+    Examples:
+        >>> p = regression.predict(inputs)
+        >>> nll = metrics.gaussian_nll(p.mean, p.variance, targets)
+    """
     mean, stddev, targets = _values(mean, stddev, targets)
     return (0.5 * math.log(2 * math.pi) + stddev.log() + 0.5 * ((targets - mean) / stddev) ** 2).mean()
 
 
 def accuracy(probs: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of items whose most probable class is the target (for soft labels: its most probable class)."""
+    """Return the share of items whose most probable class is the target (for soft labels: its most probable class).
+
+    Examples:
+        >>> probs, y = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 1])
+        >>> float(metrics.accuracy(probs, y))
+        1.0
+    """
     probs, targets = _classes(probs, targets)
     return (probs.argmax(-1) == targets.argmax(-1)).double().mean()
 
 
 def brier(probs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean of Σ_k (p_k − q_k)² (Brier 1950: the sum over all classes, so 2(p − y)² for two)."""
+    """Return the mean of Σ_k (p_k − q_k)² (Brier 1950: the sum over all classes, so 2(p − y)² for two).
+
+    Examples:
+        >>> probs, y = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 1])
+        >>> round(float(metrics.brier(probs, y)), 4)
+        0.17
+    """
     probs, targets = _classes(probs, targets)
     return (probs - targets).square().sum(-1).mean()
 
@@ -69,6 +92,11 @@ def ece(probs: Tensor, targets: Tensor, bins: int = 15) -> Tensor:
     """Return the expected calibration error of the top class: Σ_b n_b/N · |accuracy_b − confidence_b|.
 
     `bins` equal-width bins ((b−1)/bins, b/bins] (Guo et al. 2017, Eq. 3, who use 15).
+
+    Examples:
+        >>> probs, y = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 1])
+        >>> round(float(metrics.ece(probs, y)), 4)
+        0.25
     """
     probs, targets = _classes(probs, targets)
     confidence, label = probs.max(-1)
@@ -77,7 +105,14 @@ def ece(probs: Tensor, targets: Tensor, bins: int = 15) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Reliability:
-    """Mean confidence, accuracy and number of items in each bin of confidence; each (bins,), zeros in empty bins."""
+    """Mean confidence, accuracy and number of items in each bin of confidence; each (bins,), zeros in empty bins.
+
+    Examples:
+        >>> p = la.predict(x)
+        >>> table = metrics.reliability(p.confidence, p.label == y)
+        >>> int(table.count.sum())
+        8
+    """
 
     confidence: Tensor
     accuracy: Tensor
@@ -85,7 +120,13 @@ class Reliability:
 
     @property
     def gap(self) -> Tensor:
-        """The expected calibration error, Σ_b n_b/N · |accuracy_b − confidence_b|."""
+        """The expected calibration error, Σ_b n_b/N · |accuracy_b − confidence_b|.
+
+        Examples:
+            >>> confidence, correct = torch.tensor([0.9, 0.6]), torch.tensor([True, False])
+            >>> round(float(metrics.reliability(confidence, correct).gap), 4)
+            0.35
+        """
         return (self.count * (self.accuracy - self.confidence).abs()).sum() / self.count.sum()
 
 
@@ -93,6 +134,11 @@ def reliability(confidence: Tensor, correct: Tensor, bins: int = 15) -> Reliabil
     """Sort items into `bins` equal-width bins of confidence, ((b−1)/bins, b/bins].
 
     `confidence` is the probability of what was predicted and `correct` whether it came true; any shape.
+
+    Examples:
+        >>> confidence, correct = torch.tensor([0.9, 0.6]), torch.tensor([True, False])
+        >>> metrics.reliability(confidence, correct, bins=2).accuracy
+        tensor([0.0000, 0.5000], dtype=torch.float64)
     """
     confidence, correct = _tensors(confidence, correct)
     _same(confidence, correct)
@@ -107,12 +153,22 @@ def reliability(confidence: Tensor, correct: Tensor, bins: int = 15) -> Reliabil
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Return −Σ_k p_k log p_k per item, in nats: (*batch, K) to (*batch)."""
+    """Return −Σ_k p_k log p_k per item, in nats: (*batch, K) to (*batch).
+
+    Examples:
+        >>> metrics.entropy(torch.tensor([0.5, 0.5]))
+        tensor(0.6931)
+    """
     return torch.special.entr(*_tensors(probs)).sum(-1)
 
 
 def rmse(mean: Tensor, targets: Tensor) -> Tensor:
-    """Return the root of the mean squared error over all items and outputs, in the targets' units."""
+    """Return the root of the mean squared error over all items and outputs, in the targets' units.
+
+    Examples:
+        >>> round(float(metrics.rmse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))), 4)  # predicted, true
+        1.4142
+    """
     mean, targets = _values(mean, targets)
     return (mean - targets).square().mean().sqrt()
 
@@ -122,6 +178,10 @@ def crps(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
 
     σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π] with z = (y − μ)/σ (Gneiting and Raftery 2007, Eq. 21 with
     the sign reversed: less is better).
+
+    Examples:
+        >>> p = regression.predict(inputs)
+        >>> score = metrics.crps(p.mean, p.variance, targets)
     """
     mean, stddev, targets = _values(mean, stddev, targets)
     return normal_crps(mean, stddev, targets).mean()
@@ -131,6 +191,10 @@ def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
     """Return the same score from draws: E|X − y| − ½ E|X − X′| with samples (n, *batch), n ≥ 2.
 
     The second term averages over pairs of different draws (divided by n(n − 1)), which makes it unbiased.
+
+    Examples:
+        >>> p = regression.predict(inputs)
+        >>> score = metrics.crps_samples(p.sample(100), targets)
     """
     samples, targets = _tensors(samples, targets)
     n = samples.shape[0]
@@ -141,7 +205,12 @@ def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
 
 
 def coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of targets with lower ≤ y ≤ upper; compare with the level of the interval."""
+    """Return the share of targets with lower ≤ y ≤ upper; compare with the level of the interval.
+
+    Examples:
+        >>> low, high = regression.predict(inputs).interval(0.95)
+        >>> share = metrics.coverage(low, high, targets)
+    """
     lower, upper, targets = _values(lower, upper, targets)
     return ((lower <= targets) & (targets <= upper)).double().mean()
 
@@ -150,6 +219,10 @@ def auroc(inside: Tensor, outside: Tensor) -> Tensor:
     """Return the probability that an outside item scores higher than an inside one, ties counting half.
 
     Scores are any shape and grow with strangeness (entropy, novelty). 1 separates perfectly, ½ is chance.
+
+    Examples:
+        >>> float(metrics.auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.15, 0.9])))  # inside, outside
+        0.75
     """
     inside, outside = _scores(inside, outside)
     ordered = inside.sort().values
@@ -163,6 +236,10 @@ def fpr95(inside: Tensor, outside: Tensor, rate: float = 0.95) -> Tensor:
 
     Inside is the positive class (Liang et al. 2018): the threshold is the smallest score t with at least `rate` of the
     inside scores ≤ t; an outside item passes if its score is ≤ t. Less is better.
+
+    Examples:
+        >>> float(metrics.fpr95(torch.tensor([0.1, 0.2]), torch.tensor([0.15, 0.9])))  # inside, outside
+        0.5
     """
     inside, outside = _scores(inside, outside)
     kept = math.ceil(rate * len(inside) - 1e-9)
@@ -177,6 +254,11 @@ class Rejection:
     One entry per possible threshold, the most trusted items first, each (n,) in float64: `share` is the part of the
     items that is answered at that threshold, `risk` the share of wrong answers among them (for numbers the root mean
     squared error), `thresholds` the value to pass to `p.abstain`.
+
+    Examples:
+        >>> curve = metrics.rejection(la.predict(x), y)
+        >>> curve.share.shape, curve.risk.shape
+        (torch.Size([8]), torch.Size([8]))
     """
 
     share: Tensor
@@ -187,14 +269,23 @@ class Rejection:
 
     @property
     def accuracy(self) -> Tensor:
-        """The share of right answers among those given, 1 − risk; numbers are neither right nor wrong."""
+        """The share of right answers among those given, 1 − risk; numbers are neither right nor wrong.
+
+        Examples:
+            >>> metrics.rejection(la.predict(x), y).accuracy.shape
+            torch.Size([8])
+        """
         if self.numbers:
             raise BadData("numbers have no accuracy: use .risk, their root mean squared error")
         return 1 - self.risk
 
     @property
     def area(self) -> Tensor:
-        """The mean risk over all shares, the area under the risk-coverage curve (Geifman and El-Yaniv 2017)."""
+        """The mean risk over all shares, the area under the risk-coverage curve (Geifman and El-Yaniv 2017).
+
+        Examples:
+            >>> area = metrics.rejection(la.predict(x), y).area
+        """
         width = torch.diff(self.share, prepend=self.share.new_zeros(1))
         return (self.risk * width).sum()
 
@@ -202,6 +293,9 @@ class Rejection:
         """Return the threshold that answers most items with at most this risk on these data.
 
         The risk on new data is about this one if they are like these, and these are many and held out.
+
+        Examples:
+            >>> threshold = metrics.rejection(la.predict(x), y).threshold(risk=0.2)
         """
         if not (risk >= 0 and (self.numbers or risk <= 1)):
             allowed = "an error, at least 0" if self.numbers else "a share of wrong answers, from 0 to 1"
@@ -215,7 +309,11 @@ class Rejection:
         return float(self.thresholds[below[-1, 0]])
 
     def table(self, shares: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)) -> str:
-        """Return a few points of the curve as text."""
+        """Return a few points of the curve as text.
+
+        Examples:
+            >>> print(metrics.rejection(la.predict(x), y).table())
+        """
         lines = [f"{'answered':>8}  {'RMSE' if self.numbers else 'accuracy':>8}  {self.by:>10}"]
         for wanted in shares:
             k = min(int((self.share < wanted - 1e-12).sum()), len(self.share) - 1)
@@ -233,9 +331,9 @@ def rejection(prediction: Any, targets: Any, *, by: str | None = None) -> Reject
     Items are judged by their confidence, numbers by their standard deviation, or by another field, such as
     by="epistemic". Items with the same value are answered together; targets that the likelihood ignores do not count.
 
-    Example:
-        >>> curve = metrics.rejection(la.predict(x_val), y_val)
-        >>> la.predict(x).abstain(curve.threshold(risk=0.01))
+    Examples:
+        >>> curve = metrics.rejection(la.predict(x), y)  # held-out data in practice
+        >>> refused = la.predict(noise).abstain(curve.threshold(risk=0.2))
     """
     f = prediction.function.mean
     by = prediction.doubt_name if by is None else by

@@ -30,7 +30,10 @@ class Trained:
     """A trained network with its posterior (`.laplace`), the `.history` of the evidence, and whether it `.stopped`
     early. The module holds the best weights.
 
-        print(trained.table())
+    Examples:
+        >>> trained = lapwing.train(model, train_loader, "classification", epochs=2)
+        >>> trained.laplace.predict(x).probs.shape
+        torch.Size([8, 3])
     """
 
     laplace: Laplace
@@ -40,11 +43,20 @@ class Trained:
 
     @property
     def module(self) -> nn.Module:
-        """The network at the best weights."""
+        """The network at the best weights.
+
+        Examples:
+            >>> lapwing.train(model, train_loader, "classification", epochs=2).module is model
+            True
+        """
         return self.laplace.module
 
     def table(self, rows: int = 20) -> str:
-        """Return the history of the evidence as text, with at most so many rows."""
+        """Return the history of the evidence as text, with at most so many rows.
+
+        Examples:
+            >>> print(lapwing.train(model, train_loader, "classification", epochs=2).table())
+        """
         heads = ("step", "epoch", "loss", "log evidence", "γ", "precision", "val NLL")
         lines = [" ".join(f"{h:>{w}}" for h, w in zip(heads, (8, 6, 10, 14, 9, 21, 8), strict=True))]
         thin = max(1, -(-len(self.history) // rows))
@@ -102,8 +114,10 @@ def train(
     - `samples`: the posterior at the end reads up to 2·`samples` data, which stand for all; None reads all data at
       every estimate and at the end.
 
-        trained = lapwing.train(model, (X, y), "classification", epochs=20)
-        trained.laplace.predict(x).probs
+    Examples:
+        >>> trained = lapwing.train(model, train_loader, "classification", epochs=2, prior="layerwise")
+        >>> trained.laplace.predict(x).probs.shape
+        torch.Size([8, 3])
     """
     require_one_process("train")
     module = unwrap(model)

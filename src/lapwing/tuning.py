@@ -20,8 +20,8 @@ from lapwing.evidence import (
     tune_grid,
     tune_validation,
 )
-from lapwing.evidence.drawn import needs_draws
-from lapwing.evidence.sampled import tune_sampled
+from lapwing.evidence.drawnweights import tune_sampled
+from lapwing.evidence.heldout import needs_draws
 from lapwing.extras.loo import keep_if_shown, tune_loo
 from lapwing.extras.valla import tune_bound, variational_bound
 from lapwing.likelihoods import Likelihood

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 import lapwing
 from lapwing.baselines import HMC
+from lapwing.baselines.hmc import _potential
+from lapwing.baselines.training import Task
 from lapwing.errors import TooLarge
 
 NOISE, PRIOR = 0.5, 2.0
@@ -73,6 +76,37 @@ def test_chains_that_have_not_mixed_warn_and_large_networks_are_refused() -> Non
         HMC.fit(dense.build(lambda: nn.Linear(1, 1)), (x, y), lapwing.Gaussian(0.01), samples=4, warmup=1, chains=2)
     with pytest.raises(TooLarge, match="hundreds of weights"):
         HMC.fit(nn.Linear(100, 100), (torch.randn(2, 100), torch.zeros(2).long()), "classification")
+
+
+class Branching(nn.Module):
+    """A linear layer that reads a value of its weights, which cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if self.inner.bias.sum() < 0.5 else self.inner(2 * x)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 1), Branching])
+def test_the_potential_is_the_log_joint(make: Callable[[], nn.Module]) -> None:
+    x, y, model = dense.randn(15, 2, seed=2), dense.randn(15, 1, seed=3), dense.build(make)
+    task = Task.of(model, (x, y), lapwing.Gaussian(noise=NOISE), "HMC", prior=PRIOR, n_data=30.0)
+    at = [dense.randn(3, seed=seed) for seed in (4, 5, 6)]
+    at += [torch.cat([each[:2], -2 * each[2:].abs() * sign]) for each in at for sign in (1, -1)]
+    with task.running():
+        energy = _potential(task, [batch for _, batch in task.each(1)])
+        gaps = []
+        for theta in at:
+            own, exact = theta.clone().requires_grad_(), theta.clone().requires_grad_()
+            wide = 2 if isinstance(model, Branching) and exact[2] >= 0.5 else 1
+            mean = wide * x @ exact[:2] + exact[2]
+            known = (y[:, 0] - mean).square().sum() / NOISE**2 + PRIOR / 2 * exact.square().sum()  # 30 data for 15
+            found = energy(own)
+            gaps.append((found - known).item())
+            assert torch.allclose(torch.autograd.grad(found, own)[0], torch.autograd.grad(known, exact)[0])
+    assert max(gaps) - min(gaps) < 1e-9  # equal up to a constant
 
 
 def test_importing_the_baselines_does_not_import_pyro() -> None:

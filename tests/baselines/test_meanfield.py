@@ -39,7 +39,7 @@ class Written(nn.Module):
         return (x * self.w).sum(-1, keepdim=True) + self.b
 
 
-@pytest.mark.parametrize(("make", "draws", "rate"), [(lambda: nn.Linear(3, 1), 1, 0.03), (Written, 8, 0.03)])
+@pytest.mark.parametrize(("make", "draws", "rate"), [(lambda: nn.Linear(3, 1), 4, 0.03), (Written, 8, 0.03)])
 def test_a_linear_model_reaches_the_optimum(make: type, draws: int, rate: float) -> None:
     x, y = problem()
     model = dense.build(make)
@@ -81,6 +81,20 @@ def test_the_bound_is_that_of_the_closed_form(make: type) -> None:
     assert found.item() == pytest.approx(((nll + kl) / 60).item(), rel=0.04)
 
 
+def test_only_what_is_used_is_drawn() -> None:
+    """A layer that draws its outputs needs one number per sample and unit, and none per weight."""
+    for make, numbers in ((lambda: nn.Linear(3, 1), (60, 1)), (Written, (3,))):
+        bound = bound_of(dense.build(make), problem())
+        generator, own = bound.task.generator, torch.Generator()
+        own.set_state(generator.get_state())
+        with bound.task.running(), torch.no_grad():
+            bound._expected(next(iter(bound.task.batches)), torch.zeros(4).double(), torch.ones(4).double())
+        torch.randn(numbers, generator=own, dtype=torch.float64)
+        if numbers == (3,):
+            torch.randn(1, generator=own, dtype=torch.float64)  # the bias
+        assert torch.equal(generator.get_state(), own.get_state())
+
+
 def test_shared_and_positional_weights_are_drawn_not_their_outputs() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -100,7 +114,7 @@ def test_n_data_scales_the_likelihood() -> None:
     precision, _ = exact(x, y)
     field = MeanField.fit(
         dense.build(lambda: nn.Linear(3, 1)), (x, y), lapwing.Gaussian(noise=NOISE), prior=PRIOR, epochs=700, rate=0.03,
-        start=0.1, batch_size=60, n_data=240,
+        start=0.1, batch_size=60, n_data=240, draws=4,
     )  # fmt: skip
     expected = 4 * (precision.diagonal() - PRIOR) + PRIOR
     assert torch.allclose(field.deviation, expected.rsqrt(), rtol=0.05)

@@ -15,7 +15,7 @@ import lapwing
 from lapwing.compat import laplace_torch as lt
 from lapwing.compat.laplace_torch import backends, masks
 from lapwing.compat.laplace_torch.backends import CurvlinopsEF, CurvlinopsGGN
-from lapwing.compat.laplace_torch.features import FeatureExtractor
+from lapwing.compat.laplace_torch.extractor import FeatureExtractor
 from lapwing.compat.laplace_torch.functions import RunningNLLMetric, validate
 from lapwing.compat.laplace_torch.masks import LargestMagnitudeSubnetMask, LastLayerSubnetMask
 from tests.dense import assert_same, build, flat, ggn, jacobian, outputs, randn, seeded, softmax_hessian
@@ -356,7 +356,7 @@ def test_classes_are_the_kinds_that_they_are_in_laplace_torch():
 
 
 def test_what_a_kind_of_posterior_needs_is_named():
-    with pytest.raises(TypeError, match=r"needs subnetwork_indices.*LargestMagnitudeSubnetMask"):
+    with pytest.raises(ValueError, match=r"needs subnetwork_indices.*LargestMagnitudeSubnetMask"):
         lt.Laplace(network(), "classification", "subnetwork", "full")
     with pytest.raises(TypeError, match="needs n_subset"):
         lt.Laplace(network(), "classification", "all", "gp")

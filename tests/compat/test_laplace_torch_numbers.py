@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lapwing
 from lapwing.compat import laplace_torch as lt
 from lapwing.compat.laplace_torch import functions
-from lapwing.compat.laplace_torch.features import FeatureExtractor, FeatureReduction
+from lapwing.compat.laplace_torch.extractor import FeatureExtractor, FeatureReduction
 from lapwing.compat.laplace_torch.masks import LargestMagnitudeSubnetMask, ModuleNameSubnetMask, ParamNameSubnetMask
 from lapwing.compat.laplace_torch.matrix import Kron
 from tests.dense import assert_same, build, flat, ggn, jacobian, outputs, randn

@@ -12,7 +12,7 @@ import lapwing
 from lapwing.curvature import GGN, pose
 from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.likelihoods import Categorical, Gaussian
-from lapwing.linalg import Diagonal
+from lapwing.linalg import DenseRows, Diagonal
 from lapwing.linalg.operator import Operator
 from lapwing.linalg.solvers import Sketch
 from lapwing.model import Batches, Network, Params
@@ -197,6 +197,28 @@ def test_gradients_of_solves_in_prior_and_scale() -> None:
         found.append(torch.autograd.grad(x.square().sum(), (c, d, w)))
     for one, other in zip(*found):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-8)
+
+
+def test_products_and_densities_have_gradients_in_the_weights() -> None:
+    """A v and log N(θ; θ̂, A⁻¹) are differentiated in v and θ as the dense matrix is."""
+    full, free = pair("mlp regression")
+    dense = full.posterior.precision.dense()
+    v = torch.randn(3, full.params.size, dtype=torch.float64, requires_grad=True)
+    image = free.posterior.precision.matvec(v)
+    torch.testing.assert_close(image, v @ dense, rtol=1e-8, atol=1e-8)
+    (slope,) = torch.autograd.grad(image.square().sum(), v)
+    torch.testing.assert_close(slope, 2 * image.detach() @ dense, rtol=1e-8, atol=1e-8)
+    (slope,) = torch.autograd.grad(free.posterior.log_prob(v).sum(), v)
+    torch.testing.assert_close(slope, -(v.detach() - full.posterior.mean) @ dense, rtol=1e-8, atol=1e-8)
+
+
+def test_a_root_of_the_joint_covariance() -> None:
+    full, free = pair("mlp regression")
+    rows = torch.randn(3, 2, full.params.size, dtype=torch.float64)
+    white = free.posterior.precision.whiten(DenseRows(rows)).flatten(0, 1)
+    flat = rows.flatten(0, 1)
+    torch.testing.assert_close(white @ white.T, flat @ full.posterior.covariance() @ flat.T, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(white, white.T)
 
 
 def test_sampled_and_empirical_factors_keep_their_draws() -> None:

@@ -123,3 +123,18 @@ def test_a_factor_by_name() -> None:
     rows = jacobian(MODEL, DATA[0]).flatten(0, 1)
     torch.testing.assert_close(la.curvature.dense(), rows.T @ rows, rtol=1e-4, atol=1e-5)
     assert la.curvature.gradient is None
+
+
+class Bare(Isotropic):
+    """Returns its matrix without the totals of the pass."""
+
+    def estimate(self, problem: Problem) -> Diagonal:  # type: ignore[override]
+        return Diagonal(torch.ones(problem.network.params.size))
+
+
+def test_mistakes_in_a_structure_are_named() -> None:
+    data = (torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"Bare\.estimate returned Diagonal; it must return"):
+        lapwing.fit(nn.Linear(2, 2), data, "classification", structure=Bare(), progress=False)
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"an object, not a class: pass Isotropic\(\)"):
+        lapwing.fit(nn.Linear(2, 2), data, "classification", structure=Isotropic, progress=False)

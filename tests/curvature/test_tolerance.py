@@ -235,3 +235,20 @@ def test_concatenate_keeps_the_build() -> None:
     assert whole["a"].shape == (4, 2)
     assert whole["b"][0].tolist() == [1, 3, 3, 3]
     assert whole["c"] is None
+
+
+def test_directions_of_tokens_are_the_columns_that_count() -> None:
+    """Σ s sᵀ over the directions is Λ of the positions that count; positions ignored by all samples have none."""
+    generator = torch.Generator().manual_seed(2)
+    f = torch.randn(3, 4, CLASSES, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (3, 4), generator=generator)
+    y[:, 1], y[0, 2] = -100, -100
+    found = torch.stack(list(GGN().directions(Categorical(), f, y))).flatten(2)  # (r, n, positions · classes)
+    assert len(found) == 3 * (CLASSES - 1)
+
+    def loss(z: Tensor) -> Tensor:  # torch ignores −100 as well
+        return nn.functional.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum")
+
+    exact = torch.autograd.functional.hessian(loss, f).reshape(3, 4 * CLASSES, 3, 4 * CLASSES)
+    for n in range(3):
+        torch.testing.assert_close(found[:, n].T @ found[:, n], exact[n, :, n], rtol=1e-10, atol=1e-12)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
+from lapwing.evaluation.columns import difference_words
 from lapwing.evaluation.examples import Viewer
-from lapwing.evaluation.findings import difference_words
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.predictive import SampledFunction, predict_targets
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import lapwing
 from lapwing import metrics
-from lapwing.evaluation.strangeness import Mahalanobis, energy, features_of, max_logit
+from lapwing.evaluation.scoring import Mahalanobis, energy, features_of, max_logit
 
 
 @pytest.fixture(autouse=True)

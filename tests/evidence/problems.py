@@ -11,7 +11,7 @@ from torch.func import functional_call, jacrev, vmap
 from lapwing.evidence import Groups
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker, Layout
-from lapwing.linalg.matrixrows import MatrixRows, Term
+from lapwing.linalg.rows import MatrixRows, Term
 from lapwing.posterior import Belief, Prior, Tempered, resolve_temperature
 
 
@@ -25,6 +25,10 @@ class Handmade:
     gradient: Tensor | None = None
     n_data: float = 1.0
     params: None = None
+
+    @property
+    def factor(self) -> "Handmade":
+        return self
 
 
 OF_THE_BELIEF = ("start", "center", "temperature", "logit_temperature", "split")

@@ -17,8 +17,8 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.evidence import Groups, Tuning, log_evidence, tune_evidence
 from lapwing.evidence.ascent import maximize
-from lapwing.evidence.groups import partition
 from lapwing.evidence.maximize import _fit, _objective, tune_probes
+from lapwing.evidence.settings import partition
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.linalg import PSD, Dense, Diagonal, LowRank
 from lapwing.posterior import Prior, Tempered

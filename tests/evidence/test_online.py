@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import lapwing
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.ascent import move
-from lapwing.evidence.groups import partition
 from lapwing.evidence.online import batch_bound
+from lapwing.evidence.settings import partition
 from lapwing.model import Batches, Network, Params
 
 

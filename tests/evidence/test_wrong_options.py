@@ -51,3 +51,15 @@ def test_held_out_targets_that_do_not_count() -> None:
     ignored = torch.full((12,), -100)
     with pytest.raises(BadData, match="hold no target that counts"):
         lapwing.compare({"one": fitted()}, (DATA[0], ignored))
+
+
+def test_names_of_what_is_learned_are_those_that_users_write() -> None:
+    regression = lapwing.fit(network(), (DATA[0], DATA[0][:, :2]), "regression", structure="full")
+    with pytest.raises(BadData, match=r"the evidence can choose 'prior' and 'noise', got 'sigma'\. Temperatures need"):
+        regression.tune(learn="sigma")
+    with pytest.raises(BadData, match=r"choose 'prior', 'temperature', 'noise' for Gaussian, got 'sigma'"):
+        regression.tune((DATA[0], DATA[0][:, :2]), learn="sigma")
+    with pytest.raises(BadData, match=r"'temperature', 'logit_temperature' for Categorical, got 'priors'\. Did"):
+        fitted().tune(DATA, learn="priors")
+    with pytest.raises(UnsupportedOperation, match=r"got 'kfac'\. Did you mean 'kron'\?"):
+        lapwing.fit(network(), DATA, "classification", structure="kfac")

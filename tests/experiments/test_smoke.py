@@ -1,18 +1,14 @@
-"""Every experiment explains itself, and runs in a form of a few seconds: figures come out, and all are numbers."""
+"""Every experiment explains itself without running, and has the options that all share."""
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from lapwing.cli import main as cli
 from lapwing.cli.repository import experiments
 
 SCRIPTS = experiments()
-NEEDS_DATA = {name for name, path in SCRIPTS.items() if "Needs LAPWING_DATA" in path.read_text(encoding="utf-8")}
 HELP = """
 import importlib.util, runpy, sys
 from pathlib import Path
@@ -39,25 +35,5 @@ def helps() -> dict[str, str]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_is_printed_and_nothing_runs(name: str, helps: dict[str, str]) -> None:
     assert helps[name].startswith(f"usage: {name}")
-    assert "--smoke" in helps[name]
+    assert all(option in helps[name] for option in ("--smoke", "--quick", "--seeds N", "--out DIR", "--cache DIR"))
     assert helps[name].count("\n") < 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_experiment_runs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    if name in NEEDS_DATA and not os.environ.get("LAPWING_DATA"):
-        pytest.skip("LAPWING_DATA is not set")
-    monkeypatch.chdir(tmp_path)
-    text = SCRIPTS[name].read_text(encoding="utf-8")
-    figure = [option for option in ("--figure", "--out") if f'add_argument("{option}")' in text]
-    arguments = [word for option in figure for word in (option, str(tmp_path / "figure.png"))]
-    assert cli.main(["reproduce", name, "--smoke", *arguments]) == 0, capfd.readouterr().err
-    said = capfd.readouterr().out
-    assert len(re.findall(r"\d\.\d", said)) > 2, said
-    assert not re.search(r"\b(nan|inf)\b", said, re.IGNORECASE), said
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == (["figure.png"] if figure else [])
-    assert not figure or (tmp_path / "figure.png").stat().st_size > 1000

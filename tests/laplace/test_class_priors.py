@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import lapwing
 from lapwing import Prior
 from lapwing.errors import IncompatiblePrior, UnsupportedOperation
-from lapwing.evidence.groups import partition
+from lapwing.evidence.settings import partition
 from tests import dense
 
 FEATURES, CLASSES = 6, 4

@@ -1,6 +1,7 @@
 """`tune()` alone keeps a classifier's posterior only where leave-one-out of the training data shows that it helps."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
+from lapwing.extras import loo
 
 
 def line(n, seed):
@@ -100,3 +102,21 @@ def test_a_regression_keeps_what_the_evidence_chose():
     y = x[:, :1] + 0.3 * torch.randn(60, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model = nn.Linear(3, 1).double()
     assert not lapwing.fit(model, (x, y), "regression", structure="full").tune().tuning.deterministic
+
+
+def test_a_few_data_that_move_far_decide_nothing(monkeypatch):
+    """Newton steps that cost ten data a hundred nats each are no proof against small losses of all others."""
+    data = line(200, 0)
+    la = lapwing.fit(trained(data, 1.0), data, "classification", structure="full")
+    posterior = torch.full((1000,), 0.05, dtype=torch.float64)
+    network = torch.full((1000,), 0.04, dtype=torch.float64)
+    network[:10] = 100.0
+
+    def tune_loo(belief, groups, batches, *, rule, **options):
+        rule(SimpleNamespace(losses=torch.stack([posterior, network]), home=1))
+        return SimpleNamespace(messages=())
+
+    monkeypatch.setattr(loo, "tune_loo", tune_loo)
+    assert la.tune().tuning.deterministic
+    network[:] = 0.08  # a gain of every datum is one
+    assert not la.tune().tuning.deterministic

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.linalg import DeferredRows, DenseRows, Extent, Jacobian, Layout, MatrixRows, Rows, Term
 from lapwing.linalg import rows as rows_module
-from lapwing.linalg.matrixrows import rotated
+from lapwing.linalg.rows import rotated
 
 N, R, Q, O, I = 5, 3, 2, 3, 4
 Draw = Callable[..., Tensor]

@@ -164,3 +164,15 @@ def test_it_is_saved_loaded_moved_and_compared(fitted, tmp_path: Path) -> None:
 
 def test_it_is_found_by_name() -> None:
     assert type(resolve_likelihood("overdispersed")) is NegativeBinomial
+
+
+class NoDistribution(Likelihood):
+    """Forgets to make a distribution."""
+
+    def conditional(self, f: Tensor) -> Tensor:  # type: ignore[override]
+        return f
+
+
+def test_a_conditional_that_is_no_distribution_is_named() -> None:
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"NoDistribution\.conditional returned Tensor; it"):
+        lapwing.fit(nn.Linear(1, 1), (torch.ones(4, 1), torch.ones(4, 1)), NoDistribution(), progress=False)

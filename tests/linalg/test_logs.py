@@ -18,7 +18,7 @@ from lapwing.linalg import (
     EigenKronecker,
     Kronecker,
     Layout,
-    blockdiagonal,
+    blocks,
     kronecker,
     spectrum,
 )
@@ -133,7 +133,7 @@ def test_blocks_under_one_precision_are_one_sum(monkeypatch: pytest.MonkeyPatch)
     rescaled = matrix.scale(2.0).scale(torch.tensor(0.5)).scale(3.0)
     got = rescaled.logdet_ratio(one_number(60, 0.5))
     assert float(got) == pytest.approx(float(by_dense_algebra(matrix, torch.tensor(0.5 / 3))), rel=1e-6)
-    monkeypatch.setattr(blockdiagonal, "KEPT", 59)
+    monkeypatch.setattr(blocks, "KEPT", 59)
     with pytest.raises(pytest.fail.Exception, match="block by block"):
         three_blocks().logdet_ratio(one_number(60))
 
@@ -189,6 +189,6 @@ def test_kept_eigenvalues_are_of_no_context() -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 59, 60, 1000])
 def test_kept_eigenvalues_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockdiagonal, "PIECE", piece)
+    monkeypatch.setattr(blocks, "PIECE", piece)
     got = three_blocks().logdet_ratio(one_number(60, 0.5))
     assert float(got) == pytest.approx(float(by_dense_algebra(three_blocks(), torch.tensor(0.5))), rel=1e-12)

@@ -11,7 +11,17 @@ torch.manual_seed(0)
 ROOT = torch.randn(4, 12, dtype=torch.float64)
 SIDES = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(2, 2, 2, dtype=torch.float64)
 KRONECKER = Kronecker(SIDES[0] @ SIDES[0].mT, SIDES[1] @ SIDES[1].mT)
+
+
+class Plain(Dense):
+    """A matrix that answers with the defaults of the interface, as one of a user's does."""
+
+    eigenvalues, in_eigenbasis = PSD.eigenvalues, PSD.in_eigenbasis
+    shifted_products, shifted_draws = PSD.shifted_products, PSD.shifted_draws
+
+
 MATRICES: dict[str, PSD] = {
+    "plain": Plain(ROOT.T @ ROOT),
     "diagonal": Diagonal(torch.rand(12, dtype=torch.float64)),
     "dense": Dense(ROOT.T @ ROOT).scale(0.5),
     "kronecker": KRONECKER.scale(2.0),

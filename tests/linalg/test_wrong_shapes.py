@@ -7,7 +7,7 @@ import torch
 
 from lapwing.linalg import BlockDiagonal, Dense, DenseRows, Diagonal, Layout
 from lapwing.linalg.eigenkronecker import EigenKronecker
-from lapwing.linalg.matrixrows import MatrixRows
+from lapwing.linalg.rows import MatrixRows
 
 EYE = torch.eye(2, dtype=torch.float64)
 HALVES = Layout.contiguous([2, 3])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.likelihoods import Categorical
-from lapwing.predictive import GaussianFunction, predict_targets
+from lapwing.predictive import GaussianFunction, predict_targets, softmax
 from lapwing.predictive.softmax import DenseSpread, SharedSpread, expected_softmax
 
 
@@ -164,3 +164,21 @@ def test_the_expected_entropy_of_three_classes(deviation: float) -> None:
     error = (found.entropy - truth).abs()
     assert float(error.max()) < 2e-3
     assert float(error.mean()) < 0.01 * float(mutual.mean())
+
+
+@pytest.mark.parametrize("classes", [4, 70])
+def test_items_in_chunks_are_those_alone(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit into memory at once is computed in parts, and each part is right by draws of the logits."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(5, classes, generator=generator, dtype=torch.float64)
+    root = torch.randn(5, classes, classes, generator=generator, dtype=torch.float64) / classes**0.5
+    alone = [expected_softmax(m[None], DenseSpread((r @ r.mT)[None]), None) for m, r in zip(mean, root)]
+    monkeypatch.setattr(softmax, "ITEMS", 2 * classes**2)
+    spread = DenseSpread(root @ root.mT)
+    assert spread.chunk == 2
+    found = expected_softmax(mean, spread, None)
+    for name in ("probs", "entropy", "error", "log_probs"):
+        torch.testing.assert_close(getattr(found, name), torch.cat([getattr(each, name) for each in alone]))
+    draws = torch.einsum("nij,snj->sni", root, torch.randn(20_000, *mean.shape, generator=generator, dtype=mean.dtype))
+    p = (mean + draws).softmax(-1)
+    assert bool(((found.probs - p.mean(0)).abs() < 5 * p.std(0) / 20_000**0.5 + 1e-3).all())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing import writing
+from lapwing import storage
 from lapwing.storage import load_tree, save_tree
 
 
@@ -26,7 +26,7 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lapwing.writing import replacing
+from lapwing.storage import replacing
 with replacing(Path(sys.argv[1])) as part:
     part.write_bytes(b"half of")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -39,7 +39,7 @@ def test_what_a_killed_writer_leaves_is_removed_by_the_next(tmp_path: Path, monk
     assert run(KILLED, path).returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2
     assert load_tree(path) == [1]
-    monkeypatch.setattr(writing, "BEGINNING", -1.0)
+    monkeypatch.setattr(storage, "BEGINNING", -1.0)
     save_tree(tmp_path / "another", [3])
     assert len(os.listdir(tmp_path)) == 3  # those of other files are left alone
     save_tree(path, [2])
@@ -49,7 +49,7 @@ def test_what_a_killed_writer_leaves_is_removed_by_the_next(tmp_path: Path, monk
 
 def test_a_finished_fit_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(KILLED, tmp_path / "fit.safetensors").returncode == -signal.SIGKILL
-    monkeypatch.setattr(writing, "BEGINNING", -1.0)
+    monkeypatch.setattr(storage, "BEGINNING", -1.0)
     data = (torch.ones(4, 2), torch.ones(4, 1))
     lapwing.fit(nn.Linear(2, 1), data, "regression", structure="diag", checkpoint=tmp_path)
     assert os.listdir(tmp_path) == []
@@ -98,8 +98,8 @@ def test_fits_and_files_survive_kills_at_any_time(tmp_path: Path, monkeypatch: p
             assert torch.equal(lapwing.load(path, model()).log_evidence(), whole.log_evidence())
         again = lapwing.fit(model(), data(), "classification", structure="kron", checkpoint=folder, progress=False)
         assert torch.equal(again.log_evidence(), whole.log_evidence())
-    monkeypatch.setattr(writing, "BEGINNING", -1.0)
-    monkeypatch.setattr(writing, "FORGOTTEN", -1.0)  # of a process killed before it could lock its folder
+    monkeypatch.setattr(storage, "BEGINNING", -1.0)
+    monkeypatch.setattr(storage, "FORGOTTEN", -1.0)  # of a process killed before it could lock its folder
     lapwing.fit(model(), data(), "classification", structure="kron", checkpoint=folder, progress=False).save(path)
     assert os.listdir(folder) == []
     assert os.listdir(path.parent) == [path.name]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing import writing
-from lapwing.storage import load_tree, save_tree
-from lapwing.writing import replacing
+from lapwing import storage
+from lapwing.storage import load_tree, replacing, save_tree
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -43,14 +42,14 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
     done = run(FULL_DISK, path)
     assert done.returncode == 0, done.stderr
     assert "could not be written (" in done.stdout
-    assert "the file that was there is as it was" in done.stdout
+    assert "the older file of that name is unchanged" in done.stdout
     assert load_tree(path) == [1]
     assert os.listdir(tmp_path) == ["state"]
 
 
 def test_writers_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state"
-    monkeypatch.setattr(writing, "BEGINNING", -1.0)
+    monkeypatch.setattr(storage, "BEGINNING", -1.0)
     with replacing(path) as one:
         one.write_text("one")
         with replacing(path) as two:

@@ -1,9 +1,8 @@
 """Methods to compare a posterior with. Each has `predict(x) -> Prediction`, and `fit` where it needs data.
 
-from lapwing.baselines import DeepEnsemble, MCDropout
-
-dropout = MCDropout(model, "classification", samples=50)
-lapwing.evaluate({"Laplace": la, "dropout": dropout}, test_loader).table()
+Examples:
+    >>> scaled = baselines.TemperatureScaled.fit(model, val_loader)
+    >>> print(lapwing.evaluate({"Laplace": la, "scaled": scaled}, test_loader).table())
 """
 
 from lapwing.baselines.dropout import MCDropout

@@ -33,9 +33,11 @@ class MCDropout:
     of the samples), so that it is one network, and without a generator the masks are the same at every call and for any
     split into batches. The model is read when it predicts, not copied: predictions follow if it is trained further.
 
-    Example:
-        >>> dropout = MCDropout(model, "classification", samples=50)
-        >>> dropout.predict(x).entropy
+    Examples:
+        >>> dropped = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+        >>> dropout = baselines.MCDropout(dropped, "classification", samples=10)
+        >>> dropout.predict(x).entropy.shape
+        torch.Size([8])
     """
 
     module: nn.Module

@@ -25,9 +25,11 @@ class DeepEnsemble:
     The networks may differ in architecture. One network alone is a network without uncertainty about its weights, as a
     thing that predicts. The networks are read when they predict, not copied.
 
-    Example:
-        >>> ensemble = DeepEnsemble([model1, model2, model3], "classification")
-        >>> ensemble.predict(x).probs
+    Examples:
+        >>> others = [nn.Linear(4, 3) for _ in range(2)]  # trained, in practice
+        >>> ensemble = baselines.DeepEnsemble([model, *others], "classification")
+        >>> ensemble.predict(x).probs.shape
+        torch.Size([8, 3])
     """
 
     models: Sequence[nn.Module]
@@ -57,8 +59,9 @@ class DeepEnsemble:
 
         The other options (prior, batch_size, n_data, generator, split) are those of `TaskOptions`.
 
-        Example:
-            >>> DeepEnsemble.fit(lambda: Net(), (X, y), "classification", members=5, epochs=20)
+        Examples:
+            >>> make = lambda: nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+            >>> ensemble = baselines.DeepEnsemble.fit(make, train_loader, "classification", members=2, epochs=2)
         """
         require_whole("the number of members", members)
         tasks = (Task.of(make(), data, likelihood, "DeepEnsemble", **options) for _ in range(members))

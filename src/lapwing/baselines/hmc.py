@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lapwing.baselines.mixing import WeightDistribution, Weighted
 from lapwing.baselines.training import Task, TaskOptions
 from lapwing.errors import BadData, TooLarge, require_generator, require_whole, warn
 from lapwing.likelihoods import Likelihood
-from lapwing.model.calls import Inputs, call, output_tensor, warnings_here
-from lapwing.model.copies import in_use
+from lapwing.model.batches import Batch
+from lapwing.model.calls import warnings_here
 
 LARGEST = 5000  # weights; more need days
 CONVERGED = 1.05  # R-hat of the outputs above which the chains have not mixed
@@ -29,9 +31,11 @@ class HMC(WeightDistribution):
     places never mix, and need not: judge by `output_r_hat` and `output_ess`, those of the network's outputs at training
     inputs. A fit warns where an R-hat of the outputs exceeds 1.05.
 
-    Example:
-        >>> hmc = HMC.fit(model.double(), (X, y), lapwing.Gaussian(noise=0.3), prior=1.0, samples=1000)
-        >>> hmc.predict(x).stddev, hmc.output_r_hat.max()
+    Examples:
+        >>> network, data = network.double(), (inputs.double(), targets.double())
+        >>> hmc = baselines.HMC.fit(network, data, lapwing.Gaussian(0.3), samples=5, warmup=5, chains=1, depth=3)
+        >>> hmc.predict(data[0]).stddev.shape
+        torch.Size([40, 1])
     """
 
     weights: Tensor
@@ -80,21 +84,14 @@ class HMC(WeightDistribution):
                 "MeanField, SWAG or lapwing.fit"
             )
         kept = [batch for _, batch in task.each(1)]
-        seen = sum(task_count(batch) for batch in kept)
-
-        def energy(at: dict[str, Tensor]) -> Tensor:
-            theta = at["theta"]
-            values = task.params.unflatten(theta)
-            total = sum((task.nll(batch, values)[0] for batch in kept), start=theta.new_zeros(()))
-            return total * (task.n_data / seen) + task.distance(theta)
-
         found, divergences = [], 0
         with task.running(), torch.random.fork_rng(), warnings_here("ignore", UserWarning):
+            energy = _potential(task, kept)
             for _ in range(chains):
                 seed = int(torch.randint(2**31, (), generator=task.generator, device=task.generator.device))
                 torch.manual_seed(seed)
                 start = task.params.flat + JITTER * torch.randn_like(task.params.flat)
-                kernel = NUTS(potential_fn=energy, max_tree_depth=depth)
+                kernel = NUTS(potential_fn=lambda at: energy(at["theta"]), max_tree_depth=depth)
                 run = MCMC(
                     kernel,
                     num_samples=samples,
@@ -106,7 +103,7 @@ class HMC(WeightDistribution):
                 found.append(run.get_samples()["theta"].detach())
                 divergences += sum(len(each) for each in run.diagnostics()["divergences"].values())
             draws = torch.stack(found)  # (chains, samples, P)
-            outputs = _outputs(task, kept[0].inputs, draws)
+            outputs = _outputs(task, kept[0], draws)
         network = Weighted.of(task.module, task.params, task.likelihood, task.convention)
         hmc = cls(
             network,
@@ -140,7 +137,7 @@ class HMC(WeightDistribution):
 
     @property
     def samples(self) -> int:
-        """How many networks predict: all draws, unless `predict` is told."""
+        """The number of networks that predict: all draws, unless `predict` gets a number."""
         return len(self.weights)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -153,19 +150,63 @@ class HMC(WeightDistribution):
         return self.weights[rows.round().long()]
 
 
-def task_count(batch: Any) -> float:
-    """Return how many data a batch stands for."""
-    if batch.weights is not None:
-        return float(batch.weights.double().sum())
-    return float(len(torch.as_tensor(batch.targets)))
+class Known(torch.autograd.Function):
+    """A number whose gradient is known already, so that autograd need not look for it."""
+
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return outer[0] * gradient, None, None
 
 
-def _outputs(task: Task, inputs: Inputs, draws: Tensor) -> Tensor:
+def _potential(task: Task, batches: list[Batch]) -> Callable[[Tensor], Tensor]:
+    """Return −log p(D, θ) as a function of the flat weights, up to a constant; inside `task.running`.
+
+    Small networks spend most of a step outside of arithmetic: in calls of modules, and in autograd's records. The
+    function and its gradient are therefore traced once and replayed as a list of operations. Tracing refuses a network
+    that branches on values of tensors, which runs as it is.
+    """
+    start = task.params.flat
+    with torch.no_grad():
+        values = task.params.unflatten(start)
+        targets = [task.likelihood.targets(task.outputs(batch, values), batch.targets) for batch in batches]
+    seen = sum(
+        float(len(torch.as_tensor(batch.targets))) if batch.weights is None else float(batch.weights.double().sum())
+        for batch in batches
+    )
+
+    def energy(theta: Tensor) -> Tensor:
+        values = task.params.unflatten(theta)
+        losses = (task.nll(batch, values, targets=y)[0] for batch, y in zip(batches, targets))
+        return sum(losses, start=theta.new_zeros(())) * (task.n_data / seen) + task.distance(theta)
+
+    try:
+        both = make_fx(torch.func.grad_and_value(energy))(start)
+        gradient, value = both(start + 0.1)
+        own = (start + 0.1).requires_grad_()
+        with torch.enable_grad():
+            known = energy(own)
+        if not (torch.allclose(known, value) and torch.allclose(torch.autograd.grad(known, own)[0], gradient)):
+            return energy
+    except (RuntimeError, NotImplementedError, TypeError):
+        return energy
+
+    def replayed(theta: Tensor) -> Tensor:
+        with torch.no_grad():
+            gradient, value = both(theta.detach())
+        return Known.apply(theta, value, gradient)
+
+    return replayed
+
+
+def _outputs(task: Task, batch: Batch, draws: Tensor) -> Tensor:
     """Return the outputs of every draw at a few training inputs, (chains, samples, items·C), float64."""
     with torch.no_grad():
-        rows = [
-            task.likelihood.outputs(output_tensor(call(in_use(task.module), inputs, task.params.unflatten(theta))))
-            for theta in draws.flatten(0, 1)
-        ]
+        rows = [task.outputs(batch, task.params.unflatten(theta)) for theta in draws.flatten(0, 1)]
     few = torch.stack([row[:CHECKED].double().flatten() for row in rows])
     return few.unflatten(0, draws.shape[:2])

@@ -30,9 +30,10 @@ class MeanField(WeightDistribution):
     noise (local reparametrization, Kingma et al. 2015); other weights are drawn once per batch. `deviation` is σ (P,),
     `history` the mean of −bound/n in each epoch. The user's module is not written to.
 
-    Example:
-        >>> field = MeanField.fit(model, (X, y), "classification", epochs=50)
-        >>> field.predict(x).entropy
+    Examples:
+        >>> field = baselines.MeanField.fit(model, train_loader, "classification", epochs=2)
+        >>> field.predict(x).entropy.shape
+        torch.Size([8])
     """
 
     mean: Tensor
@@ -95,11 +96,13 @@ class Bound:
         """Estimate E_q[−log p]/n by one draw."""
         params, generator = self.task.params, self.task.generator
         try:
-            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-            centers, drawn = params.unflatten(mean), params.unflatten(mean + deviation * noise)
-            variances = params.unflatten(deviation.square())
-            values = {name: centers[name] if name in self.rows else drawn[name] for name in params.names}
-            pairs = {id(values[name]): variances[name] for name in self.rows}
+            values, deviations = params.unflatten(mean), params.unflatten(deviation)
+            pairs = {id(values[name]): deviations[name].square() for name in self.rows}
+            for name in params.names:
+                if name not in self.rows:
+                    like = values[name]
+                    noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+                    values[name] = like + deviations[name] * noise
             with OutputDraws(pairs, generator) if pairs else nullcontext():
                 total, count = self.task.nll(batch, values)
         except OtherUse:  # this batch uses a weight in another way than the first one did

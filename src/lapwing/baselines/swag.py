@@ -23,9 +23,10 @@ class SWAG(WeightDistribution):
     training of a network with a constant rate and takes one iterate per epoch. Batch norm keeps the statistics of the
     trained network, where the paper estimates them anew for every draw. The user's module is not written to.
 
-    Example:
-        >>> swag = SWAG.fit(model, train_loader, "classification", epochs=20, rate=0.01)
-        >>> swag.predict(x).probs
+    Examples:
+        >>> swag = baselines.SWAG.fit(model, train_loader, "classification", epochs=3, rate=0.01)
+        >>> swag.predict(x).probs.shape
+        torch.Size([8, 3])
     """
 
     mean: Tensor

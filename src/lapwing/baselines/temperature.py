@@ -1,4 +1,4 @@
-"""Temperature scaling: the calibration that a posterior has to beat."""
+"""Temperature scaling: logits divided by one number, the simplest calibration of a classifier."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,10 @@ class TemperatureScaled:
     `TemperatureScaled.fit` finds the T with the smallest NLL on held-out data; accuracy does not change. It is called
     as the network is: `scaled(x)` returns f(x) / T, and `scaled.predict(x)` a `Prediction`.
 
-    Example:
-        >>> scaled = TemperatureScaled.fit(model, val_loader)
-        >>> lapwing.evaluate({"MAP": model, "MAP + T": scaled}, test_loader, likelihood="classification").table()
+    Examples:
+        >>> scaled = lapwing.TemperatureScaled.fit(model, val_loader)
+        >>> report = lapwing.evaluate({"MAP": model, "scaled": scaled}, test_loader, likelihood="classification")
+        >>> print(report.table())
     """
 
     __repr__ = brief
@@ -39,7 +40,11 @@ class TemperatureScaled:
 
     @classmethod
     def fit(cls, model: nn.Module, data: Any, likelihood: str | Likelihood = "classification") -> "TemperatureScaled":
-        """Find the temperature of smallest validation NLL between 0.01 and 100; `data` as in `lapwing.fit`."""
+        """Find the temperature of smallest validation NLL between 0.01 and 100; `data` as in `lapwing.fit`.
+
+        Examples:
+            >>> temperature = lapwing.TemperatureScaled.fit(model, val_loader).temperature
+        """
         require_one_process("temperature scaling")
         likelihood = resolve_likelihood(likelihood)
         if not likelihood.has_logits:
@@ -57,7 +62,11 @@ class TemperatureScaled:
 
     @outside_inference
     def predict(self, x: Inputs, *, differentiable: bool = False) -> Prediction:
-        """Return p(y | f(x)/T); `differentiable` keeps gradients to x."""
+        """Return p(y | f(x)/T); `differentiable` keeps gradients to x.
+
+        Examples:
+            >>> probs = lapwing.TemperatureScaled.fit(model, val_loader).predict(x).probs
+        """
         inputs = prepared(self.model, device_of(self.model), Convention(), x)
         return point_prediction(self.model, inputs, self.likelihood, self.temperature, differentiable)
 

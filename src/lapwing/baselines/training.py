@@ -117,10 +117,19 @@ class Task:
         with borrowed(self.module):
             yield
 
-    def nll(self, batch: Batch, values: dict[str, Tensor]) -> tuple[Tensor, float]:
-        """Return Σ −log p(y | f) of a batch at weights by name, and how many data it stands for; inside `running`."""
-        f = self.likelihood.outputs(output_tensor(call(in_use(self.module), batch.inputs, values)))
-        y = self.likelihood.targets(f.detach(), batch.targets)
+    def outputs(self, batch: Batch, values: dict[str, Tensor]) -> Tensor:
+        """Return the outputs of a batch at weights by name, one row per sample; inside `running`."""
+        return self.likelihood.outputs(output_tensor(call(in_use(self.module), batch.inputs, values)))
+
+    def nll(
+        self, batch: Batch, values: dict[str, Tensor], *, targets: Tensor | None = None
+    ) -> tuple[Tensor, float]:
+        """Return Σ −log p(y | f) of a batch at weights by name, and how many data it stands for; inside `running`.
+
+        `targets`, if given, are those of the batch as `likelihood.targets` returned them, which checks them.
+        """
+        f = self.outputs(batch, values)
+        y = self.likelihood.targets(f.detach(), batch.targets) if targets is None else targets
         losses = -self.likelihood.log_prob(f, y).reshape(len(f), -1).sum(1)
         if batch.weights is None:
             return losses.sum(), float(len(f))

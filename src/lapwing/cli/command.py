@@ -31,12 +31,7 @@ DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """One command of the command line. `run` prints what a person reads and returns what --json prints.
-
-    Example:
-        >>> greet = lambda options: {"said": "hello"}
-        >>> COMMAND = Command("greet", "say hello", "Say hello.", "lapwing greet", lambda parser: None, greet)
-    """
+    """One command of the command line. `run` prints what a person reads and returns what --json prints."""
 
     name: str
     summary: str

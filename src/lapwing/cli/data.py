@@ -61,11 +61,7 @@ class Reading:
     labeled: bool = True
 
     def read(self, text: str, module: nn.Module, likelihood: Likelihood | None = None) -> Any:
-        """Read the data that `text` names, with inputs in the model's dtype and targets as the likelihood takes them.
-
-        Example:
-            >>> Reading(size=100).read("train.csv", model, Categorical())
-        """
+        """Read the data that `text` names: inputs in the dtype of the model, targets as the likelihood takes them."""
         data = self._source(text)
         if isinstance(data, Rows):
             if data.targets is None and self.labeled:

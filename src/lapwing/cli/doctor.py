@@ -17,16 +17,7 @@ from lapwing.cli import command
 from lapwing.cli.command import Command
 from lapwing.cli.data import Rows, require_readable, suited
 from lapwing.cli.models import some
-from lapwing.curvature import (
-    GGN,
-    Auto,
-    MatrixFree,
-    Problem,
-    Structure,
-    available_memory,
-    pose,
-    resolve_structure,
-)
+from lapwing.curvature import GGN, Auto, MatrixFree, Problem, Structure, available_memory, pose, resolve_structure
 from lapwing.curvature.kron import kept_as
 from lapwing.errors import BadData, LapwingError, TooLarge, UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood

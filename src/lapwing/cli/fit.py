@@ -14,8 +14,7 @@ from lapwing.errors import BadData, LapwingError
 from lapwing.fitting import fit
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Gaussian, Likelihood, resolve_likelihood
-from lapwing.storage import named
-from lapwing.writing import require_writable
+from lapwing.storage import named, require_writable
 
 LEARNED = ("prior", "temperature", "logit_temperature", "noise", "dispersion")
 
@@ -193,7 +192,7 @@ def _learned(text: str) -> tuple[str, ...]:
     """Read names of what tuning chooses."""
     found = command.names(text)
     if not found or not set(found) <= set(LEARNED):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(LEARNED)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one or several of {', '.join(LEARNED)}")
     return found
 
 

@@ -27,11 +27,7 @@ SHOWN = 4
 
 
 def read_model(text: str, weights: Path | None = None, device: str | None = None) -> nn.Module:
-    """Return the module that `file.py:name` names, or that it returns when called, with the weights of a file.
-
-    Example:
-        >>> model = read_model("net.py:Net", Path("net.pt"))
-    """
+    """Return the module that `file.py:name` names, or that it returns when called, with the weights of a file."""
     found = read_object(text)
     model = found if isinstance(found, nn.Module) else made(found, text)
     if not isinstance(model, nn.Module):
@@ -114,11 +110,7 @@ def some(items: Iterable[str]) -> str:
 
 
 def read_object(text: str) -> Any:
-    """Return the object that `file.py:name` or `module:name` names. It may import from its own and the current folder.
-
-    Example:
-        >>> read_object("net.py:model")
-    """
+    """Return the object that `file.py:name` or `module:name` names. It may import from its own and this folder."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise BadData(f"{text!r} names no object: write path/to/file.py:name or package.module:name")

@@ -21,7 +21,7 @@ from lapwing.evaluation.evaluate import evaluate
 from lapwing.laplace import Laplace
 from lapwing.predictive import Prediction
 from lapwing.predictive.table import columns_of
-from lapwing.writing import replacing
+from lapwing.storage import replacing
 
 Fields = Mapping[str, Tensor]
 

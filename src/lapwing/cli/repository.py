@@ -37,24 +37,26 @@ def experiments() -> dict[str, Path]:
 class About:
     """What an experiment says of itself: the first line of its docstring, and its dict `ABOUT`.
 
-        ABOUT = {"paper": "001, Figs. 3 and 4", "minutes": 12}
+        ABOUT = {"paper": "001, Figs. 3 and 4", "minutes": 12, "quick": 1.5}
 
     `paper` says where in which document of docs/results/index.md the experiment is from, and is empty for a question of
-    our own. `minutes` is how long the full run takes on two cores, None where nobody has timed it. `page` and
-    `picture`, relative to docs/results/, are for results that stand on a page with others; an experiment that writes a
-    page of its own needs neither.
+    our own. `minutes` is how long the full run takes on two cores, with the seeds that are the default, and `quick` how
+    long `--quick` takes; None where nobody has timed it. `page` and `picture`, relative to docs/results/, are for
+    results that stand on a page with others; an experiment that writes a page of its own needs neither.
     """
 
     question: str
     paper: str
     minutes: float | None
+    quick: float | None = None
     page: str = ""
     picture: str = ""
 
     @property
     def time(self) -> str:
-        """How long the full run takes, as text."""
-        return "not timed" if self.minutes is None else f"{self.minutes:g} min"
+        """How long the full run takes, and the quick one, as text."""
+        full = "not timed" if self.minutes is None else f"{self.minutes:g} min"
+        return full if self.quick is None else f"{full}, quick {self.quick:g} min"
 
     @property
     def document(self) -> str:

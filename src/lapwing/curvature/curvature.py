@@ -1,4 +1,4 @@
-"""What a structure is, and the curvature that it gives: Σ Jᵀ S Sᵀ J of a problem, kept in some form.
+"""What a structure is, and the curvature that it computes: Σ Jᵀ S Sᵀ J of a problem, stored in some form.
 
 A structure of your own subclasses `Structure`, and `lapwing.register` gives it a name for `fit` and for files.
 """
@@ -23,8 +23,11 @@ from lapwing.errors import BadData, TooLarge, UnsupportedOperation, brief, neare
 from lapwing.linalg import PSD, Jacobian, Layout, Places
 from lapwing.model import Block, Network, Params, Plan, PlanChanged, dynamic_plan
 from lapwing.model.batches import sharded
-from lapwing.storage import name_of, named, pack
+from lapwing.storage import name_of, named, pack, register
 
+FULL_BELOW = 1500  # "auto" keeps the whole matrix up to this many weights
+FUNCTIONAL_BELOW = 512  # "auto" keeps all Jacobian rows up to this many
+CHEAPER = ("ekfac", "kron", "diag")  # alternatives that errors name, cheapest last
 OTHER_OPERATIONS = "the new data use other operations of the network than the data of the fit"
 
 
@@ -61,9 +64,9 @@ class Estimate:
 
 
 class Structure(ABC):
-    """A way to keep the curvature. A subclass says what it costs and how it is estimated.
+    """A form in which the curvature is stored. A subclass says what it costs and how it is computed.
 
-    la = lapwing.fit(model, loader, "classification", structure=Mine())
+    docs/extending.md adds one step by step.
     """
 
     subnetworks = True  # whether single weights can be selected
@@ -74,7 +77,12 @@ class Structure(ABC):
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        """Return the bytes of the curvature and its decomposition, for these blocks and numbers of `itemsize` bytes."""
+        """Return the bytes of the curvature and its decomposition, for these blocks and numbers of `itemsize` bytes.
+
+        Examples:
+            >>> lapwing.Full().bytes(la.plan, itemsize=4) > lapwing.Kron().bytes(la.plan, itemsize=4)
+            True
+        """
 
     def needed(self, problem: Problem) -> int | None:
         """Return the bytes for this problem; None where they depend on a number of data that is not known."""
@@ -85,7 +93,7 @@ class Structure(ABC):
         """Estimate the curvature, passing over the data as often as needed."""
 
     def chosen(self, problem: Problem) -> tuple[Structure, str]:
-        """Return the structure to use for a problem, and why where it is another one than this."""
+        """Return the structure to use for a problem, with the reason if it is not this one."""
         return self, ""
 
     def continues(self, matrix: PSD, problem: Problem) -> bool:
@@ -98,7 +106,12 @@ class Structure(ABC):
         return replace(more, matrix=matrix + more.matrix)
 
     def passes(self) -> int:
-        """Return how often the data are read."""
+        """Return how often the data are read.
+
+        Examples:
+            >>> lapwing.Kron().passes(), lapwing.EKFAC().passes()
+            (1, 2)
+        """
         return 1
 
     def factor(self, factor: Factor | None) -> Factor | None:
@@ -152,7 +165,55 @@ class Structure(ABC):
         return f"Use {ways + ', ' if ways else ''}select='last_layer' or fewer weights, or raise memory=."
 
 
-CHEAPER = ("ekfac", "kron", "diag")  # alternatives that errors name, cheapest last
+@register
+@dataclass(frozen=True, eq=False)
+class Auto(Structure):
+    """Choose a structure by the number of weights and outputs, the data and the memory; `la.summary()` says why."""
+
+    mergeable = closed_form = True
+
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        return 0
+
+    def passes(self) -> int:
+        return 2  # at most, before the choice
+
+    def estimate(self, problem: Problem) -> Estimate:
+        return self.chosen(problem)[0].estimate(problem)
+
+    def chosen(self, problem: Problem) -> tuple[Structure, str]:
+        params, plan, served = problem.network.params, problem.plan, problem.factor.structures
+        kinds: Mapping[str, Callable[..., Structure]] = named(Structure)
+        itemsize = params.dtype.itemsize
+        if params.index is not None:
+            return kinds["full"](), "full, because the selection asks for a dense structure"
+        if served:
+            return kinds[served[0]](), f"{served[0]}, because factor {type(problem.factor).__name__} asks for it"
+        if params.size <= FULL_BELOW and kinds["full"]().bytes(plan, itemsize) <= problem.memory:
+            return kinds["full"](), f"full, because {params.size:,} weights are few (up to {FULL_BELOW:,})"
+        if problem.length is not None and problem.batches.reiterable and not sharded():
+            rows, needed = problem.length * problem.factor.width(problem.outputs), kinds["functional"]().needed(problem)
+            if rows <= FUNCTIONAL_BELOW and rows < params.size and needed is not None and needed <= problem.memory:
+                return kinds["functional"](), (
+                    f"functional, because the data have at most {rows:,} output directions, fewer than {params.size:,} "
+                    f"weights: exact for this factor, in {needed / 1e6:,.3g} MB"
+                )
+        if problem.batches.reiterable and kinds["ekfac"]().bytes(plan, itemsize) <= problem.memory:
+            exact = kinds["matrixfree"]().bytes(plan, itemsize)
+            return kinds["ekfac"](), (
+                f"ekfac, because {params.size:,} weights are too many for a full matrix (structure='matrixfree' would "
+                f"be exact, with {exact / 1e6:,.3g} MB and two gradients of all data for every product)"
+            )
+        if kinds["kron"]().bytes(plan, itemsize) <= problem.memory:
+            return kinds["kron"](), "kron, because the data can be read only once or ekfac exceeds the memory budget"
+        small = kinds["matrixfree"](rank=32, columns=4, probes=4, steps=10, samples=32, predictive="samples")
+        needed = small.bytes(plan, itemsize)
+        if problem.batches.reiterable and needed <= problem.memory and not sharded():
+            return small, (
+                f"matrixfree, because Kronecker factors exceed the memory budget and {needed / 1e6:,.3g} MB of vectors "
+                "do not; every product reads all data, about two gradients of them"
+            )
+        return kinds["diag"](), "diag, because Kronecker factors exceed the memory budget"
 
 
 def resolve_structure(structure: str | Structure) -> Structure:
@@ -162,9 +223,10 @@ def resolve_structure(structure: str | Structure) -> Structure:
     structures = named(Structure)
     if structure not in structures:
         known = sorted(structures.keys() - {"auto"})
-        raise UnsupportedOperation(
-            f"structure is one of {known} or 'auto', got {structure!r}{nearest(structure, structures)}"
-        )
+        if isinstance(structure, type):
+            raise UnsupportedOperation(f"structure is an object, not a class: pass {structure.__name__}()")
+        meant = ". Did you mean 'kron'?" if structure in ("kfac", "KFAC") else nearest(structure, structures)
+        raise UnsupportedOperation(f"structure is one of {known} or 'auto', got {structure!r}{meant}")
     try:
         return structures[structure]()
     except TypeError as error:
@@ -231,10 +293,6 @@ class Curvature:
     params: Params | None = field(default=None, repr=False)  # the weights it was computed at
 
     @property
-    def dispersion_power(self) -> int:
-        return self.factor.dispersion_power
-
-    @property
     def size(self) -> int:
         return self.matrix.size
 
@@ -267,6 +325,11 @@ def estimate_curvature(problem: Problem, structure: Structure, n_data: float | N
     if sharded():
         require_same({"structure": repr(structure)})
     problem, estimate = _robustly(problem, structure, structure.estimate)
+    if not isinstance(estimate, Estimate):
+        raise UnsupportedOperation(
+            f"{type(structure).__name__}.estimate returned {type(estimate).__name__}; it must return an Estimate, "
+            "which accumulate(problem, accumulator) makes"
+        )
     notes = (*notes, *problem.plan.notes, *estimate.notes, *estimate.totals.notes)
     return _finish(problem, structure, estimate, n_data, notes)
 

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.closed import Head, unfolded
-from lapwing.curvature.curvature import (
-    Accumulator,
-    Estimate,
-    Structure,
-    accumulate,
-    blocks_of,
-    layout_of,
-)
+from lapwing.curvature.curvature import Accumulator, Estimate, Structure, accumulate, blocks_of, layout_of
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.onepass import Totals
 from lapwing.curvature.problem import Problem
@@ -79,7 +72,8 @@ class DiagAccumulator(Accumulator):
 class Diag(Structure):
     """Keep one number per weight: the cheapest structure, without any correlation. It takes any diagonal prior.
 
-    la = lapwing.fit(model, loader, "classification", structure=lapwing.Diag())
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.Diag())  # or "diag"
     """
 
     mergeable = closed_form = True
@@ -132,7 +126,8 @@ class BlockDiag(Structure):
     """Keep the exact curvature inside each block and nothing between blocks. A block is one operation's weight and
     bias, or a group of small parameters.
 
-        la = lapwing.fit(model, loader, "classification", structure=lapwing.BlockDiag())
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.BlockDiag())  # or "blockdiag"
     """
 
     mergeable = closed_form = True
@@ -183,7 +178,8 @@ class FullAccumulator(Accumulator):
 class Full(Structure):
     """Keep the whole matrix: memory grows with the square and time with the cube of the number of weights.
 
-    la = lapwing.fit(model, loader, "classification", structure=lapwing.Full())
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.Full())  # or "full"
     """
 
     mergeable = closed_form = True
@@ -205,7 +201,9 @@ class Full(Structure):
 class Hessian(MatrixFactor):
     """The exact Hessian of the negative log-likelihood, by one second backward pass per weight. It may be indefinite.
 
-    la = lapwing.fit(model, loader, "classification", structure="full", factor=lapwing.Hessian(), repair=True)
+    Examples:
+        >>> exact = lapwing.Hessian()
+        >>> la = lapwing.fit(model, train_loader, "classification", structure="full", factor=exact, repair=True)
     """
 
     definite = False

@@ -78,7 +78,8 @@ class Factor(ABC):
 
     A factor of your own says how many directions there are (`width`) and yields them (`directions`).
 
-        la = lapwing.fit(model, loader, "classification", factor=lapwing.MCFisher(samples=4))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.MCFisher(samples=4))
     """
 
     dispersion_power = 1  # the curvature scales as 1/φ to this power
@@ -123,7 +124,12 @@ class Factor(ABC):
 
     @abstractmethod
     def width(self, outputs: int) -> int:
-        """How many directions a sample with so many outputs has (an upper bound, for memory)."""
+        """How many directions a sample with so many outputs has (an upper bound, for memory).
+
+        Examples:
+            >>> lapwing.GGN().width(10), lapwing.MCFisher(samples=2).width(10)
+            (10, 2)
+        """
 
     def require(self, f: Tensor) -> None:
         """Raise `TooLarge` where a sample with outputs like f has more directions than the factor's limit."""
@@ -164,7 +170,8 @@ class GGN(Factor):
     `GGN(tolerance=1e-3)` needs less than one of nine directions per sample on a trained CIFAR-10 network. The summary
     says what was dropped. Matrix-free products leave out whole samples only.
 
-        la = lapwing.fit(model, loader, "classification", factor=lapwing.GGN(tolerance=1e-3))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.GGN(tolerance=1e-3))
     """
 
     limit: int = DIRECTIONS
@@ -172,7 +179,8 @@ class GGN(Factor):
     exact = True
 
     def __post_init__(self) -> None:
-        require_whole("limit", self.limit)
+        if self.limit != DIRECTIONS:
+            require_whole("limit", self.limit)
         number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
         if self.tolerance is not None and not (number and 0 <= self.tolerance < 1):
             raise BadData(f"the tolerance is a share of the curvature, 0 ≤ tolerance < 1, got {self.tolerance!r}")
@@ -251,7 +259,8 @@ class MCFisher(Factor):
     """An unbiased estimate of the Fisher information from `samples` targets per datum, drawn from the network's own
     predictions.
 
-        la = lapwing.fit(model, loader, "classification", factor=lapwing.MCFisher(samples=4))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.MCFisher(samples=4))
     """
 
     samples: int = 1
@@ -273,9 +282,10 @@ class MCFisher(Factor):
 @register(name="empirical")
 @dataclass(frozen=True, eq=False)
 class EmpiricalFisher(Factor):
-    """Outer products of the gradient of each sample. It vanishes where the network interpolates; use it to compare.
+    """Outer products of the gradient of each sample. It vanishes where the network interpolates: for comparisons only.
 
-    la = lapwing.fit(model, loader, "classification", factor=lapwing.EmpiricalFisher())
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", factor=lapwing.EmpiricalFisher())
     """
 
     dispersion_power = 2

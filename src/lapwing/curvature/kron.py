@@ -1,12 +1,12 @@
-"""Kronecker factors Σ_n E[g gᵀ] ⊗ E[a aᵀ] of every weight matrix (KFAC), with weight sharing expanded or reduced.
+"""Kronecker factors Σ_n E[g gᵀ] ⊗ E[a aᵀ] of every weight matrix (KFAC), and exact second moments in their eigenbasis.
 
-A `KroneckerFactor` replaces these sums by its own.
+The latter are EKFAC. Weight sharing is expanded or reduced. A `KroneckerFactor` replaces these sums by its own.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from typing import Literal, cast
@@ -15,18 +15,12 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.closed import Head
-from lapwing.curvature.curvature import (
-    OTHER_OPERATIONS,
-    Accumulator,
-    Estimate,
-    Structure,
-    layout_of,
-)
-from lapwing.curvature.factor import Factor
+from lapwing.curvature.curvature import OTHER_OPERATIONS, Accumulator, Estimate, Structure, layout_of
+from lapwing.curvature.factor import GGN, Factor
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
-from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, Jacobian, Kronecker
+from lapwing.linalg import PSD, BlockDiagonal, Dense, Diagonal, EigenKronecker, Jacobian, Kronecker
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.linalg.rows import gram
 from lapwing.model import Block, BlockRows, Digest, Plan
@@ -40,6 +34,7 @@ COUNTS = ("rows", "inner", "outer")  # sum of input weights; number of inputs an
 SHOWN = 64  # samples whose single positions contribute to a reduced basis
 SHARE = 1e-2  # share of the trace of a reduced factor that these positions add
 ROUNDING = 1e-7  # relative rounding of a factor in float32
+BASIS = 1e-3  # share of a classifier's curvature that is left out when its eigenbasis is computed
 LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary) has a diagonal block
 
 
@@ -313,7 +308,7 @@ class KronAccumulator(KroneckerSums):
 
 
 def orientations(block: Block) -> tuple[bool, ...]:
-    """Return whether a block is used as it is, transposed, or both, in the order in which rows have its terms."""
+    """Return the ways in which a block is used, plain or transposed, in the order of the terms of its rows."""
     return tuple(dict.fromkeys(swapped for _, swapped in block.uses))
 
 
@@ -336,7 +331,10 @@ def _trace(matrix: Tensor) -> Tensor:
 @register(name="kron")
 @dataclass(frozen=True, eq=False)
 class Kron(Structure):
-    """One Kronecker product per weight matrix (KFAC; Martens and Grosse 2015).
+    """One Kronecker product G ⊗ A per weight matrix (KFAC; Martens and Grosse 2015; Ritter et al. 2018, section 2.2).
+
+    For a layer h = W a the block of one sample is 𝓗 ⊗ a aᵀ with 𝓗 = (∂f/∂h)ᵀ Λ ∂f/∂h (Ritter et al. 2018, Eqs. 1 and
+    14). KFAC takes G = Σ_n 𝓗_n and A = E[a aᵀ]: a product of expectations in place of the expectation of the product.
 
     `sharing` is for weights used at several positions: "expand" treats positions as samples (right for per-token
     losses), "reduce" sums gradients and averages inputs over positions (closer for pooled outputs; Eschenhagen et al.
@@ -346,7 +344,9 @@ class Kron(Structure):
     `bias="joint"` keeps how a bias and the weights of its layer depend on each other, G ⊗ E[ā āᵀ] with ā = (a, 1).
     "separate" leaves that out: G ⊗ E[a aᵀ] for the weights and G for the bias, as laplace-torch does.
 
-        la = lapwing.fit(model, loader, "classification", structure=lapwing.Kron(sharing="expand"))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure="kron")
+        >>> tokens = lapwing.Kron(sharing="expand")  # for networks with one loss per token or pixel
     """
 
     sharing: Sharing = "auto"
@@ -387,3 +387,137 @@ class Kron(Structure):
 
 def _estimate(sums: KroneckerSums, totals: Totals) -> Estimate:
     return Estimate(sums.finish(), totals, sums.tensors, (sums.note,))
+
+
+class MomentAccumulator(Accumulator):
+    """Second moments E_ij = Σ_{n,r} (U_Gᵀ (Σ_t g aᵀ) U_A)²_ij of Kronecker blocks in a given basis; other sums."""
+
+    def __init__(self, problem: Problem, basis: BlockDiagonal) -> None:
+        params = problem.network.params
+        self.basis, self.blocks = basis, problem.plan.blocks
+        self.tensors = {}
+        for k, block in enumerate(self.blocks):
+            shape = (block.size, block.size) if kept_as(block) == "dense" else (block.size,)
+            dtype = torch.float64 if kept_as(block) == "kron" else params.dtype
+            self.tensors[str(k)] = torch.zeros(shape, dtype=dtype, device=params.device)
+
+    def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
+        for k, block in enumerate(self.blocks):
+            if block.kind == "unused":
+                continue
+            rows, base = jacobian.rows[k], self.basis.blocks[k]
+            if kept_as(block) == "kron":
+                own = cast(EigenKronecker, base)
+                self.tensors[str(k)] += rows.rotate(own.left, own.right).square_sum()
+            else:
+                self.tensors[str(k)] += rows.gram() if kept_as(block) == "dense" else rows.square_sum()
+
+    def closed(self, head: Head) -> None:
+        if kept_as(self.blocks[0]) != "kron":
+            self.tensors["0"] += (head.diagonal().mT @ head.a.square()).reshape(-1)
+            return
+        own = cast(EigenKronecker, self.basis.blocks[0])
+        squares = (head.a @ own.right[0].to(head.a)).square()
+        self.tensors["0"] += (head.diagonal(own.left[0]).mT @ squares).reshape(-1)
+
+    def finish(self) -> BlockDiagonal:
+        blocks: list[PSD] = []
+        for k, base in enumerate(self.basis.blocks):
+            total = self.tensors[str(k)]
+            if base.factored:
+                own = cast(EigenKronecker, base)
+                blocks.append(replace(own, values=total.reshape(own.shape)))
+            else:
+                blocks.append(Dense(0.5 * (total + total.mT)) if total.ndim == 2 else Diagonal(total))
+        return BlockDiagonal(self.basis.layout, tuple(blocks), self.basis.names)
+
+
+def eigenbasis(sums: KroneckerSums, problem: Problem) -> BlockDiagonal:
+    """Return zero blocks in the eigenbasis of the factors; each factor is freed when it is decomposed."""
+    matrix = sums.basis(problem)
+    sums.tensors.clear()
+    layout, names, blocks = matrix.layout, matrix.names, [*matrix.blocks]
+    del matrix
+    zero = torch.zeros((), dtype=torch.float64)
+    for k, block in enumerate(blocks):
+        if block.factored:
+            own = cast(Kronecker, block)
+            bases = own.left_spectrum.vectors, own.right_spectrum.vectors
+            blocks[k] = EigenKronecker(*bases, zero.to(own.device).expand(own.shape))
+    return BlockDiagonal(layout, tuple(blocks), names)
+
+
+@register(name="ekfac")
+@dataclass(frozen=True, eq=False)
+class EKFAC(Structure):
+    """A Kronecker eigenbasis with the exact diagonal of the curvature in it (George et al. 2018).
+
+    With the eigenvectors U_G and U_A of the factors of `Kron` and the gradient matrices D of each sample and direction,
+    the diagonal is E_ij = Σ ((U_Gᵀ D U_A)_ij)². The trace of the curvature is exact, and the evidence is a lower bound
+    of that of the block-diagonal curvature.
+
+    It takes two passes over the data. `basis` is the factor of the first pass; any orthonormal basis is valid. None
+    takes the factor of the fit, but for the exact GGN of a classifier the smallest directions, with 1e-3 of the
+    curvature, are left out of the basis (never of the moments). That saves about a fifth of the time and hardly changes
+    a number (decision 22); `EKFAC(basis=GGN(tolerance=0))` insists on all. `EKFAC(basis=KFRA())` back-propagates
+    nothing in the first pass, for feed-forward networks. `sharing` is that of `Kron`.
+
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.EKFAC())  # or "ekfac"
+    """
+
+    basis: Factor | None = None
+    sharing: Sharing = "auto"
+    subnetworks = False
+    mergeable = closed_form = True
+    bound = "lower"
+
+    def passes(self) -> int:
+        return 2
+
+    def bytes(self, plan: Plan, itemsize: int) -> int:
+        moments = sum(16 * block.size for block in plan.blocks if kept_as(block) == "kron")
+        return sum(bytes_of(block, itemsize) for block in plan.blocks) + moments
+
+    def estimate(self, problem: Problem) -> Estimate:
+        basis, notes = self._basis(problem)
+        first, remembering = sums_of(problem, self.sharing, basis), problem.remembering(SHOWN)
+        first.fill(remembering, "fit (basis)", gradient=False)
+        moments = MomentAccumulator(problem, eigenbasis(first, remembering))
+        totals = pass_over(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors,
+                           closed=moments.closed)  # fmt: skip
+        return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
+
+    def require(self, problem: Problem) -> None:
+        super().require(problem)
+        if self.basis is not None and "kron" not in (self.basis.structures or ("kron",)):
+            raise UnsupportedOperation(
+                f"an eigenbasis needs Kronecker factors, which factor {type(self.basis).__name__} does not have. Use "
+                "EKFAC() or EKFAC(basis=GGN())."
+            )
+        if isinstance(problem.factor, KroneckerFactor):
+            name = type(problem.factor).__name__
+            raise UnsupportedOperation(
+                f"the moments of structure='ekfac' need the directions of every sample, which factor {name} does not "
+                f"have. Use structure='kron', or EKFAC(basis={name}()) with factor='ggn'."
+            )
+
+    def _basis(self, problem: Problem) -> tuple[Factor | None, tuple[str, ...]]:
+        """Return the factor of the first pass, and notes about it."""
+        own = problem.factor
+        if self.basis is not None or not isinstance(own, GGN) or (own.tolerance or 0.0) >= BASIS or problem.few:
+            return self.basis, ()
+        if not problem.likelihood.softmax:
+            return None, ()
+        return replace(own, tolerance=BASIS), (f"basis: from directions that hold all but {BASIS:g} of the curvature",)
+
+    def continues(self, matrix: PSD, problem: Problem) -> bool:
+        return kept_alike(problem, matrix)
+
+    def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
+        """Add second moments in the basis of the first fit; a new fit on all data would have another basis."""
+        moments = MomentAccumulator(problem, cast(BlockDiagonal, matrix))
+        totals = pass_over(problem, moments.update, label="update (moments)", together=True, state=moments.tensors,
+                           closed=moments.closed)  # fmt: skip
+        note = "updated in the eigenbasis of the first fit (a new fit on all data would find another)"
+        return Estimate(matrix + moments.finish(), totals, notes=(note,))

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.curvature import Estimate, Structure
 from lapwing.curvature.factor import GGN, Factor
-from lapwing.curvature.lowrank import LowRankAccumulator
+from lapwing.curvature.fewrows import LowRankAccumulator
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import ROWS, CurvatureProduct, totals_of, whole_factor
@@ -55,7 +55,8 @@ class MatrixFree(Structure):
 
     Memory: about rank + 6·columns vectors of weights. The data are kept by reference and read again.
 
-        la = lapwing.fit(model, loader, "classification", structure=MatrixFree(rank=200))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.MatrixFree(rank=50))
     """
 
     rank: int = 128

@@ -105,7 +105,8 @@ class Problem:
         bad = [t for t in tensors_in(batch.inputs) if t.is_floating_point() and not bool(t.isfinite().all())]
         if bad:
             where = (~bad[0].isfinite()).nonzero()[0].tolist()
-            return f"batch {batch.number}: the inputs hold {bad[0][tuple(where)].item()} at index {tuple(where)}"
+            found = f"the inputs hold {bad[0][tuple(where)].item()} at index {tuple(where)}"
+            return f"batch {batch.number}: {found}; fill or drop such items"
         for name, p in self.network.module.named_parameters():
             if not bool(p.isfinite().all()):
                 return f"batch {batch.number}: parameter {name!r} of the network is not finite"

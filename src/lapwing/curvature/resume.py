@@ -17,8 +17,7 @@ from lapwing.errors import BadData, CorruptFile, UnsupportedOperation
 from lapwing.model import Batch
 from lapwing.model.batches import sharded
 from lapwing.model.calls import key_of
-from lapwing.storage import load_tree, save_tree
-from lapwing.writing import remove_leftovers, require_writable
+from lapwing.storage import load_tree, remove_leftovers, require_writable, save_tree
 
 EVERY = 16  # batches between points at which no sample waits for others, from which a pass can go on exactly
 SECONDS = 20.0  # time that lies between two files, at least

@@ -1,1 +1,1 @@
-"""How good are predictions: evaluation on data, the report, and temperature scaling as the rival to beat."""
+"""Scores of models on data, and the report about them."""

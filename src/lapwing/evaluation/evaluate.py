@@ -55,9 +55,9 @@ def evaluate(
     network with that of the first posterior beside it. `progress`: True shows a bar, False none, None only on a
     terminal.
 
-    Example:
-        >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"notMNIST": images})
-        >>> print(report.table("accuracy", "nll", "ece", "auroc notMNIST"))
+    Examples:
+        >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"noise": noise})
+        >>> print(report.table("accuracy", "nll", "ece", "auroc noise"))
     """
     require_one_process("evaluate")
     require_names("the models", models, "{'MAP': model, 'Laplace': la}")
@@ -107,7 +107,7 @@ def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | No
     if first is None and asked is not None:
         warn(
             f"the noise of the network is unknown and counts as 1 ({asked}): NLL, CRPS and coverage mean little. Give "
-            "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior beside the network",
+            "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior beside the network"
         )
     return first or asked
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lapwing import metrics, plots
-from lapwing.evaluation.columns import STRANGE, Numbers, column_of
-from lapwing.evaluation.findings import doubt_and_loss, score_name
+from lapwing.evaluation.columns import STRANGE, Numbers, column_of, doubt_and_loss, score_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

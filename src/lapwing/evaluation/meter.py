@@ -31,8 +31,9 @@ def measure(function: Callable[[], Result], device: torch.device) -> tuple[Resul
     On CUDA the peak is the allocator's. On the CPU it is the resident set: exact to a page on Linux, where the kernel's
     high-water mark can be reset; elsewhere only growth beyond the highest peak of the process so far is seen.
 
-    Example:
-        >>> square, cost = measure(lambda: x @ x, x.device)
+    Examples:
+        >>> from lapwing.evaluation.meter import measure
+        >>> square, cost = measure(lambda: x @ x.mT, x.device)
     """
     before = _start(device)
     began = time.perf_counter()

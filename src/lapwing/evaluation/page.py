@@ -18,13 +18,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lapwing.evaluation.columns import COST_COLUMNS, RESAMPLES, SCORES, SEED, Numbers, cell, column_of, title
+from lapwing.evaluation.columns import (
+    COST_COLUMNS,
+    RESAMPLES,
+    SCORES,
+    SEED,
+    Numbers,
+    cell,
+    column_of,
+    difference_words,
+    findings_of,
+    score_name,
+    title,
+)
 from lapwing.evaluation.examples import Example
 from lapwing.evaluation.figures import Picture, distinct_scores, figures_of
-from lapwing.evaluation.findings import difference_words, findings_of, score_name
 from lapwing.plots.style import GRID, INK, INSIDE, MODELS, MUTED, OUTSIDE, array, style
 from lapwing.plots.uncertainty import stretched
-from lapwing.writing import replacing
+from lapwing.storage import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

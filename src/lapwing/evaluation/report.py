@@ -26,6 +26,7 @@ from lapwing.evaluation.columns import (
     bootstrap_interval,
     cell,
     column_of,
+    findings_of,
     resampled,
     share_interval,
     statistics_of,
@@ -33,7 +34,6 @@ from lapwing.evaluation.columns import (
     title,
 )
 from lapwing.evaluation.figures import figures_of, galleries_of
-from lapwing.evaluation.findings import findings_of
 from lapwing.evaluation.page import write_page
 from lapwing.evaluation.scoring import Result
 from lapwing.predictive import Prediction
@@ -50,10 +50,9 @@ class Report:
 
     The first model is the baseline, with which the others are compared item by item; the last one is of most interest.
 
-    Example:
-        >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"notMNIST": other_loader})
+    Examples:
+        >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"noise": noise})
         >>> print(report.table())
-        >>> print("\\n".join(report.findings()))
         >>> report.to_html("report.html")
     """
 
@@ -65,21 +64,41 @@ class Report:
 
     @property
     def kind(self) -> type[Prediction]:
-        """The kind of prediction that was scored: of classes, labels or numbers."""
+        """The kind of prediction that was scored: of classes, labels or numbers.
+
+        Examples:
+            >>> report.kind.__name__
+            'ClassPrediction'
+        """
         return list(self.results.values())[-1].kind
 
     @property
     def baseline(self) -> str:
-        """The name of the first model, with which the others are compared."""
+        """The name of the first model, with which the others are compared.
+
+        Examples:
+            >>> report.baseline
+            'MAP'
+        """
         return next(iter(self.results))
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The names of the out-of-distribution sets."""
+        """The names of the out-of-distribution sets.
+
+        Examples:
+            >>> report.places
+            ('noise',)
+        """
         return tuple(next(iter(self.results.values())).outside)
 
     def columns(self) -> tuple[Column, ...]:
-        """Return the columns that at least one model fills, in order."""
+        """Return the columns that at least one model fills, in order.
+
+        Examples:
+            >>> [column.name for column in report.columns()][:3]
+            ['accuracy', 'nll', 'ece']
+        """
         outside = tuple(
             Column(column_of(metric, score, place), more)
             for place in self.places
@@ -90,7 +109,11 @@ class Report:
         return tuple(c for c in (*SCORES, *outside, *COST_COLUMNS) if any(c.name in row for row in rows))
 
     def row(self, name: str) -> dict[str, float]:
-        """Return the values of one model by column."""
+        """Return the values of one model by column.
+
+        Examples:
+            >>> accuracy = report.row("Laplace")["accuracy"]
+        """
         return dict(self._rows[name])
 
     @cached_property
@@ -115,6 +138,9 @@ class Report:
 
         Intervals come from 1,000 resamples of the items with a fixed seed. Time and memory are measured once and have
         none, nor has a score that does not vary.
+
+        Examples:
+            >>> value, low, high = report.interval("Laplace", "nll")
         """
         value = self._value(name, column)
         samples = self._samples[name].get(column)
@@ -129,6 +155,9 @@ class Report:
         """Return how much a column of a model exceeds that of the baseline, with its 95 % interval, item by item.
 
         Both models are scored on the same resamples, which removes what is hard or easy for both.
+
+        Examples:
+            >>> value, low, high = report.difference("Laplace", "nll")  # below zero where Laplace is better
         """
         other = self.baseline if baseline is None else baseline
         value = self._value(name, column) - self._value(other, column)
@@ -140,7 +169,12 @@ class Report:
         return (value, *bootstrap_interval(value, mine - theirs))
 
     def verdict(self, name: str, column: str, baseline: str | None = None) -> int:
-        """Return 1 where a model is better than the baseline beyond the interval of the difference, −1 where worse."""
+        """Return 1 where a model is better than the baseline beyond the interval of the difference, −1 where worse.
+
+        Examples:
+            >>> report.verdict("Laplace", "nll") in (-1, 0, 1)
+            True
+        """
         better = next(c.more_is_better for c in self.columns() if c.name == column)
         other = self.baseline if baseline is None else baseline
         if better is None or column not in self._samples[name] or column not in self._samples[other]:
@@ -169,6 +203,9 @@ class Report:
         """Return the report as text, one line per model; `columns` such as "nll", "auroc notMNIST" choose and order.
 
         Without `columns`, scores of strangeness other than uncertainty, epistemic and novelty are left out.
+
+        Examples:
+            >>> print(report.table("accuracy", "nll", "ece"))
         """
         chosen = self._chosen(columns) if columns else self._printed()
         lines = [["", *(title(c.name) for c in chosen)]]
@@ -184,7 +221,12 @@ class Report:
     __str__ = table
 
     def findings(self) -> tuple[str, ...]:
-        """Say in plain sentences what came out, with the uncertainty of each statement."""
+        """Say in plain sentences what came out, with the uncertainty of each statement.
+
+        Examples:
+            >>> for sentence in report.findings():
+            ...     print(sentence)
+        """
         return findings_of(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,6 +234,9 @@ class Report:
 
         {"task", "bins", "findings", "models": {name: {column: value, …, "items", "intervals": {column: [low, high]},
         "differences": {column: [value, low, high]}, "ood": {place: {column: value}}}}}.
+
+        Examples:
+            >>> nll = report.to_dict()["models"]["Laplace"]["nll"]
         """
         models = {}
         for name, result in self.results.items():
@@ -215,7 +260,8 @@ class Report:
     def to_frame(self) -> pandas.DataFrame:
         """Return the whole table as a pandas data frame: one row per model, one column per score.
 
-        report.to_frame().sort_values("nll")
+        Examples:
+            >>> best = report.to_frame().sort_values("nll")
         """
         try:
             import pandas
@@ -233,7 +279,11 @@ class Report:
         return html_table(["", *(title(c.name) for c in columns)], rows, note=note)
 
     def figures(self) -> dict[str, Figure]:
-        """Return the pictures by name. Those of single items show the last model, usually the one of interest."""
+        """Return the pictures by name. Those of single items show the last model, usually the one of interest.
+
+        Examples:
+            >>> figures = report.figures()
+        """
         groups = [*figures_of(self), *galleries_of(self)]
         return {picture.name: picture.figure for group in groups for picture in group.pictures}
 
@@ -249,6 +299,9 @@ class Report:
 
         `notes` are paragraphs below the heading, `facts` such as {"seed": "0"} join the settings at the end. The page
         loads nothing from elsewhere, follows the reader's dark mode, fits a phone, and prints.
+
+        Examples:
+            >>> report.to_html("report.html", heading="Flowers", notes=["Three species."])
         """
         return write_page(self, Path(path), heading, notes, facts or {})
 

@@ -2,38 +2,15 @@
 
 from lapwing.evidence.candidates import Candidates, default_learn
 from lapwing.evidence.evidence import Comparison, compare, effective_parameters, evidence_of, log_evidence, stationarity
-from lapwing.evidence.groups import Groups, partition
 from lapwing.evidence.heldout import collect
 from lapwing.evidence.maximize import tune_evidence, tune_grid
 from lapwing.evidence.scores import Score, check_logit_temperature, linked
 from lapwing.evidence.search import nodes_for, search, tune_validation
-from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest, resolve_rule, widest
+from lapwing.evidence.settings import Groups, Rule, Setting, Trials, Tuning, lowest, partition, resolve_rule, widest
 
 __all__ = [
-    "Candidates",
-    "Comparison",
-    "Groups",
-    "Rule",
-    "Score",
-    "Setting",
-    "Trials",
-    "Tuning",
-    "check_logit_temperature",
-    "collect",
-    "compare",
-    "default_learn",
-    "effective_parameters",
-    "evidence_of",
-    "linked",
-    "log_evidence",
-    "lowest",
-    "nodes_for",
-    "partition",
-    "resolve_rule",
-    "search",
-    "stationarity",
-    "tune_evidence",
-    "tune_grid",
-    "tune_validation",
+    "Candidates", "Comparison", "Groups", "Rule", "Score", "Setting", "Trials", "Tuning", "check_logit_temperature",
+    "collect", "compare", "default_learn", "effective_parameters", "evidence_of", "linked", "log_evidence", "lowest",
+    "nodes_for", "partition", "resolve_rule", "search", "stationarity", "tune_evidence", "tune_grid", "tune_validation",
     "widest",
-]
+]  # fmt: skip

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lapwing.errors import NotPositiveDefinite
-from lapwing.evidence.groups import Groups
+from lapwing.evidence.settings import Groups
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief

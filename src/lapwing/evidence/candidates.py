@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.errors import BadData, NotConverged, nearest
 from lapwing.evidence.heldout import Batch, Sweep
 from lapwing.evidence.scores import SCALING, best_logit_temperature, held_near, require_logits
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Setting
 from lapwing.likelihoods import Likelihood
 
 LEARNABLE = ("prior", "temperature", "logit_temperature", "dispersion")
@@ -54,8 +54,12 @@ def check_learned(
     """Refuse names that cannot be learned, and candidates for names that are not learned."""
     unknown = [name for name in (*learn, *(grid or {})) if name not in LEARNABLE]
     if unknown or not learn:
-        hint = nearest(unknown[0], LEARNABLE) if unknown else ""
-        raise ValueError(f"held-out data can choose {', '.join(LEARNABLE)}, not {unknown or 'nothing'}{hint}")
+        names = ["prior", "temperature", *["logit_temperature"] * likelihood.has_logits]
+        names += [likelihood.dispersion_name] if likelihood.dispersion_name else []
+        known = ", ".join(map(repr, names))
+        hint = nearest(unknown[0], names) if unknown else ""
+        got = ", ".join(map(repr, unknown)) or "nothing"
+        raise BadData(f"held-out data can choose {known} for {type(likelihood).__name__}, got {got}{hint}")
     idle = [name for name in (grid or {}) if name not in learn]
     if idle:
         raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")

@@ -13,11 +13,11 @@ from torch import Tensor
 from lapwing import metrics
 from lapwing.errors import BadData, brief
 from lapwing.evidence import Groups, collect, linked, nodes_for
+from lapwing.evidence.drawnweights import HeldOut, drawn_outputs
 from lapwing.evidence.heldout import Batch, GramSweep
-from lapwing.evidence.sampled import HeldOut, drawn_outputs
 from lapwing.evidence.scores import item_scores
 from lapwing.evidence.search import MEMORY
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Setting
 from lapwing.posterior import Belief
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.predictive import Predictive
@@ -31,6 +31,10 @@ class TemperatureCurve:
 
     `entropy` is the mean over the test items, `outside` maps each other data set to its mean entropy and `auroc` to how
     well the entropy tells it from the test items. `accuracy` is None where the targets are no classes.
+
+    Examples:
+        >>> curve = la.temperature_curve(test_loader, ood={"noise": noise})
+        >>> print(curve.table())
     """
 
     __repr__ = brief
@@ -44,14 +48,22 @@ class TemperatureCurve:
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """Every curve by its name."""
+        """Every curve by its name.
+
+        Examples:
+            >>> list(la.temperature_curve(test_loader).columns)
+        """
         accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         outside = {f"entropy {name}": values for name, values in self.outside.items()}
         areas = {f"auroc {name}": values for name, values in self.auroc.items()}
         return {"T": self.temperatures, "nll": self.nll} | accuracy | {"entropy": self.entropy} | outside | areas
 
     def table(self) -> str:
-        """Return the curve as text, one line per temperature."""
+        """Return the curve as text, one line per temperature.
+
+        Examples:
+            >>> print(la.temperature_curve(test_loader, temperatures=(0.1, 1.0)).table())
+        """
         columns = self.columns
         rows = [
             list(columns),
@@ -135,7 +147,8 @@ def sampled_curve(
 ) -> TemperatureCurve:
     """Score the sampled predictive at each temperature, its prior kept, on labeled data and on data from elsewhere.
 
-    Generalized Laplace, Figs. 3 to 5: 50 networks per temperature, from the same random numbers at all temperatures.
+    As in Figs. 3 to 5 of Chen, Yu, Li and Lim, "Generalized Laplace Approximation": 50 networks per temperature, from
+    the same random numbers at all temperatures.
     """
     check_temperatures(temperatures)
     groups, precision = Groups.of_prior(predictive.belief)

@@ -33,7 +33,9 @@ def log_evidence(
     temperature: float | Tensor | Tempered = 1.0,
     at: str = "map",
 ) -> Tensor:
-    """T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀) − ½[log|T/φ·H + Π| − log|Π|], a float64 scalar.
+    """Return the log evidence of the Laplace approximation, a float64 scalar (MacKay 1992).
+
+    log p(D) ≈ T·log p(D|θ̂) − ½(θ̂−μ₀)ᵀΠ(θ̂−μ₀) − ½[log|T/φ·H + Π| − log|Π|].
 
     `prior` is what `lapwing.fit` takes (a scalar, a dict, a tensor, a `Prior`) or its mean and precision matrix; `mean`
     is θ̂ (P,), by default the weights that the curvature was computed at. Differentiable in prior precisions, prior
@@ -45,7 +47,10 @@ def log_evidence(
     this is the evidence of the tempered likelihood p(D|θ)^T, which cannot choose T. `Tempered(T, prior=True)` has the
     prior N(μ₀, (TΠ)⁻¹).
 
-        lapwing.log_evidence(la.curvature, 1.0, la.likelihood)
+    Examples:
+        >>> precision = torch.tensor(1.0, requires_grad=True)
+        >>> lapwing.log_evidence(la.curvature, precision, la.likelihood).backward()
+        >>> slope = precision.grad
     """
     return evidence_of(Belief.of(curvature, prior, likelihood, temperature, mean), at)
 
@@ -152,7 +157,9 @@ class Candidate:
 class Comparison:
     """The candidates by name, and warnings about what they do not show.
 
-    print(lapwing.compare({"kron": a, "diag": b}).table())
+    Examples:
+        >>> comparison = lapwing.compare({"wide": la, "narrow": la.replace(prior=10.0)})
+        >>> print(comparison.table())
     """
 
     candidates: Mapping[str, Candidate]
@@ -160,11 +167,19 @@ class Comparison:
 
     @property
     def best(self) -> str:
-        """The name with the highest evidence."""
+        """The name with the highest evidence.
+
+        Examples:
+            >>> lapwing.compare({"wide": la, "narrow": la.replace(prior=10.0)}).best
+        """
         return max(self.candidates, key=lambda name: self.candidates[name].log_evidence)
 
     def table(self) -> str:
-        """Return the candidates by decreasing evidence, then the warnings, as text."""
+        """Return the candidates by decreasing evidence, then the warnings, as text.
+
+        Examples:
+            >>> print(lapwing.compare({"wide": la, "narrow": la.replace(prior=10.0)}).table())
+        """
         heads = ["", "structure", "log evidence", "per datum", "weights", "effective", "MB", "held-out NLL", "ms/datum"]
         lines = [heads]
         for name, c in sorted(self.candidates.items(), key=lambda item: -item[1].log_evidence):
@@ -179,7 +194,11 @@ class Comparison:
         return "\n".join([*(row.rstrip() for row in rows), *self.warnings])
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return plain numbers, for files."""
+        """Return plain numbers, for files.
+
+        Examples:
+            >>> rows = lapwing.compare({"wide": la, "narrow": la.replace(prior=10.0)}).to_dict()
+        """
         return {name: dict(vars(candidate)) for name, candidate in self.candidates.items()}
 
     def __str__(self) -> str:
@@ -193,7 +212,9 @@ def compare(models: Mapping[str, Fitted], data: Any = None) -> Comparison:
     The warnings say where a difference is smaller than the known error of the approximation, where the curvature gives
     no bound, and where evidences cannot be compared at all.
 
-        print(lapwing.compare({"small": la_small, "large": la_large}, val_loader).table())
+    Examples:
+        >>> kron = lapwing.fit(model, train_loader, "classification", structure="kron")
+        >>> print(lapwing.compare({"full": la, "kron": kron}, val_loader).table())
     """
     if not models:
         raise BadData("compare needs at least one fitted model: pass {name: lapwing.fit(...)}")

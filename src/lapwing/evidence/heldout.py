@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, IncompatiblePrior, NotConverged, NotPositiveDefinite, TooLarge
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.scores import Score, counted
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Groups, Setting
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, Rows
 from lapwing.posterior import Belief
+from lapwing.predictive.linearized import COVARIANCES
 
 CHUNK = 2**22  # values of f in one Monte Carlo step
 Adjust = Callable[[Tensor, Tensor, slice | Tensor], Tensor]
@@ -44,6 +44,7 @@ ALONG = 1.4  # settings per decade of a line that are computed at first
 PADDING = 2  # nodes beyond either end, since the approximation is worst at the ends
 RIDGE = 1e-12
 TRIED, AGREE = 3, 1e-4  # settings by which an interpolation is checked, and nats per item to which they must agree
+TOKENS = 512  # outputs per sample at several positions: beyond, the rows of all cost ten times what the draws do
 AT_ONCE = 64  # shifts whose coefficients are fitted together
 
 
@@ -121,7 +122,7 @@ def lines_of(settings: Sequence[Setting]) -> list[list[int]]:
 
 
 def enough(line: Sequence[Setting]) -> int:
-    """Return from how many settings of a line the others are interpolated at first."""
+    """Return how many settings on a line are computed first; the others are interpolated from them."""
     decades = 0.0 if len(line) < 2 else math.log10(line[-1].narrow / line[0].narrow)
     return math.ceil(ALONG * decades) + 3
 
@@ -271,7 +272,7 @@ class Sweep(ABC):
 
 
 def _interleaved(count: int) -> list[int]:
-    """Return the places of `count` first nodes, with as many new ones less one put between them."""
+    """Return the positions of the `count` first nodes after `count` − 1 new ones were put between them."""
     return [k // 2 if k % 2 == 0 else count + k // 2 for k in range(2 * count - 1)]
 
 
@@ -356,6 +357,23 @@ class GramSweep(Sweep):
         """f (items, C) and the targets of every item."""
         f = self.f.reshape(-1, self.f.shape[-1])
         return f, self.y.reshape(f.shape[0], *self.y.shape[self.f.ndim - 1 :])
+
+
+def needs_draws(belief: Belief, f: Tensor, y: Tensor, link: str, memory: int, samples: int) -> bool:
+    """Tell whether draws (`drawnoutputs`) should take the place of covariances, for data of so many samples like these.
+
+    They do for class labels with more outputs per sample than predictions form covariances of, with more than `TOKENS`
+    at several positions, or with covariances that would take more than a quarter of the memory, if the curvature has an
+    eigenbasis.
+    """
+    classes = f.shape[-1]
+    if not (belief.likelihood.softmax and classes > 2 and y.ndim == f.ndim - 1 and link in ("auto", "mc")):
+        return False
+    nodes = 40  # what a tuning of prior and temperature takes
+    covariances = samples * f[0].numel() * (classes + 1) // 2 * nodes * f.element_size()
+    many = f[0].numel() > (COVARIANCES if f.ndim == 2 else TOKENS) or covariances > memory // 4
+    one = torch.ones(1, dtype=torch.float64, device=f.device)
+    return many and belief.curvature.matrix.shifted_draws(1, one) is not None
 
 
 def collect(
@@ -446,5 +464,3 @@ def unpack_symmetric(flat: Tensor, size: int) -> Tensor:
     where[low, high] = torch.arange(len(low), device=flat.device)
     where[high, low] = where[low, high]
     return flat[..., where]
-
-

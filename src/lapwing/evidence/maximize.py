@@ -10,12 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
+from lapwing.errors import BadData, IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.evidence.ascent import Concave, CovarianceEvidence, Fit, Optimum, SpectralEvidence, maximize
 from lapwing.evidence.candidates import check_candidates, edge
 from lapwing.evidence.evidence import evidence_of
-from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning
+from lapwing.evidence.settings import Groups, Setting, Tuning
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief
 
@@ -41,9 +40,11 @@ def tune_evidence(
     """
     unknown = set(learn) - {"prior", "dispersion"}
     if unknown or not learn:
-        raise ValueError(
-            f"the evidence can learn 'prior' and 'dispersion' (the noise), not {sorted(unknown) or 'nothing'}; it "
-            "grows without limit or vanishes with the temperature, which needs held-out data"
+        name = belief.likelihood.dispersion_name
+        known = f"'prior' and {name!r}" if name else "'prior'"
+        got = ", ".join(map(repr, sorted(unknown))) or "nothing"
+        raise BadData(
+            f"the evidence can choose {known}, got {got}. Temperatures need held-out data: la.tune(val_loader)"
         )
     if belief.curvature.matrix.iterative:
         return tune_probes(belief, groups, learn=learn)
@@ -266,7 +267,8 @@ def tune_grid(
         return tune(belief, groups, learn=learn)
     if unknown := set(grid) - {"prior", "dispersion"}:
         raise UnsupportedOperation(
-            f"the evidence can choose 'prior' and 'dispersion' (the noise), not {sorted(unknown)}"
+            f"the evidence can choose 'prior' and the noise, and grid= has {sorted(unknown)}. Temperatures need "
+            "held-out data: la.tune(val_loader, grid=...)"
         )
     free = tuple(name for name in learn if name not in grid)
     now = groups.precisions(belief)

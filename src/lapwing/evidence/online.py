@@ -23,7 +23,7 @@ from lapwing.curvature import Factor, Structure, estimate_curvature, pose, resol
 from lapwing.errors import BadData, UnsupportedOperation
 from lapwing.evidence.ascent import BOUNDS, Moved, move
 from lapwing.evidence.evidence import effective_parameters, evidence_of
-from lapwing.evidence.groups import KINDS, Groups, partition
+from lapwing.evidence.settings import KINDS, Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.linalg import Diagonal, Jacobian
 from lapwing.model import Batch, Batches, Network, Params, Plan, batch_size, select_names, take
@@ -57,14 +57,16 @@ class Online:
     reads up to `samples` data, which stand for the `n_data` of the training set, and moves logarithms by at most
     `reach` ("batch": Adam with learning rate `reach`/10). Nothing here changes: `step` returns a new object.
 
-        online = lapwing.Online("classification", n_data=60_000)
-        for epoch in range(epochs):
-            for x, y in loader:
-                optimizer.zero_grad()
-                online.loss(model, x, y).backward()
-                optimizer.step()
-            online = online.step(model, loader)
-        la = lapwing.fit(model, loader, online.likelihood, structure="kron", prior=online.belief.prior)
+    Examples:
+        >>> online = lapwing.Online("classification", n_data=120)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> for epoch in range(2):
+        ...     for inputs, labels in train_loader:
+        ...         optimizer.zero_grad()
+        ...         online.loss(model, inputs, labels).backward()
+        ...         optimizer.step()
+        ...     online = online.step(model, train_loader)
+        >>> la = lapwing.fit(model, train_loader, online.likelihood, structure="kron", prior=online.belief.prior)
     """
 
     family: str | Likelihood
@@ -95,14 +97,20 @@ class Online:
             resolve_structure(self.structure)  # refuse now
         resolve_factor(self.factor)
         if set(self.learning) - {"prior", "dispersion"}:
-            raise UnsupportedOperation(f"learn is any of 'prior' and 'dispersion'; got {list(self.learning)}")
+            raise UnsupportedOperation(f"learn is any of 'prior' and 'noise', got {list(self.learning)}")
         if self.belief is None:
             prior = Prior(self.start) if isinstance(self.prior, str) else resolve_prior(self.prior)
             object.__setattr__(self, "belief", Progress(prior, family))
 
     @property
     def learning(self) -> tuple[str, ...]:
-        """The names of what is learned: "prior" and "dispersion", whatever the likelihood calls it."""
+        """The names of what is learned: "prior" and "dispersion", whatever the likelihood calls it.
+
+        Examples:
+            >>> online = lapwing.Online("classification", n_data=120)
+            >>> online.learning
+            ('prior',)
+        """
         if self.learn is not None:
             named = (self.learn,) if isinstance(self.learn, str) else tuple(self.learn)
             chosen = resolve_likelihood(self.family).learned_names(named)
@@ -112,19 +120,33 @@ class Online:
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood with the current noise."""
+        """The likelihood with the current noise.
+
+        Examples:
+            >>> online = lapwing.Online("regression", n_data=40).step(network, (inputs, targets))
+            >>> noise = online.likelihood.noise
+        """
         return self.belief.likelihood
 
     def loss(self, model: nn.Module, inputs: Inputs, targets: Any, weights: Tensor | None = None) -> Tensor:
         """Return φ·(mean −log p(y|f) + ½‖θ − μ‖²_Π/N), which is minimal where the log joint is maximal.
 
         The factor φ, which is 1 for everything but a Gaussian, keeps the size of gradients while the noise is learned.
+
+        Examples:
+            >>> online = lapwing.Online("classification", n_data=120)
+            >>> online.loss(model, x, y).backward()
         """
         misfit = self.misfit(model, inputs, targets, weights)
         return misfit * self.likelihood.common_factor.detach().to(misfit) + self.penalty(model).to(misfit)
 
     def misfit(self, model: nn.Module, inputs: Inputs, targets: Any, weights: Tensor | None = None) -> Tensor:
-        """Return the mean −log p(y|f) over the samples of a batch; the module stays in its current mode."""
+        """Return the mean −log p(y|f) over the samples of a batch; the module stays in its current mode.
+
+        Examples:
+            >>> online = lapwing.Online("classification", n_data=120)
+            >>> cross_entropy = online.misfit(model, x, y)
+        """
         family = self.likelihood
         f = family.outputs(output_tensor(call(model, inputs)))
         y = family.targets(f.detach(), targets)
@@ -133,7 +155,12 @@ class Online:
         return -total / family.count(f, y, weights)
 
     def penalty(self, model: nn.Module) -> Tensor:
-        """Return φ·½‖θ − μ‖²_Π/N, to be added to a *mean* loss φ·(−log p), such as a mean cross-entropy (φ = 1)."""
+        """Return φ·½‖θ − μ‖²_Π/N, to be added to a *mean* loss φ·(−log p), such as a mean cross-entropy (φ = 1).
+
+        Examples:
+            >>> online = lapwing.Online("classification", n_data=120)
+            >>> loss = nn.functional.cross_entropy(model(x), y) + online.penalty(model)
+        """
         live = dict(model.named_parameters())
         if "names" not in self._terms:
             self._terms.update(self._parameters(model))
@@ -165,6 +192,11 @@ class Online:
 
         The network is evaluated in eval mode and given back unchanged, in the mode it came in. `.belief` of the result
         holds the new prior and likelihood and the log evidence.
+
+        Examples:
+            >>> online = lapwing.Online("classification", n_data=120)
+            >>> online = online.step(model, train_loader)
+            >>> prior = online.belief.prior
         """
         require_one_process("Online.step")
         names = select_names(model, self.select)

@@ -206,5 +206,3 @@ def held_near(logit_temperature: Tensor, near: float) -> Tensor:
     fails on other items. Many items outweigh the penalty.
     """
     return 2.0 * (logit_temperature.log() - math.log(near)).square()
-
-

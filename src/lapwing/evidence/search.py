@@ -23,11 +23,10 @@ from lapwing.evidence.candidates import (
     fit_logits,
     log_spreads,
 )
-from lapwing.evidence.drawn import collect_draws, nodes_of_draws
-from lapwing.evidence.groups import Groups
+from lapwing.evidence.drawnoutputs import collect_draws, nodes_of_draws
 from lapwing.evidence.heldout import PADDING, PER_DECADE, Batch, GramSweep, Nodes, Sweep, collect
 from lapwing.evidence.scores import Score, baselines, counted, held_near, linked
-from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
+from lapwing.evidence.settings import Groups, Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 from lapwing.predictive.predictive import Pushed
 

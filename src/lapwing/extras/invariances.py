@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 from lapwing.curvature import Kron, estimate_curvature, pose
 from lapwing.errors import BadData
 from lapwing.evidence.ascent import move
-from lapwing.evidence.groups import Groups, partition
 from lapwing.evidence.online import bracket_bound
+from lapwing.evidence.settings import Groups, partition
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, Plan, select_names
 from lapwing.model.batches import require_one_process
@@ -47,13 +47,7 @@ class Learned:
 
 
 def invariant_bound(
-    network: Network,
-    plan: Plan,
-    copies: Tensor,
-    y: Tensor,
-    likelihood: Likelihood,
-    precision: Tensor,
-    n_data: float,
+    network: Network, plan: Plan, copies: Tensor, y: Tensor, likelihood: Likelihood, precision: Tensor, n_data: float
 ) -> Tensor:
     """The stochastic bound for augmented inputs (n, copies, …), with gradients into them and into `precision` (P,)."""
     with network.borrow(differentiable=True):
@@ -94,9 +88,11 @@ def learn_invariances(
     loose and would choose precisions that are too large, so these come from the evidence with Kronecker factors, once
     per epoch. The module is trained in place.
 
-        augment = lapwing.Affine(rotation=5.0)
-        found = lapwing.learn_invariances(model, (images, labels), "classification", augment, epochs=30)
-        found.augmentation.ranges
+    Examples:
+        >>> convolutional = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        >>> augment = lapwing.Affine(rotation=5.0)
+        >>> found = lapwing.learn_invariances(convolutional, (images, y), "classification", augment, epochs=1, copies=2)
+        >>> ranges = found.augmentation.ranges
     """
     require_one_process("learn_invariances")
     x, y = data
@@ -195,9 +191,12 @@ class Affine(nn.Module):
     `shear` as a slope; None leaves a part out. Positive by construction (softplus). Gradients flow into the ranges
     through bilinear interpolation, so that any differentiable objective can learn them.
 
-        augment = lapwing.Affine(rotation=5.0)
-        augment(images, copies=8)        # (n, 8, c, h, w)
-        augment.ranges                   # {"rotation": 5.0}
+    Examples:
+        >>> augment = lapwing.Affine(rotation=5.0)
+        >>> augment(images, copies=4).shape  # (n, copies, c, h, w)
+        torch.Size([8, 4, 1, 8, 8])
+        >>> {name: round(value, 2) for name, value in augment.ranges.items()}
+        {'rotation': 5.0}
     """
 
     def __init__(
@@ -226,7 +225,12 @@ class Affine(nn.Module):
 
     @property
     def ranges(self) -> dict[str, float]:
-        """The ranges by name; rotation in degrees."""
+        """The ranges by name; rotation in degrees.
+
+        Examples:
+            >>> list(lapwing.Affine(rotation=5.0, shear=0.1).ranges)
+            ['rotation', 'shear']
+        """
         pairs = zip(self.kinds, self.extent.tolist(), strict=True)
         return {kind: value * UNITS.get(kind, 1.0) for kind, value in pairs}
 

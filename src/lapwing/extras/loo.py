@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, TooLarge, UnsupportedOperation
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import Batch, GramSweep
 from lapwing.evidence.scores import Score
 from lapwing.evidence.search import MEMORY, tune_validation
-from lapwing.evidence.tuning import DETERMINISTIC, Rule, Setting, Trials, Tuning, lowest
+from lapwing.evidence.settings import DETERMINISTIC, Groups, Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
 
 LEVERAGE = 0.98  # a larger leverage of a datum on its own prediction is clamped to this
 TRUSTED = 0.01  # the score is not trusted if more than this share of the data is clamped
 SURE = 2.0  # standard errors that the gain over the network must exceed
+MOST = 1.0  # nats that one datum may add to that gain or take from it
 ASK = "tune on held-out data, tune(val_loader), or take what the evidence chose with method='evidence'"
 
 CAUTION = (
@@ -47,7 +47,7 @@ def tune_loo(
     if learn is None:
         default = ("prior", "dispersion") if belief.likelihood.learns_dispersion else ("prior",)
         learn = tuple(dict.fromkeys((*default, *(grid or {}))))
-    if belief.curvature.dispersion_power != 1:
+    if belief.curvature.factor.dispersion_power != 1:
         raise UnsupportedOperation("leave-one-out needs the curvature of the likelihood: factor 'ggn' or 'mc'")
     clamped: list[float] = []
 
@@ -110,9 +110,11 @@ def keep_if_shown(
     """Keep a tuning only if leave-one-out shows that its posterior predicts better; else choose the bare network.
 
     `batches` are training data. The posterior is kept if its leave-one-out loss is below that of the network, evaluated
-    at the leave-one-out means, by more than two standard errors. A network that interpolates its data looks best
-    without a posterior; then nothing can be shown, and a posterior that would have helped is lost. With None for data
-    nothing is shown either.
+    at the leave-one-out means, by more than two standard errors. One datum counts for at most one nat: leave-one-out
+    means are a single Newton step away, and a step that costs many nats goes farther than a refit would. That matters
+    where the posterior was fitted to a part of what the network was trained on. A network that interpolates its data
+    looks best without a posterior; then nothing can be shown, and a posterior that would have helped is lost. With None
+    for data nothing is shown either.
     """
     if batches is None:
         return _without(tuning, belief, groups, f"there are no training data at hand to compare with; {ASK}")
@@ -134,7 +136,7 @@ def keep_if_shown(
         )
     except (IncompatiblePrior, UnsupportedOperation, TooLarge) as refusal:
         return _without(tuning, belief, groups, f"leave-one-out has no answer here ({refusal}); {ASK}")
-    difference = (seen[0].losses[seen[0].home] - seen[0].losses[0]).double()
+    difference = (seen[0].losses[seen[0].home] - seen[0].losses[0]).double().clamp(-MOST, MOST)
     gain, error = difference.mean().item(), difference.std().item() / len(difference) ** 0.5
     told = f"by leave-one-out of {len(difference)} training data it gains {gain:.2g} ± {error:.2g} nats per item"
     if gain > SURE * error and not any("not to be trusted" in message for message in found.messages):

@@ -62,7 +62,9 @@ class Pruned:
     `masks` are False where a weight of a selected parameter is zero now. After structured pruning, `removed` lists the
     units taken out of each layer, `module` is the smaller network and `masked` the same function at the old size.
 
-        pruned = lapwing.prune(la, 0.9);  pruned.sparsity, pruned.module
+    Examples:
+        >>> pruned = lapwing.prune(la, 0.9)
+        >>> smaller = pruned.module
     """
 
     module: nn.Module
@@ -73,7 +75,12 @@ class Pruned:
 
     @property
     def sparsity(self) -> float:
-        """The share of the weights of the original that was removed."""
+        """The share of the weights of the original that was removed.
+
+        Examples:
+            >>> print(f"{lapwing.prune(la, 0.5).sparsity:.2f}")
+            0.4...
+        """
         before = sum(p.numel() for p in self.masked.parameters())
         if self.removed:
             return 1 - sum(p.numel() for p in self.module.parameters()) / before
@@ -81,7 +88,15 @@ class Pruned:
 
     @torch.no_grad()
     def apply(self, module: nn.Module) -> None:
-        """Set masked weights of a network of the old size to zero again, after a step of fine-tuning."""
+        """Set masked weights of a network of the old size to zero again, after a step of fine-tuning.
+
+        Examples:
+            >>> pruned = lapwing.prune(la, 0.5)
+            >>> optimizer = torch.optim.SGD(pruned.module.parameters(), lr=0.01)
+            >>> nn.functional.cross_entropy(pruned.module(x), y).backward()
+            >>> optimizer.step()
+            >>> pruned.apply(pruned.module)  # removed weights are zero again
+        """
         live = dict(module.named_parameters())
         for name, mask in self.masks.items():
             live[name].mul_(mask)
@@ -102,8 +117,9 @@ def prune(
     do not need has a score near zero. Biases are not pruned one by one. Structured pruning sums the scores of the
     weights that feed a unit and returns a smaller module; it takes stacks of Linear and Conv layers (`nn.Sequential`).
 
-        pruned = lapwing.prune(trained.laplace, 0.9)
-        small = lapwing.prune(trained.laplace, 0.5, structured=True).module
+    Examples:
+        >>> sparse = lapwing.prune(la, 0.9).module
+        >>> small = lapwing.prune(la, 0.5, structured=True).module
     """
     if by not in SCORES:
         raise UnsupportedOperation(f"by is one of {', '.join(SCORES)}; got {by!r}")
@@ -188,8 +204,10 @@ def relevance(la: Fitted, parameter: str | None = None) -> Tensor:
     prior per input chosen by the evidence an input that carries nothing has γ near zero: automatic relevance
     determination (MacKay 1994).
 
-        trained = lapwing.train(model, data, "regression", epochs=500, prior="input")
-        lapwing.relevance(trained.laplace) > 0.5
+    Examples:
+        >>> trained = lapwing.train(model, train_loader, "classification", epochs=2, prior="input")
+        >>> lapwing.relevance(trained.laplace).shape  # one number per input
+        torch.Size([4])
     """
     params = la.params
     names = [n for n, shape in zip(params.names, params.shapes, strict=True) if len(shape) > 1]

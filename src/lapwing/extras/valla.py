@@ -12,13 +12,12 @@ from torch import Tensor
 
 from lapwing.curvature import Curvature
 from lapwing.curvature.curvature import Accumulator, Estimate, Structure
-from lapwing.curvature.lowrank import subset
+from lapwing.curvature.fewrows import subset
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
 from lapwing.evidence.evidence import evidence_of
-from lapwing.evidence.groups import Groups
-from lapwing.evidence.tuning import Setting, Tuning
+from lapwing.evidence.settings import Groups, Setting, Tuning
 from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov import complement, orthonormal_rows
@@ -65,7 +64,9 @@ class VaLLA(Structure):
     the bound. Inducing inputs are taken from the data, greedily by the remaining variance among 4 × as many candidates,
     or at random; unlike in the paper, gradients do not move them.
 
-        la = lapwing.fit(model, loader, "classification", structure=VaLLA(inducing=20), prior=10.0).tune()
+    Examples:
+        >>> structure = lapwing.VaLLA(inducing=20)
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=structure, prior=10.0).tune()
     """
 
     inducing: int = 16
@@ -172,7 +173,7 @@ def tune_bound(belief: Belief, groups: Groups, *, learn: Sequence[str] = ("prior
     ∂/∂log τ = ½[Σ c e/(c e + τ) + c t/τ − τ‖θ̂ − μ₀‖²], e the eigenvalues inside the span and t the trace outside.
     """
     if tuple(learn) != ("prior",) or groups.count != 1:
-        raise UnsupportedOperation("inducing points learn one prior precision (learn='prior', prior='scalar')")
+        raise UnsupportedOperation("structure='valla' can tune one prior precision only: learn='prior', prior='scalar'")
     inside, prior_scale = belief.curvature.matrix.eigenvalues(), belief.temperature.prior_scale
     assert inside is not None  # of the span, without a prior
     inner = belief.scale.detach() / prior_scale

@@ -13,15 +13,7 @@ from torch.distributions import Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData
-from lapwing.likelihoods.likelihood import (
-    Likelihood,
-    as_target,
-    masked,
-    match_shape,
-    promote,
-    require,
-    require_finite,
-)
+from lapwing.likelihoods.likelihood import Likelihood, as_target, masked, match_shape, promote, require, require_finite
 from lapwing.likelihoods.marginal import NormalMarginal, Outputs
 from lapwing.storage import register
 
@@ -36,25 +28,17 @@ class Categorical(Likelihood):
     Targets: class indices (B, *event), of which `ignore_index` does not count; or one-hot or soft labels q laid out
     as the network's output, for which log p(q | f) = Σ_c q_c log p_c. Λ = diag(p) − p pᵀ does not depend on y.
 
-    Example: `Categorical(class_dim=1)` for a segmentation network with outputs (B, C, H, W) and targets (B, H, W).
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, lapwing.Categorical())  # or "classification"
+        >>> segmentation = lapwing.Categorical(class_dim=1)  # outputs (B, C, H, W), targets (B, H, W)
+        >>> masked = lapwing.Categorical(ignore_index=-1)  # targets of −1 do not count
     """
 
     links: ClassVar[tuple[str, ...]] = ("mc", "probit", "bridge", "bridge_norm", "quadrature")
 
     class_dim: int = -1
     ignore_index: int = -100
-
-    @property
-    def shift_invariant(self) -> bool:
-        return True
-
-    @property
-    def has_logits(self) -> bool:
-        return True
-
-    @property
-    def takes_class_indices(self) -> bool:
-        return True
+    shift_invariant = has_logits = takes_class_indices = True
 
     @property
     def softmax(self) -> bool:
@@ -188,14 +172,15 @@ class Bernoulli(Likelihood):
 
     Targets: 0 or 1, or soft labels between, of the shape of f; (B, *event) too where there is one logit.
 
-        la = lapwing.fit(model, (x, y), lapwing.Bernoulli());  la.predict(x).probs  # or "binary"
+    Examples:
+        >>> labels = torch.stack([y == 0, y == 1, y == 2], -1)  # (8, 3): three labels per item
+        >>> la = lapwing.fit(model, (x, labels), lapwing.Bernoulli())  # or "binary"
+        >>> la.predict(x).probs.shape
+        torch.Size([8, 3])
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc", "probit")
-
-    @property
-    def has_logits(self) -> bool:
-        return True
+    has_logits = True
 
     def conditional(self, f: Tensor) -> Independent:
         return Independent(BernoulliLaw(logits=f, validate_args=False), 1, validate_args=False)
@@ -331,18 +316,21 @@ class BradleyTerry(Likelihood):
     A network that also takes single items and returns one reward for each, (B,) or (B, 1), predicts the distribution of
     these rewards: `la.predict(items).mean` and `.stddev`.
 
-        la = lapwing.fit(reward_model, (pairs, preferred), lapwing.BradleyTerry())  # or "preference"
+    Examples:
+        >>> class Reward(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.score = nn.Linear(4, 1)
+        ...     def forward(self, items):  # pairs (B, 2, 4) -> (B, 2); single items (B, 4) -> (B,)
+        ...         return self.score(items)[..., 0]
+        >>> pairs, preferred = torch.randn(20, 2, 4), torch.randint(2, (20,))
+        >>> la = lapwing.fit(Reward(), (pairs, preferred), lapwing.BradleyTerry())  # or "preference"
+        >>> la.predict(x).stddev.shape  # of the rewards of single items
+        torch.Size([8, 1])
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")
-
-    @property
-    def has_logits(self) -> bool:
-        return True
-
-    @property
-    def takes_class_indices(self) -> bool:
-        return True
+    has_logits = takes_class_indices = True
 
     def conditional(self, f: Tensor) -> CategoricalLaw:
         return CategoricalLaw(logits=f, validate_args=False)

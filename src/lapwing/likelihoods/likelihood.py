@@ -35,13 +35,17 @@ class Likelihood(ABC):
 
     Example: a Gamma regression, good for `lapwing.fit(model, data, "positive")`:
 
-        @lapwing.register(name="positive")
-        @dataclass(frozen=True, eq=False)
-        class PositiveTarget(Likelihood):
-            shape: float = 2.0
-
-            def conditional(self, f):
-                return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @lapwing.register(name="positive")
+        ... @dataclass(frozen=True, eq=False)
+        ... class PositiveTarget(lapwing.Likelihood):
+        ...     shape: float = 2.0
+        ...     def conditional(self, f):
+        ...         return torch.distributions.Gamma(self.shape, (-f[..., 0]).exp())
+        >>> la = lapwing.fit(network, (inputs, targets.exp()[:, 0]), "positive")
+        >>> la.predict(inputs).mean.shape
+        torch.Size([40])
     """
 
     links: ClassVar[tuple[str, ...]] = ("mc",)
@@ -52,11 +56,25 @@ class Likelihood(ABC):
         """Return p(y | f) with batch_shape (B, *event) and event_shape () or (K,).
 
         A distribution of batch_shape f.shape counts as independent over the last dimension.
+
+        Examples:
+            >>> lapwing.Categorical().conditional(torch.zeros(2, 3)).probs[0]
+            tensor([0.3333, 0.3333, 0.3333])
         """
 
     def law(self, f: Tensor) -> Distribution:
-        """Return the conditional with batch_shape (B, *event): one per output is made independent over outputs."""
+        """Return the conditional with batch_shape (B, *event): one per output is made independent over outputs.
+
+        Examples:
+            >>> lapwing.Gaussian(noise=0.5).law(torch.zeros(2, 3)).event_shape
+            torch.Size([3])
+        """
         conditional = self.conditional(promote(f))
+        if not isinstance(conditional, Distribution):
+            raise UnsupportedOperation(
+                f"{type(self).__name__}.conditional returned {type(conditional).__name__}; it must return a "
+                "torch.distributions.Distribution, such as torch.distributions.Normal(f, 1.0)."
+            )
         surplus = len(conditional.batch_shape) - (f.ndim - 1)
         if surplus > 0:
             conditional = Independent(conditional, surplus)
@@ -68,7 +86,12 @@ class Likelihood(ABC):
         return conditional
 
     def outputs(self, raw: Tensor) -> Tensor:
-        """Return f (B, *event, C) from what the network returned; (B,) becomes (B, 1), half precision float32."""
+        """Return f (B, *event, C) from what the network returned; (B,) becomes (B, 1), half precision float32.
+
+        Examples:
+            >>> lapwing.Gaussian().outputs(torch.zeros(5)).shape  # a network that returns (B,)
+            torch.Size([5, 1])
+        """
         if raw.ndim == 0:
             raise BadData(
                 "the network returned one number for the whole batch; it must return one row per sample, (B, C)."
@@ -76,7 +99,12 @@ class Likelihood(ABC):
         return promote(raw[:, None] if raw.ndim == 1 else raw)
 
     def targets(self, f: Tensor, y: Any) -> Tensor:
-        """Return y in canonical form after checking that it has the right shape, is finite and is in the support."""
+        """Return y in canonical form after checking that it has the right shape, is finite and is in the support.
+
+        Examples:
+            >>> lapwing.Gaussian().targets(torch.zeros(5, 1), torch.zeros(5)).shape  # outputs, then targets
+            torch.Size([5, 1])
+        """
         y = as_target(f, y)
         require_finite(f, y)
         law = self.law(f)
@@ -90,7 +118,12 @@ class Likelihood(ABC):
         return y
 
     def mask(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """Return True where a target counts, (B, *event); None where all do."""
+        """Return True where a target counts, (B, *event); None where all do.
+
+        Examples:
+            >>> lapwing.Categorical().mask(torch.zeros(3, 5), torch.tensor([0, -100, 2]))
+            tensor([ True, False,  True])
+        """
         return None
 
     def count(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> float:
@@ -105,15 +138,25 @@ class Likelihood(ABC):
         )
 
     def doubts(self, f: Tensor, y: Tensor) -> list[str]:
-        """Say what in outputs and canonical targets of a few items contradicts this likelihood, and what to do."""
+        """Return messages where outputs and canonical targets of a few items contradict this likelihood."""
         return []
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return log p(y | f), (B, *event), 0 where the target is ignored."""
+        """Return log p(y | f), (B, *event), 0 where the target is ignored.
+
+        Examples:
+            >>> lapwing.Categorical().log_prob(torch.zeros(2, 2), torch.tensor([0, 1]))
+            tensor([-0.6931, -0.6931])
+        """
         return masked(self.law(f).log_prob(y), self.mask(f, y))
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return ∇_f log p(y | f), with the shape of f, 0 where the target is ignored."""
+        """Return ∇_f log p(y | f), with the shape of f, 0 where the target is ignored.
+
+        Examples:
+            >>> lapwing.Categorical().score(torch.zeros(1, 2), torch.tensor([0]))
+            tensor([[ 0.5000, -0.5000]])
+        """
         with torch.enable_grad():
             f = promote(f).detach().requires_grad_()
             (gradient,) = torch.autograd.grad(self.log_prob(f, y).sum(), f)
@@ -125,6 +168,12 @@ class Likelihood(ABC):
         By default Λ is the Hessian of KL(p_f₀ ‖ p_f) at f₀ where torch knows that divergence; else the sum over an
         enumerable support; else the observed Hessian of −log p(y | f), negative eigenvalues set to zero (this one
         needs y).
+
+        Examples:
+            >>> S = lapwing.Categorical().factor(torch.zeros(1, 2))
+            >>> S @ S.mT  # Λ = diag(p) − p pᵀ
+            tensor([[[ 0.2500, -0.2500],
+                     [-0.2500,  0.2500]]])
         """
         f = promote(f).detach()
         law = self.law(f)
@@ -138,12 +187,24 @@ class Likelihood(ABC):
         return masked(root, None if y is None else self.mask(f, y))
 
     def curvature_product(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
-        """Return φΛ u for vectors u (s, B, *event, C); families with a closed form need no C × C matrix."""
+        """Return φΛ u for vectors u (s, B, *event, C); families with a closed form need no C × C matrix.
+
+        Examples:
+            >>> f, counts, u = torch.zeros(1, 1), torch.ones(1, 1), torch.tensor([[[2.0]]])
+            >>> lapwing.Poisson().curvature_product(f, counts, u)  # Λ = exp f = 1
+            tensor([[[2.]]])
+        """
         root = self.factor(f, y).to(u)
         return torch.einsum("n...cr,n...dr,sn...d->sn...c", root, root, u)
 
     def curvature_sum(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return Σ φΛ over all items, each times the weight (B,) of its sample, (C, C) in float64."""
+        """Return Σ φΛ over all items, each times the weight (B,) of its sample, (C, C) in float64.
+
+        Examples:
+            >>> lapwing.Categorical().curvature_sum(torch.zeros(4, 2), torch.zeros(4).long())
+            tensor([[ 1., -1.],
+                    [-1.,  1.]], dtype=torch.float64)
+        """
         root = self.factor(f, y).double()
         if weights is not None:
             root = root * weights.to(root).sqrt().reshape(-1, *(1,) * (root.ndim - 1))
@@ -187,11 +248,22 @@ class Likelihood(ABC):
         return psd_root(hessian(lambda g: -self.log_prob(g, y), f))
 
     def sample_target(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw one y ~ p(y | f) per item."""
+        """Draw one y ~ p(y | f) per item.
+
+        Examples:
+            >>> lapwing.Categorical().sample_target(torch.zeros(5, 3), torch.Generator().manual_seed(0)).shape
+            torch.Size([5])
+        """
         return draw(self.law(f.detach()), (), generator)
 
     def sample_factor(self, f: Tensor, y: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """Return s = √φ·∇_f log p(ỹ | f) at drawn targets ỹ, so that E[s sᵀ] = φ·Λ; y says which targets to ignore."""
+        """Return s = √φ·∇_f log p(ỹ | f) at drawn targets ỹ, so that E[s sᵀ] = φ·Λ; y says which targets to ignore.
+
+        Examples:
+            >>> s = lapwing.Categorical().sample_factor(torch.zeros(5, 3), y[:5], torch.Generator().manual_seed(0))
+            >>> s.shape
+            torch.Size([5, 3])
+        """
         score = self.score(f, self.sample_target(f, generator))
         score = score * self.common_factor.detach().to(score).sqrt()
         return masked(score, None if y is None else self.mask(f, y))
@@ -202,7 +274,17 @@ class Likelihood(ABC):
         return self
 
     def marginal(self, f: Outputs) -> Marginal | None:
-        """Return ∫ p(y | f) N(f) df where it has a closed form or a quadrature in one dimension; else None."""
+        """Return ∫ p(y | f) N(f) df where it has a closed form or a quadrature in one dimension; else None.
+
+        Examples:
+            >>> from lapwing.predictive import GaussianFunction
+            >>> function = GaussianFunction(torch.zeros(2, 1), torch.ones(2, 1, 1))
+            >>> law = lapwing.Gaussian(noise=2.0).marginal(function)
+            >>> law.epistemic, law.aleatoric
+            (tensor([[1.],
+                    [1.]]), tensor([[4.],
+                    [4.]]))
+        """
         return None
 
     @property
@@ -216,7 +298,12 @@ class Likelihood(ABC):
 
     @property
     def has_logits(self) -> bool:
-        """Whether outputs are logits of labels, so that dividing them by a temperature makes sense."""
+        """Whether outputs are logits of labels, so that dividing them by a temperature makes sense.
+
+        Examples:
+            >>> lapwing.Categorical().has_logits, lapwing.Gaussian().has_logits
+            (True, False)
+        """
         return False
 
     @property
@@ -226,7 +313,12 @@ class Likelihood(ABC):
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether adding one number to all outputs of an item changes nothing, as under a softmax."""
+        """Whether adding one number to all outputs of an item changes nothing, as under a softmax.
+
+        Examples:
+            >>> lapwing.Categorical().shift_invariant, lapwing.Bernoulli().shift_invariant
+            (True, False)
+        """
         return False
 
     dispersion_name: ClassVar[str] = ""
@@ -246,7 +338,12 @@ class Likelihood(ABC):
 
     @property
     def dispersion(self) -> Tensor:
-        """The positive number that `tune` may learn, 0-d: σ² for a Gaussian, 1 where there is none. Gradients flow."""
+        """The positive number that `tune` may learn, 0-d: σ² for a Gaussian, 1 where there is none. Gradients flow.
+
+        Examples:
+            >>> float(lapwing.Gaussian(noise=0.5).dispersion)  # σ²
+            0.25
+        """
         return torch.ones((), dtype=torch.float64)
 
     @property
@@ -256,13 +353,18 @@ class Likelihood(ABC):
         return phi if self.scales_curvature else torch.ones_like(phi).detach()
 
     def with_dispersion(self, dispersion: float | Tensor) -> Likelihood:
-        """Return the same likelihood with another dispersion; gradients flow from it."""
+        """Return the same likelihood with another dispersion; gradients flow from it.
+
+        Examples:
+            >>> print(lapwing.Gaussian(noise=0.5).with_dispersion(torch.tensor(0.04)))
+            Gaussian, noise 0.2
+        """
         raise UnsupportedOperation(
             f"{type(self).__name__} has no dispersion: define `dispersion_name`, `dispersion` and `with_dispersion`."
         )
 
     def learned_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return names of what to learn with "dispersion" for the dispersion, under whichever name it came."""
+        """Replace the user's name of the dispersion, such as "noise", by "dispersion" in names of what to learn."""
         asked = [name for name in names if name in ("noise", "dispersion", self.dispersion_name)]
         if asked and not self.dispersion_name:
             raise UnsupportedOperation(
@@ -277,17 +379,22 @@ class Likelihood(ABC):
         return self.dispersion_name, self.dispersion_unit
 
     def dispersion_from(self, shown: float) -> float:
-        """Return the dispersion that users write like this."""
+        """Return the dispersion φ for the value that users read or write, such as a standard deviation."""
         return shown ** (1 / self.dispersion_unit)
 
     @property
     def dispersion_bounds(self) -> tuple[float, float]:
-        """Between which values the evidence looks for the dispersion."""
+        """The smallest and the largest dispersion that the evidence may choose."""
         return self.dispersion_range
 
     @property
     def known(self) -> bool:
-        """Whether the dispersion has a value; that of `Gaussian()` has none before a fit and counts as 1."""
+        """Whether the dispersion has a value; that of `Gaussian()` has none before a fit and counts as 1.
+
+        Examples:
+            >>> lapwing.Gaussian().known, lapwing.Gaussian(noise=0.5).known
+            (False, True)
+        """
         return True
 
     @property
@@ -339,6 +446,12 @@ class Likelihood(ABC):
         They must serve every dispersion. The default is Σ log p itself, or where there is a dispersion its values at
         `NODES` dispersions over `dispersion_range`, between which a polynomial in log φ is exact to about 1e-9.
         Sufficient statistics, where a family has them, cost less. weights: (B,).
+
+        Examples:
+            >>> likelihood = lapwing.Gaussian(noise=0.5)
+            >>> statistics = likelihood.statistics(torch.zeros(4, 1), torch.ones(4, 1))
+            >>> statistics  # the number of items, and Σ (y − f)²
+            tensor([4., 4.], dtype=torch.float64)
         """
         if not self.dispersion_name:
             return weighted_sum(self.log_prob(f, y)[..., None], weights)
@@ -346,20 +459,34 @@ class Likelihood(ABC):
         return torch.cat([weighted_sum(law.log_prob(f, y)[..., None], weights) for law in each])
 
     def log_likelihood(self, statistics: Tensor) -> Tensor:
-        """Return Σ_n log p(y_n | f_n) from `statistics`, 0-d and differentiable in the parameters of the likelihood."""
+        """Return Σ_n log p(y_n | f_n) from `statistics`, 0-d and differentiable in the parameters of the likelihood.
+
+        Examples:
+            >>> likelihood = lapwing.Gaussian(noise=1.0)
+            >>> statistics = likelihood.statistics(torch.zeros(4, 1), torch.zeros(4, 1))
+            >>> round(float(likelihood.log_likelihood(statistics)), 4)  # −4 · ½ log 2π
+            -3.6758
+        """
         if not self.dispersion_name:
             return statistics[0]
         return _interpolated(statistics, self.dispersion.to(statistics), self.dispersion_range, type(self).__name__)
 
     def flaw(self, statistics: Tensor) -> str:
-        """Say what makes statistics from a file impossible; empty where they may be of some data."""
+        """Say why no data can have these statistics, which were read from a file; empty if some data can."""
         own = type(self).statistics is not Likelihood.statistics
         if statistics.ndim != 1 or not (own or len(statistics) == (NODES if self.dispersion_name else 1)):
             return f"the statistics have shape {tuple(statistics.shape)}"
         return "" if bool(self.log_likelihood(statistics).isfinite()) else "the log-likelihood is not finite"
 
     def same_curvature(self, other: Likelihood) -> bool:
-        """Whether φ·Λ is the same function of f, so that the other may replace this one without a new fit."""
+        """Whether φ·Λ is the same function of f, so that the other may replace this one without a new fit.
+
+        Examples:
+            >>> lapwing.Gaussian(noise=0.5).same_curvature(lapwing.Gaussian(noise=2.0))
+            True
+            >>> lapwing.Gaussian(noise=[0.5, 0.5]).same_curvature(lapwing.Gaussian(noise=[0.5, 2.0]))
+            False
+        """
         if self is other or type(self) is not type(other):
             return self is other
         free = bool(self.dispersion_name) and self.scales_curvature
@@ -371,6 +498,9 @@ class Likelihood(ABC):
 
         A registered likelihood is made again from it; of any other a file keeps this to compare with what the caller
         of `load` passes.
+
+        Examples:
+            >>> lapwing.Categorical(ignore_index=-1).spec()
         """
         options = {name: _described(value) for name, value in _options(self).items()}
         if is_registered(type(self)):

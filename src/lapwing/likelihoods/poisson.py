@@ -13,14 +13,7 @@ from torch.distributions import Independent
 from torch.distributions import Poisson as PoissonLaw
 
 from lapwing.errors import refuse_export
-from lapwing.likelihoods.likelihood import (
-    Likelihood,
-    as_target,
-    match_shape,
-    promote,
-    require,
-    require_finite,
-)
+from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require, require_finite
 from lapwing.likelihoods.marginal import SPACING, Marginal, Outputs, normal_nodes, safe_sqrt
 from lapwing.storage import register
 
@@ -32,7 +25,10 @@ class Poisson(Likelihood):
 
     Targets: counts 0, 1, 2, … of the shape of f; (B, *event) too where there is one output.
 
-        la = lapwing.fit(model, (x, counts), lapwing.Poisson());  la.predict(x).interval(0.9)  # or "counts"
+    Examples:
+        >>> counts = torch.poisson(torch.ones(40, 1))
+        >>> la = lapwing.fit(network, (inputs, counts), lapwing.Poisson())  # or "counts"
+        >>> low, high = la.predict(inputs).interval(0.9)
     """
 
     links: ClassVar[tuple[str, ...]] = ("quadrature", "mc")

@@ -28,6 +28,7 @@ class KroneckerBasis(PSD):
     left: Tensor
     right: Tensor
     values: Tensor
+    factored = True
 
     @property
     @abstractmethod
@@ -55,10 +56,6 @@ class KroneckerBasis(PSD):
     @property
     def device(self) -> torch.device:
         return self.left.device
-
-    @property
-    def factored(self) -> bool:
-        return True
 
     @property
     def _positive(self) -> Tensor:

@@ -39,6 +39,7 @@ class Kronecker(PSD):
     shift: Tensor | None = None
     left_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
     right_spectrum: Spectrum = field(default=None, repr=False, metadata={"cache": True})  # type: ignore[assignment]
+    factored = damps = True
 
     def __post_init__(self) -> None:
         for name, factor, rank in (("left", self.left, self.ranks[0]), ("right", self.right, self.ranks[1])):
@@ -228,14 +229,6 @@ class Kronecker(PSD):
     def in_kronecker_basis(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
         bases = self.left_spectrum.vectors, self.right_spectrum.vectors
         return (*bases, *bases, self.grid())
-
-    @property
-    def factored(self) -> bool:
-        return True
-
-    @property
-    def damps(self) -> bool:
-        return True
 
     def eigenvalues(self) -> Tensor | None:
         return self.grid().reshape(-1)

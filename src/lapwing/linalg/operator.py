@@ -123,14 +123,12 @@ class Operator(PSD):
     shift: Scalar = 0.0
     solver: Solver = field(default_factory=Solver)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, metadata={"cache": True})
+    iterative = True
+    nbytes = None
 
     @property
     def size(self) -> int:
         return self.product.size
-
-    @property
-    def iterative(self) -> bool:
-        return True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -253,10 +251,6 @@ class Operator(PSD):
     def ratio_estimate(self) -> Estimate:
         """log |A| − log |D| with its standard error."""
         return self._remember("ratio", self._ratio)
-
-    @property
-    def nbytes(self) -> int | None:
-        return None
 
     def logdet_error(self) -> float:
         return float(self.ratio_estimate().error)

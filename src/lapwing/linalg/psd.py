@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite, brief
-from lapwing.linalg.layout import Layout
-from lapwing.linalg.rows import Jacobian, Rows, chunks
+from lapwing.linalg.rows import Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
 from lapwing.storage import flaw_of_values, move, nbytes, register, unpack
 
@@ -259,7 +258,7 @@ class PSD(ABC):
         self.logdet()
 
     def flaw(self, signed: bool = False) -> str:
-        """Say what makes the numbers of a matrix from a file impossible; empty where they are sound.
+        """Say why this matrix, read from a file, cannot be right; return an empty text if it can.
 
         `signed` allows eigenvalues below zero, as an exact Hessian has them.
         """
@@ -334,8 +333,9 @@ class PSD(ABC):
 
     def _refuse(self, other: PSD, allowed: str) -> IncompatiblePrior:
         return IncompatiblePrior(
-            f"{type(self).__name__} + {type(other).__name__} is not {type(self).__name__} any more, which can take "
-            f"{allowed}. Use that, or structure='diag', 'blockdiag' or 'full', whose sums stay what they are."
+            f"the sum of {type(self).__name__} and {type(other).__name__} has no form of its own: to "
+            f"{type(self).__name__} can be added {allowed}. Use that, or structure='diag', 'blockdiag' or 'full', "
+            "which take any such sum."
         )
 
 
@@ -355,6 +355,7 @@ class Diagonal(PSD):
     values: Tensor
     levels: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
     group: Tensor | None = field(default=None, repr=False, metadata={"cache": True})
+    is_diagonal = True
 
     def __post_init__(self) -> None:
         if self.values.ndim != 1:
@@ -379,10 +380,6 @@ class Diagonal(PSD):
     @property
     def device(self) -> torch.device:
         return self.values.device
-
-    @property
-    def is_diagonal(self) -> bool:
-        return True
 
     @property
     def expanded(self) -> bool:
@@ -422,18 +419,6 @@ class Diagonal(PSD):
         if not bool(high - low <= 8 * torch.finfo(self.dtype).eps * high.abs()):
             return None
         return values.double().mean()
-
-    def split(self, layout: Layout) -> tuple[Diagonal, ...]:
-        """Split the diagonal into the blocks of a layout; a block whose entries share a number stores that number."""
-        if self.levels is None or self.group is None:
-            return tuple(Diagonal(part) for part in layout.gather(self.values))
-        return tuple(self._part(group) for group in layout.gather(self.group))
-
-    def _part(self, group: Tensor) -> Diagonal:
-        assert self.levels is not None
-        if len(group) and bool((group == group[0]).all()):
-            return Diagonal(self.levels[group[0]].expand(len(group)))
-        return Diagonal.by_group(self.levels, group)
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._vector(v) * self.values
@@ -494,10 +479,7 @@ class Diagonal(PSD):
         return eye, None, torch.cat([weight, rest], 1) if bias else weight
 
     def blockwise_rows(self, values: Tensor, rows: Rows) -> Iterable[tuple[PSD, Tensor, Rows]]:
-        if not isinstance(rows, Jacobian):
-            return super().blockwise_rows(values, rows)
-        layout = rows.layout
-        return zip(map(Diagonal, layout.gather(self.values)), layout.gather(values), rows.rows, strict=True)
+        return ((Diagonal(own), part, block) for block, own, part in rows.blockwise(self.values, values))
 
     def eigenvalues(self) -> Tensor | None:
         return self.values.double()

@@ -223,7 +223,7 @@ class Sketch:
     products: int = 0
 
     def flaw(self) -> str:
-        """Say what makes the numbers of a file impossible; empty where they are sound."""
+        """Say why these numbers, read from a file, cannot be right; return an empty text if they can."""
         if self.basis.ndim != 2 or self.values.shape != self.basis.shape[:1]:
             return f"it has vectors of shape {tuple(self.basis.shape)} and values of {tuple(self.values.shape)}"
         return flaw_of_values("its list of eigenvalues", self.values) or flaw_of_basis(

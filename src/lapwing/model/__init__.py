@@ -14,30 +14,10 @@ from lapwing.model.params import (
     select_names,
     subnetwork,
 )
-from lapwing.model.plan import Block, Plan, PlanChanged, dynamic_plan
+from lapwing.model.tape import Block, Plan, PlanChanged, dynamic_plan
 
 __all__ = [
-    "Batch",
-    "Batches",
-    "Block",
-    "BlockRows",
-    "Digest",
-    "Linearization",
-    "Network",
-    "Params",
-    "Plan",
-    "PlanChanged",
-    "RecordedPass",
-    "Subnetwork",
-    "batch_size",
-    "choose_weights",
-    "dynamic_plan",
-    "explicit_subnetwork",
-    "explicit_weights",
-    "last_layer",
-    "select_names",
-    "subnetwork",
-    "take",
-    "tensors_in",
-    "unwrap",
-]
+    "Batch", "Batches", "Block", "BlockRows", "Digest", "Linearization", "Network", "Params", "Plan", "PlanChanged",
+    "RecordedPass", "Subnetwork", "batch_size", "choose_weights", "dynamic_plan", "explicit_subnetwork",
+    "explicit_weights", "last_layer", "select_names", "subnetwork", "take", "tensors_in", "unwrap",
+]  # fmt: skip

@@ -14,10 +14,9 @@ from lapwing.linalg import DeferredRows, DenseRows, Extent, FactoredRows, Matrix
 from lapwing.linalg.rows import added
 from lapwing.model.calls import map_tensors
 from lapwing.model.params import Params
-from lapwing.model.plan import Block, Plan, Source, Step, bind
 from lapwing.model.rules import Call, MatrixRule, RowsRule, Rule, Samples
 from lapwing.model.rules.rule import gram_by_group
-from lapwing.model.tape import Pass, Record
+from lapwing.model.tape import Block, Pass, Plan, Record, Source, Step, bind
 
 Use = tuple[int, MatrixRule, Call, Samples]
 RECENT = 3  # input sums that stay in memory in case another layer reads the same tensor

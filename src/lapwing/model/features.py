@@ -24,9 +24,8 @@ from lapwing.model.copies import written_by_forward
 from lapwing.model.linearization import Outputs, pull
 from lapwing.model.network import Network
 from lapwing.model.params import Params
-from lapwing.model.plan import Plan, Source, Step, make_plan
 from lapwing.model.rules import Samples
-from lapwing.model.tape import Pass, Record, parameters_behind
+from lapwing.model.tape import Pass, Plan, Record, Source, Step, make_plan, parameters_behind
 
 PROBED = 4  # samples on which the way from the layer to the outputs is looked at
 SIZES = (1.0, -1.0, 100.0, -100.0)  # sizes of shifts of the layer's outputs, which must arrive multiplied by M

@@ -87,7 +87,7 @@ def _dual_pass(
     tangent: dict[str, Tensor],
     known: Values | None,
 ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return f, J v, and entries of the known values that were used: as they are, and as they were."""
+    """Return f, J v, and entries of the known values that were used, as they are now and as they were recorded."""
     with forward_ad.dual_level(), Tangents(known) as heavy:
         out = run({name: forward_ad.make_dual(value, tangent[name]) for name, value in values.items()})
         f, moved = forward_ad.unpack_dual(out)

@@ -19,8 +19,8 @@ from lapwing.model.blockrows import BlockRows, Gradients, RecordedPass, small_ro
 from lapwing.model.calls import Inputs, batch_size, call, output_tensor, take, warnings_here
 from lapwing.model.kernels import FixedNorms
 from lapwing.model.params import Params
-from lapwing.model.plan import Plan, PlanChanged
 from lapwing.model.rules import Call, RowsRule
+from lapwing.model.tape import Plan, PlanChanged
 
 BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
 SMALLER = 4  # how many times smaller than its gradients a result must be to be formed as soon as they arrive

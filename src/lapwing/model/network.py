@@ -44,9 +44,19 @@ from lapwing.model.forward import Recording, Values, agrees, push_forward
 from lapwing.model.kernels import FixedNorms, differentiable_kernels
 from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.params import Params
-from lapwing.model.plan import Plan, PlanChanged, dynamic_plan, source_of, unseen_names
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
-from lapwing.model.tape import Pass, Record, first_reached, parameters_behind, run
+from lapwing.model.tape import (
+    Pass,
+    Plan,
+    PlanChanged,
+    Record,
+    dynamic_plan,
+    first_reached,
+    parameters_behind,
+    run,
+    source_of,
+    unseen_names,
+)
 
 ROWS = 2**26  # bytes of gradients and rows in memory at a time, where products are computed from rows
 FEW = 4  # samples that are run without the others of their batch
@@ -88,7 +98,7 @@ class Roles:
                 share(t)
 
     def _find_out(self, inputs: Inputs, run: Forward, doubtful: list[Path]) -> None:
-        """Run a few samples with every doubtful tensor cut, with one of them whole, with all of them whole."""
+        """Run a few samples with every doubtful tensor cut into samples, with one of them whole, and with all whole."""
         n = batch_size(inputs)
         try:
             whole = run(inputs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel, brief, nearest, require_whole
-from lapwing.linalg.layout import Places, Run
+from lapwing.linalg.blocks import Places, Run
 
 Selection = str | Iterable[str] | Callable[[str, Tensor], bool]
 View = Callable[[Tensor], Tensor]
@@ -177,7 +177,11 @@ def subnetwork(
     mask of that length. Vectors and matrices of the posterior are in the order of the positions. A tensor of positions
     or a mask is also accepted as `select=` itself.
 
-        lapwing.subnetwork(indices=[0, 5, 11])
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure="full", select=lapwing.subnetwork(20))
+        >>> la.posterior.covariance().shape
+        torch.Size([20, 20])
+        >>> three = lapwing.subnetwork(indices=[0, 5, 11])
     """
     if indices is not None:
         if k is not None:

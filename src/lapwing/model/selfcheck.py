@@ -32,8 +32,9 @@ from lapwing.model.calls import (
 )
 from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.params import Params
-from lapwing.model.plan import (
+from lapwing.model.tape import (
     AMBIGUOUS,
+    Pass,
     Plan,
     PlanChanged,
     Step,
@@ -42,9 +43,9 @@ from lapwing.model.plan import (
     make_plan,
     raised,
     read_steps,
+    run,
     unseen_names,
 )
-from lapwing.model.tape import Pass, run
 
 BATCHED_SAMPLE = 2**14  # gradients per sample, over all directions and layers, up to which directions share a pass
 CHECK_SAMPLES = 4

@@ -1,14 +1,16 @@
-"""The tape: one forward pass that writes down every operation in which a selected parameter meets data.
+"""The tape, a forward pass that writes down where selected parameters meet data, and the plan by which it is read.
 
 A `TorchFunctionMode` sees operations, not modules, so functional code, raw parameters, tied weights and modules called
-twice need nothing special. Nothing is attached to the user's module.
+twice need nothing special. Nothing is attached to the user's module. The plan says how each record of the tape becomes
+rows, and which parameters form a block; it is made once, from a few samples of the first batch together and one alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -16,13 +18,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lapwing.errors import UnsupportedModel
-from lapwing.model.calls import Inputs, call, output_tensor, tensors_in
+from lapwing.linalg import Layout, Places
+from lapwing.model.calls import Inputs, call, close, output_tensor, tensors_in
 from lapwing.model.kernels import WRITTEN_OUT, fixed_batch_norm
+from lapwing.model.params import Params, orders, places_of
+from lapwing.model.rules import RULES, Call, MatrixRule, Rule, Samples
 
 SHUFFLING = ("nonzero", "argwhere", "where", "masked_select", "unique", "unique_consecutive", "_pack_padded_sequence")
 READING = ("index_select", "gather", "take", "take_along_dim", "repeat_interleave")
 WRITING = ("index_add", "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_")
 INPLACE_ADDITIONS = ("add_", "sub_", "__iadd__", "__isub__")
+Method = Literal["rule", "generic", "loop"]
+AMBIGUOUS = "samples and positions cannot be told apart by their values"
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,12 +203,6 @@ def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterato
         stack.extend(child for child, _ in at.next_functions)
 
 
-def unseen_parameters(finished: Pass) -> list[Tensor]:
-    """Return the leaves that reach the outputs without a record on the way: uses that the tape did not see."""
-    met = _met(finished, lambda _: True, (finished.outputs.grad_fn,))
-    return [node.variable for node, record in met if record is None and hasattr(node, "variable")]
-
-
 def first_reached(
     finished: Pass, through: Callable[[Record], bool] = lambda _: False, start: tuple[Any, ...] | None = None
 ) -> list[Record]:
@@ -230,3 +231,372 @@ def _met(
             stack.extend(child for child, _ in node.next_functions)
         elif through(record):
             stack.extend(record.upstream)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where a weight in a record comes from: a parameter, its transpose, or a tensor computed from parameters."""
+
+    names: tuple[str, ...]
+    direct: bool
+    transposed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """How one record is read: by its rule, by replaying its call per sample, or not at all (a loop over samples)."""
+
+    func: Callable
+    method: Method
+    out: Samples | None
+    args: tuple[Samples | None, ...]
+    sources: tuple[Source, ...]  # one per live tensor
+    reason: str = ""
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for source in self.sources for name in source.names)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Parameters that share one block of the curvature: a weight matrix with its bias, or a few small tensors.
+
+    The rows of a "matrix" block are Σ_t left ⊗ right of shape (q, o, i); those of a "rows" block are written out; the
+    parameters of an "unused" block do not reach the outputs.
+    """
+
+    names: tuple[str, ...]
+    kind: Literal["matrix", "rows", "unused"]
+    places: Places  # positions in the whole flat vector, in the order of the block's own vector
+    shape: tuple[int, int, int] | None = None
+    bias: bool = False
+    uses: tuple[tuple[int, bool], ...] = ()  # (record, swapped): with the roles of left and right exchanged
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+
+class PlanChanged(Exception):
+    """Raised when a later batch runs other operations, so that parameters would fall into other blocks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How the tape of a network is read.
+
+    A `dynamic` plan does without the tape, because the operations depend on the data (routing, early exits): every row
+    comes from a loop over samples.
+    """
+
+    steps: tuple[Step, ...]
+    blocks: tuple[Block, ...]
+    looped: tuple[str, ...]  # parameters whose rows come from a loop over samples
+    batched: bool = False  # whether several directions may share one backward pass
+    distinct: int = 0  # different samples that it was made from: one alone does not show how a batch is laid out
+    notes: tuple[str, ...] = ()
+    dynamic: bool = False
+    width: int = 0  # numbers per sample that one direction brings to all records
+    kept: int = 0  # numbers per sample and direction that stay in memory after a pass
+    graph: int = 0  # bytes per sample that a forward pass keeps for its backward pass
+    reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
+    joined: bool = False  # whether a backward pass to the records may go on to the weights
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(sum(b.size for b in self.blocks), [b.places for b in self.blocks])
+
+    @cached_property
+    def named(self) -> dict[tuple[str, ...], Block]:
+        """The blocks by the names of their parameters."""
+        return {block.names: block for block in self.blocks}
+
+    def under_way(self, directions: int) -> int:
+        """Return the numbers per sample in memory during the last of so many passes, whose results are kept."""
+        return max(directions, 1) * self.kept + self.width - self.kept
+
+    @property
+    def signature(self) -> str:
+        """A text that is equal for plans whose sums over data can be added."""
+        return f"{self.dynamic}|" + "|".join(f"{b.kind} {b.shape} {' '.join(b.names)}" for b in self.blocks)
+
+    def matches(self, records: tuple[Record, ...], n: int, names: dict[int, str]) -> bool:
+        """Whether this plan can read a later pass of n samples: it has the same operations on the same weights."""
+        return len(records) == len(self.steps) and all(
+            record.func == step.func
+            and len(record.tensors) == len(step.args)
+            and _same_sources(record, step, names)
+            and (step.method == "loop" or _fits(record, step, n))
+            for record, step in zip(records, self.steps, strict=True)
+        )
+
+    def compatible(self, other: Plan) -> bool:
+        """Whether both plans divide the parameters into the same blocks."""
+        return len(self.blocks) == len(other.blocks) and all(
+            a.names == b.names
+            and (a.kind, a.shape, a.bias) == (b.kind, b.shape, b.bias)
+            and {s for _, s in a.uses} == {s for _, s in b.uses}
+            and a.places.same_as(b.places)
+            for a, b in zip(self.blocks, other.blocks, strict=True)
+        )
+
+
+def _fits(record: Record, step: Step, n: int) -> bool:
+    pairs = [(step.out, record.out), *zip(step.args, record.tensors, strict=True)]
+    fits = step.out is not None and all(held is None or held.fits(t.shape, n) for held, t in pairs)
+    return fits and not record.shuffled and not record.touched()
+
+
+def _same_sources(record: Record, step: Step, names: dict[int, str]) -> bool:
+    if len(record.live) != len(step.sources):
+        return False
+    for j, source in zip(record.live, step.sources, strict=True):
+        found = source_of(record.tensors[j], names)
+        # a parameter expanded over a batch of one looks like the parameter itself; the plan knows better
+        if found.names != source.names or (
+            source.direct and not (found.direct and found.transposed == source.transposed)
+        ):
+            return False
+    return True
+
+
+def dynamic_plan(params: Params, note: str) -> Plan:
+    """Return a plan that reads every parameter by a loop over samples, with one block per module."""
+    groups = _row_groups((), params, set(params.names), set())
+    blocks = tuple(Block(group, "rows", places_of(params, group)) for group in groups)
+    return Plan((), blocks, params.names, distinct=1 << 30, notes=(note,), dynamic=True)
+
+
+def bind(record: Record) -> tuple[Rule, Call] | None:
+    """Return the rule for a record and its arguments by role, or None where no rule applies."""
+    rule = RULES.get(record.func)
+    if rule is None:
+        return None
+    try:
+        call = rule.bind(*record.args, **record.kwargs)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # not the signature, but something inside
+        return None
+    live = {id(record.tensors[k]) for k in record.live}
+    if call is not None and id(call.data) in live and call.swapped is not None:
+        call = call.swapped
+    if call is None or any(id(t) in live for t in call.inputs) or call.weight is call.bias:
+        return None
+    roles = {id(t) for t in (call.weight, call.bias) if t is not None}
+    return (rule, call) if live <= roles else None
+
+
+def source_of(tensor: Tensor, names: dict[int, str]) -> Source:
+    """Find out where a weight comes from. `names` maps id(parameter) to its name."""
+    if id(tensor) in names:
+        return Source((names[id(tensor)],), direct=True)
+    base = tensor._base
+    if base is not None and id(base) in names and tensor.storage_offset() == base.storage_offset():
+        if tensor.shape == base.shape and tensor.stride() == base.stride():
+            return Source((names[id(base)],), direct=True)
+        if base.ndim == 2 and tensor.shape == base.T.shape and tensor.stride() == base.T.stride():
+            return Source((names[id(base)],), direct=True, transposed=True)
+    behind = {id(leaf) for leaf in parameters_behind(tensor.grad_fn)}
+    return Source(tuple(names[k] for k in names if k in behind), direct=False)
+
+
+def read_steps(whole: Pass, single: Pass, n: int, which: int, names: dict[int, str], rtol: float) -> tuple[Step, ...]:
+    """Find the sample axes of every record and choose how it is read."""
+    steps = []
+    for record, alone in zip(whole.records, single.records, strict=True):
+        sources = tuple(source_of(record.tensors[j], names) for j in record.live)
+        steps.append(_read(record, alone, sources, n, which, rtol))
+    return tuple(steps)
+
+
+def aligned(whole: Pass, single: Pass) -> bool:
+    """Whether the batch and one sample alone run the same operations."""
+    return len(whole.records) == len(single.records) and all(
+        a.func == b.func and len(a.tensors) == len(b.tensors) and a.live == b.live
+        for a, b in zip(whole.records, single.records, strict=True)
+    )
+
+
+def _read(record: Record, alone: Record, sources: tuple[Source, ...], n: int, which: int, rtol: float) -> Step:
+    none = (None,) * len(record.tensors)
+    if record.shuffled:
+        return Step(record.func, "loop", None, none, sources, "data decide which rows it sees")
+    try:
+        out = locate(record.out, alone.out, n, which, rtol)
+        args = tuple(
+            None if j == 0 and record.inplace else locate(a, b, n, which, rtol)
+            for j, (a, b) in enumerate(zip(record.tensors, alone.tensors, strict=True))
+        )
+    except LookupError as error:
+        return Step(record.func, "loop", None, none, sources, str(error))
+    if out is None:
+        return Step(record.func, "loop", None, none, sources, "its output has no sample axis")
+    if record.touched():
+        return Step(record.func, "loop", out, args, sources, "an argument is overwritten later")
+    reason = ""
+    try:
+        if _ruled(record, out, args):
+            return Step(record.func, "rule", out, args, sources)
+    except Exception as error:
+        reason = f"its rule {raised(error)}"
+    if record.inplace:
+        return Step(record.func, "loop", out, args, sources, "it works in place")
+    return Step(record.func, "generic", out, args, sources, reason)
+
+
+def _ruled(record: Record, out: Samples, args: tuple[Samples | None, ...]) -> bool:
+    """Whether a rule reads a record: it takes the call, and every data tensor has samples where the output has them."""
+    bound = bind(record)
+    if bound is None:
+        return False
+    rule, call = bound
+    if len(call.inputs) > 1:
+        places = {id(t): held for t, held in zip(record.tensors, args, strict=True)}
+        held = [places.get(id(t)) for t in call.inputs]
+        if not all(h is not None and (h.axis, h.minor) == (out.axis, out.minor) for h in held):
+            return False
+    if isinstance(rule, MatrixRule) and call.weight is not None:
+        rule.view(call, call.weight)
+    return rule.accepts(call, out, record.out.ndim)
+
+
+def raised(error: Exception) -> str:
+    """Say that something raised an exception, with its type and message."""
+    return f"raised {type(error).__name__}: {error}"
+
+
+def locate(whole: Tensor, single: Tensor, n: int, which: int, rtol: float) -> Samples | None:
+    """Find the sample axis of a tensor from a batch of n and from sample `which` alone; None if there is none.
+
+    The axis is the one whose size grew by n; where it is flattened together with others, values tell whether samples
+    are the outer or the inner index. Raises `LookupError` when sizes fit but the values of the sample do not.
+    """
+    if whole.ndim != single.ndim:
+        raise LookupError("its number of dimensions depends on the batch")
+    changed = [d for d in range(whole.ndim) if whole.shape[d] != single.shape[d]]
+    if not changed:
+        return None
+    if len(changed) > 1 or whole.shape[changed[0]] != n * single.shape[changed[0]]:
+        raise LookupError(f"its shape goes from {tuple(single.shape)} for one sample to {tuple(whole.shape)} for {n}")
+    axis = changed[0]
+    one = single.shape[axis] == 1
+    layouts = [Samples(axis, told=False)] if one else [Samples(axis), Samples(axis, minor=True)]
+    fitting = [layout for layout in layouts if close(layout.first(whole, n)[which], single, rtol)]
+    if not fitting:
+        raise LookupError("its value for a sample depends on the other samples of the batch")
+    if len(fitting) > 1:
+        raise LookupError(AMBIGUOUS)
+    return fitting[0]
+
+
+def make_plan(
+    whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str], notes: tuple[str, ...], batched: bool
+) -> Plan:
+    """Group the selected parameters into blocks."""
+    looped = set(looped)
+    for step in steps:
+        if step.method == "loop":
+            looped |= step.names
+    blocks: list[Block] = []
+    matrices = _matrix_blocks(whole, steps, params, looped)
+    placed = {name for block in matrices for name in block.names}
+    blocks.extend(matrices)
+    used = {name for step in steps for name in step.names}
+    for group in _row_groups(steps, params, looped, placed):
+        kind: Literal["rows", "unused"] = "rows" if any(name in used or name in looped for name in group) else "unused"
+        blocks.append(Block(group, kind, places_of(params, group)))
+    order = {name: k for k, name in enumerate(params.names)}
+    blocks.sort(key=lambda b: min(order[name] for name in b.names))
+    return Plan(steps, tuple(blocks), tuple(name for name in params.names if name in looped), batched, notes=notes)
+
+
+def _matrix_blocks(whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str]) -> list[Block]:
+    uses: dict[str, list[tuple[int, str, Source]]] = {name: [] for name in params.names}
+    biases: dict[int, str] = {}  # record -> the selected parameter that is its bias
+    for k, (record, step) in enumerate(zip(whole.records, steps, strict=True)):
+        bound = bind(record) if step.method == "rule" else None
+        for j, source in zip(record.live, step.sources, strict=True):
+            role = "other"
+            if bound is not None and source.direct and isinstance(bound[0], MatrixRule):
+                role = "weight" if record.tensors[j] is bound[1].weight else "bias"
+            if role == "bias":
+                biases[k] = source.names[0]
+            for name in source.names:
+                uses[name].append((k, role, source))
+    blocks = []
+    for name, found in uses.items():
+        if found and name not in looped and all(role == "weight" for _, role, _ in found):
+            block = _matrix_block(name, found, uses, biases, whole, params, looped)
+            if block is not None:
+                blocks.append(block)
+    return blocks
+
+
+def _matrix_block(
+    name: str, found: list, uses: dict, biases: dict[int, str], whole: Pass, params: Params, looped: set[str]
+) -> Block | None:
+    """Return the block of one weight matrix, with its bias if every operation that uses one uses both."""
+    views = [_view(whole.records[k], source.transposed) for k, _, source in found]
+    seen = orders(params, name, views)
+    first = seen[0]
+    swaps = []
+    for order in seen:
+        if order.same_as(first):
+            swaps.append(False)
+        elif first.shape[0] == 1 and order.swapped().same_as(first):
+            swaps.append(True)
+        else:
+            return None
+    records = {k for k, _, _ in found}
+    mates = {biases.get(k) for k in records}
+    bias = mates.pop() if len(mates) == 1 and not any(swaps) else None
+    if bias is not None and (
+        bias in looped or {k for k, _, _ in uses[bias]} != records or len(uses[bias]) != len(found)
+    ):
+        bias = None
+    names: tuple[str, ...] = (name,)
+    q, o, i = first.shape
+    if bias is not None:
+        i, names = i + 1, (name, bias)
+    placed = tuple((k, swapped) for (k, _, _), swapped in zip(found, swaps, strict=True))
+    return Block(names, "matrix", first.places(params, name, bias), (q, o, i), bias is not None, placed)
+
+
+def _view(record: Record, transposed: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function by which a record's rule reshapes its weight."""
+    rule, call = bind(record)  # type: ignore[misc]
+    assert isinstance(rule, MatrixRule)
+    return lambda weight: rule.view(call, weight.T if transposed else weight)
+
+
+def _row_groups(steps: tuple[Step, ...], params: Params, looped: set[str], placed: set[str]) -> list[tuple[str, ...]]:
+    """Group the parameters with explicit rows: together if they meet in one operation or one looped module."""
+    rest = [name for name in params.names if name not in placed]
+    leader = {name: name for name in rest}
+
+    def find(name: str) -> str:
+        while leader[name] != name:
+            name = leader[name]
+        return name
+
+    def join(group: list[str]) -> None:
+        for other in group[1:]:
+            leader[find(other)] = find(group[0])
+
+    for step in steps:
+        join([name for name in rest if name in step.names])
+    for prefix in {name.rpartition(".")[0] for name in looped}:
+        join([name for name in rest if name in looped and name.rpartition(".")[0] == prefix])
+    groups: dict[str, list[str]] = {}
+    for name in rest:
+        groups.setdefault(find(name), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def unseen_names(finished: Pass, names: dict[int, str]) -> set[str]:
+    """Return the selected parameters that reach the outputs without a record on the way: uses that the tape missed."""
+    met = _met(finished, lambda _: True, (finished.outputs.grad_fn,))
+    leaves = (node.variable for node, record in met if record is None and hasattr(node, "variable"))
+    return {names[id(leaf)] for leaf in leaves if id(leaf) in names}

@@ -29,14 +29,7 @@ from torch import Tensor, nn
 from lapwing.errors import UnsupportedModel, brief
 from lapwing.model.calls import Inputs, batch_size, call, close, map_tensors, output_tensor, take, tensors_in
 from lapwing.model.copies import ATOMIC, borrowed, written_by_forward
-from lapwing.model.params import (
-    WRAPPERS,
-    Params,
-    active_adapters,
-    adapter_containers,
-    adapter_names,
-    without_wrappers,
-)
+from lapwing.model.params import WRAPPERS, Params, active_adapters, adapter_containers, adapter_names, without_wrappers
 
 WHOLE = 2**28  # bytes of a module up to which a look before each prediction reads all of them
 DEPTH = 6  # how deep a description follows objects into each other

@@ -44,8 +44,9 @@ def entropies(
     `inside` maps model names to scores (N,); `outside` maps model names to {data set: scores}. Well separated
     histograms are what out-of-distribution detection needs.
 
-    Example:
-        >>> plots.entropies({"Laplace": la.predict(x_test).entropy}, {"Laplace": {"noise": la.predict(noise).entropy}})
+    Examples:
+        >>> inside, outside = la.predict(x).entropy, la.predict(noise).entropy
+        >>> plots.entropies({"Laplace": inside}, {"Laplace": {"noise": outside}}).savefig("entropies.png")
     """
     everything = [s for scores in outside.values() for s in scores.values()] + list(inside.values())
     low, high = min(float(s.min()) for s in everything), max(float(s.max()) for s in everything)
@@ -80,8 +81,9 @@ def separation(
     The two cannot hide each other, whatever they share. The vertical axis grows like a root, so that few items among
     many are still seen.
 
-    Example:
-        >>> plots.separation(la.predict(x_test).novelty, la.predict(x_other).novelty, label="novelty")
+    Examples:
+        >>> inside, outside = la.predict(x).novelty, la.predict(noise).novelty
+        >>> plots.separation(inside, outside, label="novelty").savefig("separation.png")
     """
     one_side, other_side = row(inside), row(outside)
     area = metrics.auroc(one_side, other_side)
@@ -105,17 +107,16 @@ def separation(
         return figure
 
 
-def roc(
-    inside: Mapping[str, Tensor] | Tensor, outside: Mapping[str, Tensor] | Tensor, *, title: str = ""
-) -> Figure:
+def roc(inside: Mapping[str, Tensor] | Tensor, outside: Mapping[str, Tensor] | Tensor, *, title: str = "") -> Figure:
     """Plot the share of outside items found against the share of test items flagged by mistake, one line per score.
 
     Both map the name of a score to its values, which grow with strangeness, or are the values of one score; the area
     under a line is the AUROC, which stands in the legend.
 
-    Example:
-        >>> p, q = la.predict(x_test), la.predict(x_other)
-        >>> plots.roc({"entropy": p.entropy, "novelty": p.novelty}, {"entropy": q.entropy, "novelty": q.novelty})
+    Examples:
+        >>> p, q = la.predict(x), la.predict(noise)
+        >>> inside, outside = {"entropy": p.entropy, "novelty": p.novelty}, {"entropy": q.entropy, "novelty": q.novelty}
+        >>> plots.roc(inside, outside).savefig("roc.png")
     """
     if isinstance(inside, Tensor) and isinstance(outside, Tensor):
         inside, outside = {"score": inside}, {"score": outside}
@@ -156,8 +157,9 @@ def scores(
 
     `areas` maps models to {score: (value, low, high)}, as `Report.interval` gives them.
 
-    Example:
-        >>> plots.scores({"MAP": {"entropy": (0.93, 0.91, 0.95)}, "Laplace": {"novelty": (0.95, 0.93, 0.96)}})
+    Examples:
+        >>> areas = {"MAP": {"entropy": (0.93, 0.91, 0.95)}, "Laplace": {"novelty": (0.95, 0.93, 0.96)}}
+        >>> plots.scores(areas).savefig("scores.png")
     """
     lines = [(model, name, k) for k, (model, found) in enumerate(areas.items()) for name in found]
     if not lines:
@@ -185,8 +187,8 @@ def ecdf(curves: Mapping[str, Tensor], label: str = "entropy") -> Figure:
 
     On out-of-distribution items a lower line, one that rises late, is better.
 
-    Example:
-        >>> plots.ecdf({"MAP": map_entropy, "Laplace": la.predict(x_other).entropy}).savefig("ecdf.png")
+    Examples:
+        >>> plots.ecdf({"Laplace": la.predict(noise).entropy}).savefig("ecdf.png")
     """
     with style():
         figure, axes = one()
@@ -210,8 +212,10 @@ def uncertain_images(
 
     `images` is (N, H, W), (N, 1, H, W) or (N, 3, H, W); each is stretched to its own range of gray or color.
 
-    Example:
-        >>> plots.uncertain_images(images, la.predict(images).entropy).savefig("uncertain.png")
+    Examples:
+        >>> classifier = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        >>> la = lapwing.fit(classifier, (images, y), "classification")
+        >>> plots.uncertain_images(images, la.predict(images).entropy, count=4).savefig("uncertain.png")
     """
     images = images.detach().float().cpu()
     images = images[:, None] if images.ndim == 3 else images

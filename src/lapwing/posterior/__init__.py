@@ -11,12 +11,6 @@ from lapwing.posterior.posterior import (
 from lapwing.posterior.prior import Prior, resolve_prior
 
 __all__ = [
-    "Belief",
-    "Posterior",
-    "Prior",
-    "Tempered",
-    "factored_precision",
-    "make_posterior",
-    "resolve_prior",
+    "Belief", "Posterior", "Prior", "Tempered", "factored_precision", "make_posterior", "resolve_prior",
     "resolve_temperature",
-]
+]  # fmt: skip

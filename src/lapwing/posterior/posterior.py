@@ -37,8 +37,10 @@ class Posterior:
 
     `increase` is what `make_posterior(repair=True)` had to add to the prior precision.
 
-        draws = la.posterior.sample(10)  # (10, P)
-        la.posterior.log_prob(draws)
+    Examples:
+        >>> draws = la.posterior.sample(10)
+        >>> la.posterior.log_prob(draws).shape
+        torch.Size([10])
     """
 
     __repr__ = brief
@@ -53,18 +55,33 @@ class Posterior:
 
     @property
     def size(self) -> int:
-        """P, the number of selected weights."""
+        """P, the number of selected weights.
+
+        Examples:
+            >>> la.posterior.size
+            131
+        """
         return self.precision.size
 
     @outside_autocast
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n weight vectors as rows, (n, P)."""
+        """Draw n weight vectors as rows, (n, P).
+
+        Examples:
+            >>> la.posterior.sample(10, torch.Generator().manual_seed(0)).shape
+            torch.Size([10, 131])
+        """
         require_generator(generator, self.mean.device)
         return self.mean + self.precision.sample(n, generator=generator)
 
     @outside_autocast
     def log_prob(self, theta: Tensor) -> Tensor:
-        """Return the log-density at weights (*batch, P), as (*batch)."""
+        """Return the log-density at weights (*batch, P), as (*batch).
+
+        Examples:
+            >>> la.posterior.log_prob(la.posterior.mean).shape
+            torch.Size([])
+        """
         offset = theta - self.mean
         distance = (offset * self.precision.matvec(offset)).sum(-1)
         return 0.5 * (self.precision.logdet() - distance - self.size * math.log(2 * math.pi))
@@ -72,12 +89,22 @@ class Posterior:
     @cached_property
     @outside_autocast
     def variance(self) -> Tensor:
-        """Marginal variances, (P,)."""
+        """Marginal variances, (P,).
+
+        Examples:
+            >>> la.posterior.variance.shape
+            torch.Size([131])
+        """
         return self.precision.inverse_diagonal()
 
     @outside_autocast
     def covariance(self, memory: int = DENSE_BYTES) -> Tensor:
-        """Return the dense covariance (P, P); `TooLarge` if it and a working copy need more than `memory` bytes."""
+        """Return the dense covariance (P, P); `TooLarge` if it and a working copy need more than `memory` bytes.
+
+        Examples:
+            >>> torch.allclose(la.posterior.covariance().diagonal(), la.posterior.variance)
+            True
+        """
         needed = 2 * self.size**2 * self.mean.element_size()
         if needed > memory:
             raise TooLarge(
@@ -140,12 +167,15 @@ def factored_precision(curvature: PSD, scale: float | Tensor, prior: PSD, *, spl
 
 @dataclass(frozen=True, eq=False)
 class Tempered:
-    """How often the data count: the posterior precision is T·H/φ + Π, or T·(H/φ + Π) with `prior=True`.
+    """A temperature T: the posterior precision is T·H/φ + Π, or T·(H/φ + Π) with `prior=True`.
 
-    T > 1 sharpens, T = 1 is Bayes, T → 0 is the prior. T is the same as a number of pseudo-observations per datum
-    (laplace-torch's temperature is 1/T). Generalized Laplace, Eq. 21–24; the fully tempered form is Eq. 3.
+    Each datum counts T times. T > 1 sharpens the posterior, T = 1 is Bayes, and T → 0 gives the prior
+    (laplace-torch's temperature is 1/T). These are Eqs. 21 to 24 of Chen, Yu, Li and Lim, "Generalized Laplace
+    Approximation"; with `prior=True` it is their Eq. 3.
 
-        lapwing.fit(model, data, "classification", temperature=Tempered(0.5, prior=True))
+    Examples:
+        >>> cold = lapwing.fit(model, train_loader, "classification", temperature=lapwing.Tempered(2.0, prior=True))
+        >>> warm = cold.replace(temperature=0.5)
     """
 
     T: float | Tensor = 1.0
@@ -160,12 +190,22 @@ class Tempered:
             raise BadData(f"temperature must be {'positive' if self.prior else 'at least 0'}, got {value.item()}")
 
     def likelihood_scale(self, dispersion: Tensor, power: int = 1) -> Tensor:
-        """Return T/φ^power, which multiplies the stored curvature, 0-d; gradients flow into T and φ."""
+        """Return T/φ^power, which multiplies the stored curvature, 0-d; gradients flow into T and φ.
+
+        Examples:
+            >>> float(lapwing.Tempered(0.5).likelihood_scale(torch.tensor(0.25)))
+            2.0
+        """
         return torch.as_tensor(self.T, dtype=dispersion.dtype, device=dispersion.device) / dispersion**power
 
     @property
     def prior_scale(self) -> float | Tensor:
-        """The factor of the prior precision: T if the prior is tempered, else 1."""
+        """The factor of the prior precision: T if the prior is tempered, else 1.
+
+        Examples:
+            >>> lapwing.Tempered(0.5).prior_scale, lapwing.Tempered(0.5, prior=True).prior_scale
+            (1.0, 0.5)
+        """
         return self.T if self.prior else 1.0
 
     @property
@@ -174,7 +214,12 @@ class Tempered:
 
     @property
     def is_bayes(self) -> bool:
-        """Whether T is 1, so that the evidence is that of the model itself."""
+        """Whether T is 1, so that the evidence is that of the model itself.
+
+        Examples:
+            >>> lapwing.Tempered(1.0).is_bayes
+            True
+        """
         return self._number == 1.0
 
     def __repr__(self) -> str:
@@ -199,8 +244,11 @@ class Belief:
     smallest increase of the prior precision that makes the posterior positive definite. Change one with
     `dataclasses.replace`; no data are read.
 
-        belief = Belief.of(la.curvature, 0.1, la.likelihood)
-        belief.posterior.variance
+    Examples:
+        >>> from lapwing.posterior import Belief
+        >>> belief = Belief.of(la.curvature, 0.1, la.likelihood)
+        >>> belief.posterior.variance.shape
+        torch.Size([131])
     """
 
     __repr__ = brief
@@ -259,12 +307,12 @@ class Belief:
     @property
     def scale(self) -> Tensor:
         """T/φ^k, which multiplies the stored curvature; 0-d, gradients flow into T and φ."""
-        return self.temperature.likelihood_scale(self.likelihood.common_factor, self.curvature.dispersion_power)
+        return self.temperature.likelihood_scale(self.likelihood.common_factor, self.curvature.factor.dispersion_power)
 
     @property
     def power(self) -> int:
         """The power k of a learned dispersion in `scale`: 0 where the curvature stays as it was at the fit."""
-        return self.curvature.dispersion_power if self.likelihood.scales_curvature else 0
+        return self.curvature.factor.dispersion_power if self.likelihood.scales_curvature else 0
 
     @property
     def split(self) -> float | None:

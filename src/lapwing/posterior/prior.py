@@ -25,7 +25,9 @@ class Prior:
     parameter holds); a flat tensor with one value per weight; or a `PSD` such as the precision of another posterior.
     `mean` is a scalar or a flat tensor. Tensors that require gradients keep them through `resolve`.
 
-        la = lapwing.fit(model, loader, "classification", prior=lapwing.Prior({"*.bias": 0.1, "*": 10.0}))
+    Examples:
+        >>> prior = lapwing.Prior({"*.bias": 0.1, "*": 10.0})
+        >>> la = lapwing.fit(model, train_loader, "classification", prior=prior)
     """
 
     precision: Precision = 1.0
@@ -47,6 +49,10 @@ class Prior:
         Where ℓ is a negative log-likelihood (cross-entropy, Poisson, …) the sum over data gives τ = n·decay. The mean
         squared error of K `outputs` is (2σ²/K) times a Gaussian's with standard deviation `noise` = σ, so that
         τ = n·K·decay/(2σ²): pass both. AdamW, dropout and label smoothing have no exact τ.
+
+        Examples:
+            >>> lapwing.Prior.from_weight_decay(5e-4, 120).precision  # of a cross-entropy, averaged over 120 data
+            0.06
         """
         if (outputs is None) != (noise is None):
             raise ValueError("the mean squared error needs both outputs= and noise=; cross-entropy needs neither")
@@ -66,8 +72,10 @@ class Prior:
         (`lapwing.linalg.eigenkronecker.add`), and the `neglected` of each block of `la.posterior.precision` says what
         share was dropped.
 
-            prior = Prior.from_posterior(lapwing.fit(model, monday, "classification").posterior)
-            lapwing.train(model, tuesday, "classification", prior=prior, structure="kron")
+        Examples:
+            >>> monday = lapwing.fit(model, train_loader, "classification", structure="full")
+            >>> prior = lapwing.Prior.from_posterior(monday)
+            >>> trained = lapwing.train(model, val_loader, "classification", prior=prior, structure="full", epochs=2)
         """
         found = getattr(posterior, "posterior", posterior)
         precision, mean = getattr(found, "precision", None), getattr(found, "mean", None)
@@ -79,7 +87,13 @@ class Prior:
     def per_block(
         cls, values: Sequence[Scalar] | Tensor, names: Sequence[Sequence[str]], mean: Scalar = 0.0
     ) -> "Prior":
-        """Give each block one precision; `names` holds the parameter names of each block (`curvature.names`)."""
+        """Give each block one precision; `names` holds the parameter names of each block (`curvature.names`).
+
+        Examples:
+            >>> precisions = torch.tensor([1.0, 10.0])  # of the first and the second layer
+            >>> prior = lapwing.Prior.per_block(precisions, [("0.weight", "0.bias"), ("2.weight", "2.bias")])
+            >>> narrow = la.replace(prior=prior)
+        """
         if len(values) != len(names):
             raise ValueError(f"{len(names)} blocks need as many precisions, got {len(values)}")
         return cls({name: value for value, block in zip(values, names, strict=True) for name in block}, mean)
@@ -100,8 +114,9 @@ class Prior:
         the name of the layer in the model. Its bias, if it has one, has the precisions units_k · `bias`. Structures
         take such a prior exactly, `kron` as the product diag(units) ⊗ diag(inputs); only `ekfac` refuses it.
 
-            prior = Prior.per_unit(model, "fc", units=[1.0] * 9 + [5.0])
-            lapwing.fit(model, data, "classification", structure="kron", select="last_layer", prior=prior)
+        Examples:
+            >>> prior = lapwing.Prior.per_unit(model, "2", units=[1.0, 1.0, 5.0])  # narrower for class 2
+            >>> la = lapwing.fit(model, train_loader, "classification", select="last_layer", prior=prior)
         """
         try:
             found = model.get_submodule(layer)

@@ -8,12 +8,6 @@ from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.sampled import SampledFunction
 
 __all__ = [
-    "ClassLaw",
-    "FunctionDistribution",
-    "GaussianFunction",
-    "MixtureFunction",
-    "Prediction",
-    "SampledFunction",
-    "predict_targets",
-    "register_link",
-]
+    "ClassLaw", "FunctionDistribution", "GaussianFunction", "MixtureFunction", "Prediction", "SampledFunction",
+    "predict_targets", "register_link",
+]  # fmt: skip

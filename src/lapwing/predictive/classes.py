@@ -72,7 +72,13 @@ class _Labels(Prediction):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassPrediction(_Labels):
-    """A prediction of classes, (B, *event): of every likelihood whose conditional is categorical."""
+    """A prediction of classes, (B, *event): of every likelihood whose conditional is categorical.
+
+    Examples:
+        >>> p = la.predict(x)
+        >>> p.probs.shape, p.label.shape, p.confidence.shape
+        (torch.Size([8, 3]), torch.Size([8]), torch.Size([8]))
+    """
 
     kind: ClassVar[str] = "classes"
     uncertainty_name: ClassVar[str] = "entropy"
@@ -85,22 +91,38 @@ class ClassPrediction(_Labels):
         average. Such a spread comes out small by chance, so that an item may be off by several times what is stated;
         on average over many items the estimate holds. `samples=` with a larger number makes both smaller. None where
         there is nothing to estimate it from: links without Monte Carlo, networks of an ensemble, one draw.
+
+        Examples:
+            >>> error = la.predict(x, link="mc", samples=1000).monte_carlo_error
         """
         return self._law.error
 
     @cached_property
     def probs(self) -> Tensor:
-        """(B, *event, C), the classes last wherever the network has them."""
+        """(B, *event, C), the classes last wherever the network has them.
+
+        Examples:
+            >>> la.predict(x).probs.sum(-1).round(decimals=3)
+            tensor([1., 1., 1., 1., 1., 1., 1., 1.])
+        """
         return self._law.probs
 
     @property
     def label(self) -> Tensor:
-        """The most probable class, (B, *event)."""
+        """The most probable class, (B, *event).
+
+        Examples:
+            >>> accuracy = (la.predict(x).label == y).float().mean()
+        """
         return self._law.probs.argmax(-1)
 
     @property
     def confidence(self) -> Tensor:
-        """The probability of `label`."""
+        """The probability of `label`.
+
+        Examples:
+            >>> sure = la.predict(x).confidence > 0.95
+        """
         return self.probs.amax(-1)
 
     @cached_property
@@ -126,7 +148,11 @@ class ClassPrediction(_Labels):
         return torch.special.entr(self.probs).sum(-1)
 
     def scores(self, y: Tensor) -> dict[str, Tensor]:
-        """Return log_prob, confidence, whether the label is correct, Brier score and entropy, each (B, *event)."""
+        """Return log_prob, confidence, whether the label is correct, Brier score and entropy, each (B, *event).
+
+        Examples:
+            >>> brier = la.predict(x).scores(y)["brier"].mean()
+        """
         probs, soft = self.probs, y
         if y.shape != probs.shape:  # an ignored index becomes some class, and the caller leaves the item out
             soft = torch.nn.functional.one_hot(y.clamp(0, probs.shape[-1] - 1), probs.shape[-1])
@@ -146,6 +172,12 @@ class LabelPrediction(_Labels):
     """A prediction of binary labels: `probs`, `label` and `confidence` have the shape of y.
 
     Several labels have an entropy and a split each, (B, *event, K); a single logit has those of its item, (B, *event).
+
+    Examples:
+        >>> labels = torch.stack([y == 0, y == 1, y == 2], -1).float()
+        >>> p = lapwing.fit(model, (x, labels), "binary").predict(x)
+        >>> p.probs.shape, p.label.shape
+        (torch.Size([8, 3]), torch.Size([8, 3]))
     """
 
     kind: ClassVar[str] = "labels"
@@ -153,17 +185,37 @@ class LabelPrediction(_Labels):
 
     @cached_property
     def probs(self) -> Tensor:
-        """p(label = 1)."""
+        """p(label = 1).
+
+        Examples:
+            >>> labels = torch.stack([y == 0, y == 1, y == 2], -1).float()
+            >>> p = lapwing.fit(model, (x, labels), "binary").predict(x)
+            >>> p.probs.shape  # of the label 1
+            torch.Size([8, 3])
+        """
         return self._outside(self._law.log_probs[..., 1].exp())
 
     @property
     def label(self) -> Tensor:
-        """0 or 1, the more probable."""
+        """0 or 1, the more probable.
+
+        Examples:
+            >>> labels = torch.stack([y == 0, y == 1, y == 2], -1).float()
+            >>> p = lapwing.fit(model, (x, labels), "binary").predict(x)
+            >>> accuracy = (p.label == labels).float().mean()
+        """
         return self._outside(self._law.log_probs.argmax(-1))
 
     @property
     def confidence(self) -> Tensor:
-        """The probability of `label`."""
+        """The probability of `label`.
+
+        Examples:
+            >>> labels = torch.stack([y == 0, y == 1, y == 2], -1).float()
+            >>> p = lapwing.fit(model, (x, labels), "binary").predict(x)
+            >>> bool((p.confidence >= 0.5).all())
+            True
+        """
         return self._outside(self._law.log_probs.amax(-1).exp())
 
     @cached_property
@@ -179,7 +231,14 @@ class LabelPrediction(_Labels):
         return values[..., 0] if self._event_shape == (1,) else values
 
     def log_prob_of_targets(self, y: Any) -> Tensor:
-        """Return log p of several labels together by Monte Carlo, since they share f; Σ q log p for soft labels."""
+        """Return log p of several labels together by Monte Carlo, since they share f; Σ q log p for soft labels.
+
+        Examples:
+            >>> labels = torch.stack([y == 0, y == 1, y == 2], -1).float()
+            >>> p = lapwing.fit(model, (x, labels), "binary").predict(x)
+            >>> p.log_prob_of_targets(labels).shape
+            torch.Size([8])
+        """
         y = self.likelihood.targets(self.function.mean, y)
         if self._event_shape.numel() > 1 and bool(((y == 0) | (y == 1)).all()):
             return self._mixture_log_prob(y)
@@ -193,7 +252,14 @@ class LabelPrediction(_Labels):
         return entropies.flatten(1).sum(-1) if entropies.ndim > 1 else entropies
 
     def scores(self, y: Tensor) -> dict[str, Tensor]:
-        """Return log_prob per item, and the scores of a class per label, each a choice between two classes."""
+        """Return log_prob per item, and the scores of a class per label, each a choice between two classes.
+
+        Examples:
+            >>> labels = torch.stack([y == 0, y == 1, y == 2], -1).float()
+            >>> p = lapwing.fit(model, (x, labels), "binary").predict(x)
+            >>> p.scores(labels)["brier"].shape
+            torch.Size([8, 3])
+        """
         p = self.mean
         return {"log_prob": self.log_prob_of_targets(y), **_label_scores(_both(p), _both(y.reshape(p.shape).to(p)))}
 

@@ -77,7 +77,9 @@ class Distilled:
 
     `distances` says how far it is from the posterior on held-out inputs ("held out") and on those given as `ood=`.
 
-        fast = la.distill(train_loader);  print(fast.summary());  fast.predict(x).probs
+    Examples:
+        >>> fast = la.distill(train_loader, epochs=0)
+        >>> print(fast.summary())
     """
 
     layer: DistilledLayer
@@ -92,7 +94,12 @@ class Distilled:
     def predict(
         self, x: Inputs, *, link: str = "auto", samples: int | None = None, generator: torch.Generator | None = None
     ) -> Prediction:
-        """Return the predictive distribution at inputs x, as `Laplace.predict` does, in about one forward pass."""
+        """Return the predictive distribution at inputs x, as `Laplace.predict` does, in about one forward pass.
+
+        Examples:
+            >>> la.distill(train_loader, epochs=0).predict(x).probs.shape
+            torch.Size([8, 3])
+        """
         args, kwargs = arguments(self._inputs(x))
         with torch.no_grad():
             f, spread = self.layer(*args, **kwargs)
@@ -109,7 +116,9 @@ class Distilled:
     def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
         """Return predictions as a plain `nn.Module`, as `Laplace.predictor` does for a last layer.
 
-        fast.predictor("probs", "epistemic")(x)["probs"]
+        Examples:
+            >>> fast = la.distill(train_loader, epochs=0)
+            >>> probs = fast.predictor("probs", "epistemic")(x)["probs"]
         """
         names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
         if "novelty" in names:
@@ -131,14 +140,17 @@ class Distilled:
 
         The file needs neither Lapwing nor the network's class to run. `example` is an input of at least two items.
 
-            fast.export("model.onnx", x[:2])
+        Examples:
+            >>> fast = la.distill(train_loader, epochs=0)
+            >>> fast.export("fast.pt2", x[:2])
         """
         export(self.predictor(*outputs, samples=samples), path, example)
 
     def save(self, path: str | Path) -> None:
         """Write one file (safetensors), atomically; `Distilled.load(path, model)` reads it for the same network.
 
-        fast.save("fast.lapwing")
+        Examples:
+            >>> la.distill(train_loader, epochs=0).save("fast.lapwing")
         """
         network, head = self.layer.network, self.layer.head
         header = {
@@ -159,7 +171,9 @@ class Distilled:
 
         `likelihood` is needed for a likelihood of your own that is not registered.
 
-            fast = lapwing.Distilled.load("fast.lapwing", model)
+        Examples:
+            >>> la.distill(train_loader, epochs=0).save("fast.lapwing")
+            >>> fast = lapwing.Distilled.load("fast.lapwing", model)
         """
         path, module = Path(path), unwrap(model)
         tensors, header = read_file(path)
@@ -184,7 +198,11 @@ class Distilled:
             )
 
     def summary(self) -> str:
-        """Return a text: how far this predictor is from its teacher, one line per set of inputs."""
+        """Return a text that says how far this predictor is from its posterior, one line per set of inputs.
+
+        Examples:
+            >>> text = la.distill(train_loader, epochs=0, ood={"noise": noise}).summary()
+        """
         return "\n".join(f"{name}: {distance}" for name, distance in self.distances.items())
 
     def _inputs(self, x: Inputs) -> Inputs:
@@ -318,7 +336,7 @@ def perturbed(inputs: Inputs, generator: torch.Generator) -> list[Inputs]:
 
 
 def _measured(found: Distilled, teacher: Teacher, held: list[Inputs], ood: Mapping[str, list[Inputs]]) -> Distilled:
-    """The same predictor with its distances."""
+    """Return the predictor with its distances filled in."""
     distances: dict[str, Distance] = {}
     inside: tuple[Tensor, Tensor] | None = None
     for name, parts in {"held out": held, **ood}.items():

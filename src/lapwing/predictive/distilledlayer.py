@@ -119,7 +119,7 @@ class EnergyNetwork(nn.Module):
         return self._wanted
 
     def _look(self, example: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Choose the calls whose energies belong to samples: alone and in a batch they must be the same."""
+        """Choose the calls whose energies belong to one sample each: they must be the same alone and in a batch."""
         n = batch_size(example)
         few = max(1, n // 2)
         with torch.no_grad():

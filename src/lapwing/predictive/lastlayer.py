@@ -304,7 +304,7 @@ class LastLayer(nn.Module):
         self._features = features
 
     def under(self, precision: PSD, memory: int) -> LastLayer:
-        """The same under another precision, without the network: for `function` and `information` alone."""
+        """Return the layer under another precision, without the network: for `function` and `information` only."""
         root = root_of(precision, self._features, memory)
         if root is None:
             raise UnsupportedOperation("the covariance of the outputs under this precision has no short form")
@@ -321,7 +321,7 @@ class LastLayer(nn.Module):
         return found[0], found[1].to(self.root.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The same at the arguments that the network takes; those that take another way are refused."""
+        """Return f and the inputs of the last layer at the network's arguments; refuse inputs on another path."""
         f, a = self._features.run(*args, **kwargs)
         return f, a.to(self.root.dtype)
 

@@ -125,8 +125,8 @@ def choose_link(link: str, function: FunctionDistribution, likelihood: Likelihoo
     others = [name for name, (_, when) in LINKS.items() if name not in likelihood.links and when(function, likelihood)]
     if link not in others:
         raise UnsupportedOperation(
-            f'link="{link}" is not possible for {type(likelihood).__name__} with {function.mean.shape[-1]} outputs and '
-            f'{type(function).__name__}: use "auto", {", ".join(repr(name) for name in (*own, *others))}'
+            f'link="{link}" is not possible here, for {type(likelihood).__name__} with {function.mean.shape[-1]} '
+            f"outputs: use 'auto', {', '.join(repr(name) for name in (*own, *others))}"
             f"{nearest(link, ('auto', *own, *others)) or '.'}"
         )
     return link

@@ -24,16 +24,13 @@ class MixtureFunction(FunctionDistribution):
 
     parts: tuple[FunctionDistribution, ...]
     weights: Tensor
+    has_covariance = False
 
     def __init__(self, parts: Sequence[FunctionDistribution], weights: Tensor | None = None) -> None:
         like = parts[0].mean
         weights = like.new_ones(len(parts)) if weights is None else weights.to(like)
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "weights", weights / weights.sum())
-
-    @property
-    def has_covariance(self) -> bool:
-        return False
 
     @property
     def needs_network(self) -> bool:
@@ -106,9 +103,12 @@ class Mixture:
     densities by weight, uncertainties by the laws of total entropy and of total variance, so that disagreement between
     members counts as epistemic. Members have likelihoods of one family; each keeps its own noise.
 
-        mixture = Mixture([la1, la2, la3])
-        mixture.predict(x).probs
-        mixture.save("mixture.lapwing");  mixture = lapwing.load("mixture.lapwing", [model1, model2, model3])
+    Examples:
+        >>> import copy
+        >>> other = copy.deepcopy(model)  # in practice a network that was trained from another start
+        >>> mixture = lapwing.Mixture([la, lapwing.fit(other, train_loader, "classification")])
+        >>> mixture.predict(x).probs.shape
+        torch.Size([8, 3])
     """
 
     __repr__ = brief
@@ -136,7 +136,12 @@ class Mixture:
 
     @property
     def probabilities(self) -> Tensor:
-        """The weights w, (K,) float64, summing to one."""
+        """The weights w, (K,) float64, summing to one.
+
+        Examples:
+            >>> lapwing.Mixture([la, la.replace(prior=10.0)]).probabilities
+            tensor([0.5000, 0.5000], dtype=torch.float64)
+        """
         if isinstance(self.weights, Tensor):
             return self.weights.double() / self.weights.double().sum()
         if self.weights == "uniform":
@@ -149,11 +154,19 @@ class Mixture:
         return getattr(self.members[0], "network", None)
 
     def predict(self, x: Any, **options: Any) -> Prediction:
-        """Return the mixture of the members' predictions at x."""
+        """Return the mixture of the members' predictions at x.
+
+        Examples:
+            >>> p = lapwing.Mixture([la, la.replace(prior=10.0)]).predict(x, link="mc")
+        """
         return mix([member.predict(x, **options) for member in self.members], self.probabilities)
 
     def log_evidence(self) -> Tensor:
-        """Return log Σ_k w_k p(D|M_k): the evidence of the mixture, its weights as prior probabilities of members."""
+        """Return log Σ_k w_k p(D|M_k): the evidence of the mixture, its weights as prior probabilities of members.
+
+        Examples:
+            >>> evidence = lapwing.Mixture([la, la.replace(prior=10.0)]).log_evidence()
+        """
         if self.weights == "evidence":
             raise UnsupportedOperation("weights that come from the evidence are not a prior; use 'uniform' or a tensor")
         each = torch.stack([member.log_evidence() for member in self.members])
@@ -162,7 +175,10 @@ class Mixture:
     def save(self, path: str | Path) -> None:
         """Write all members into one file (safetensors), atomically; `lapwing.load(path, models)` reads it.
 
-        mixture.save("mixture.lapwing")
+        Examples:
+            >>> mixture = lapwing.Mixture([la, la.replace(prior=10.0)])
+            >>> mixture.save("mixture.lapwing")
+            >>> mixture = lapwing.load("mixture.lapwing", [model, model])
         """
         tensors: dict[str, Tensor] = {}
         headers = []

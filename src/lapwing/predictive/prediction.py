@@ -62,7 +62,12 @@ class Prediction(ABC):
     A prediction is a sequence of items: `len(p)`, `p[3]` (a prediction of one item), `p[10:20]`, `p[mask]`. It can be
     pickled and moved to another device, without the network.
 
-    Example: `p = la.predict(x); p.mean, p.epistemic, p.log_prob(y); p[:5].to_frame()`
+    Examples:
+        >>> p = la.predict(x)
+        >>> p.mean.shape, p.log_prob(y).shape
+        (torch.Size([8, 3]), torch.Size([8]))
+        >>> len(p), len(p[:5])
+        (8, 5)
     """
 
     kind: ClassVar[str] = "targets"
@@ -108,32 +113,61 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def mean(self) -> Tensor:
-        """E[y]; the probabilities for classes and labels."""
+        """E[y]; the probabilities for classes and labels.
+
+        Examples:
+            >>> regression.predict(inputs).mean.shape
+            torch.Size([40, 1])
+        """
 
     @property
     @abstractmethod
     def entropy(self) -> Tensor:
-        """The entropy of p(y), in nats; the differential entropy for values."""
+        """The entropy of p(y), in nats; the differential entropy for values.
+
+        Examples:
+            >>> la.predict(x).entropy.shape
+            torch.Size([8])
+        """
 
     @property
     @abstractmethod
     def total(self) -> Tensor:
-        """Uncertainty of y = aleatoric + epistemic: the entropy for classes and labels, else the variance."""
+        """Uncertainty of y = aleatoric + epistemic: the entropy for classes and labels, else the variance.
+
+        Examples:
+            >>> p = la.predict(x)
+            >>> torch.allclose(p.total, p.aleatoric + p.epistemic)
+            True
+        """
 
     @property
     @abstractmethod
     def aleatoric(self) -> Tensor:
-        """What would remain if the weights were known: E_f[entropy of p(y|f)], else E_f[Var(y|f)]."""
+        """The uncertainty that would remain if the weights were known: E_f[entropy of p(y|f)], else E_f[Var(y|f)].
+
+        Examples:
+            >>> la.predict(x).aleatoric.shape
+            torch.Size([8])
+        """
 
     @property
     @abstractmethod
     def epistemic(self) -> Tensor:
-        """What more data would remove: the mutual information of y and f, else Var_f(E[y|f])."""
+        """The uncertainty that more data would remove: the mutual information of y and f, else Var_f(E[y|f]).
+
+        Examples:
+            >>> bool(la.predict(noise).epistemic.mean() > la.predict(x).epistemic.mean())
+            True
+        """
 
     def log_prob(self, y: Any) -> Tensor:
         """log p(y), (B, *event), over all outputs of an item together; soft labels give Σ q log p.
 
         Labels of a language model mean what they mean to its own loss: those of position t + 1 are taken at t.
+
+        Examples:
+            >>> nll = -la.predict(x).log_prob(y).mean()
         """
         y = as_tensors(y)
         if self.shifted:
@@ -148,18 +182,33 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def uncertainty(self) -> Tensor:
-        """How uncertain y is, (B, *event) or (B,): the score for strange inputs that every model has."""
+        """How uncertain y is, (B, *event) or (B,): a score for strange inputs that every kind of model has.
+
+        Examples:
+            >>> p = la.predict(x)
+            >>> torch.equal(p.uncertainty, p.entropy)  # for numbers it is the standard deviation
+            True
+        """
 
     @abstractmethod
     def scores(self, y: Tensor) -> dict[str, Tensor]:
         """Score canonical targets y: one tensor per name, with one entry per item, label or output.
 
         `evaluate` makes its columns of them: "log_prob" becomes the NLL, "correct" the accuracy, and so on.
+
+        Examples:
+            >>> sorted(la.predict(x).scores(y))
+            ['brier', 'confidence', 'correct', 'entropy', 'log_prob']
         """
 
     @abstractmethod
     def fields(self, level: float = 0.95) -> dict[str, Tensor]:
-        """Return what files hold of this prediction, by name, one row per item; intervals have this level."""
+        """Return the fields that files contain, by name, with one row per item; intervals have this level.
+
+        Examples:
+            >>> list(regression.predict(inputs).fields(level=0.9))
+            ['mean', 'stddev', 'epistemic', 'aleatoric', 'lower', 'upper']
+        """
 
     doubt_name: ClassVar[str] = "uncertainty"
     """The field by which `abstain` decides, if none is named."""
@@ -168,10 +217,12 @@ class Prediction(ABC):
         """Return True where the model should not answer: a confidence below the threshold, or a spread above it.
 
         Classes and labels are judged by `confidence`, numbers by `stddev`. `by` names another field, such as "entropy",
-        "epistemic" or "novelty", of which large values are doubtful. `lapwing.metrics.rejection(p, y).threshold(risk)`
+        "epistemic" or "novelty", whose large values mean doubt. `lapwing.metrics.rejection(p, y).threshold(risk)`
         finds a threshold for a wanted risk on held-out data.
 
-            p.label[~p.abstain(0.9)]
+        Examples:
+            >>> p = la.predict(x)
+            >>> answered = p.label[~p.abstain(0.9)]
         """
         if not isinstance(threshold, int | float | Tensor) or math.isnan(threshold):
             raise BadData(f"threshold must be a number, got {threshold!r}")
@@ -180,7 +231,7 @@ class Prediction(ABC):
         return value > (-threshold if by == "confidence" else threshold)
 
     def doubt(self, by: str | None = None) -> Tensor:
-        """Return a field of which large values are doubtful; the confidence with its sign reversed."""
+        """Return the field `by` such that large values mean doubt; a confidence has its sign reversed."""
         by = self.doubt_name if by is None else by
         known = ("confidence", "entropy", "epistemic", "total", "novelty", "stddev", "uncertainty")
         value = getattr(self, by, None) if by in known else None
@@ -239,7 +290,8 @@ class Prediction(ABC):
     def to(self, device: torch.device | str) -> Prediction:
         """Return the prediction on another device, with nothing left on this one; gradients are cut.
 
-        p = la.predict(x).to("cpu")
+        Examples:
+            >>> p = la.predict(x).to("cpu")
         """
         here, there = self.function.mean.device, torch.device(device)
         if there.type == here.type and there.index in (None, here.index):
@@ -254,7 +306,9 @@ class Prediction(ABC):
         Classes have label, confidence, entropy, epistemic and probs_0, probs_1, …; numbers have mean, stddev, the
         variances epistemic and aleatoric, and lower and upper of a central interval of this level.
 
-            la.predict(frame).to_frame(index=frame.index)
+        Examples:
+            >>> list(la.predict(x).to_frame().columns)
+            ['label', 'confidence', 'entropy', 'epistemic', 'probs_0', 'probs_1', 'probs_2']
         """
         found = self.fields(level)
         if novelty:
@@ -269,16 +323,21 @@ class Prediction(ABC):
         return html_of(caption, shown.fields(), rows, len(self))
 
     def described(self, index: int, y: Tensor | None = None, classes: Sequence[str] = ()) -> dict[str, str]:
-        """Return words for item `index` of the batch: its "truth", the "answer" and the "certainty" of the answer.
+        """Describe item `index` of the batch in words: its "truth", the "answer" and the "certainty" of the answer.
 
-        y are canonical targets and `classes` names of classes. What cannot be said in a few words is empty.
+        y are canonical targets and `classes` names of classes. An entry is empty where a few words do not suffice.
         """
         return {"truth": "", "answer": "", "certainty": f"{float(self.uncertainty[index].mean()):.2f}"}
 
     @cached_property
     @outside_autocast
     def novelty(self) -> Tensor:
-        """How unlike the training data the input is: a score that does not depend on the tuned prior."""
+        """How unlike the training data the input is: a score that does not depend on the tuned prior.
+
+        Examples:
+            >>> bool(la.predict(noise).novelty.mean() > la.predict(x).novelty.mean())
+            True
+        """
         if self.score is None:
             raise UnsupportedOperation(
                 "this prediction was made without a novelty score: use Laplace.predict(x).novelty."
@@ -290,6 +349,10 @@ class Prediction(ABC):
         """Draw y, (n, *shape of y): f from `function` (joint over inputs where that is), then y given f.
 
         Without a generator the draws come from a fixed seed and are the same at every call.
+
+        Examples:
+            >>> la.predict(x).sample(10).shape
+            torch.Size([10, 8])
         """
         require_generator(generator, self.function.mean.device)
         generator = fixed_generator(self.function.mean.device) if generator is None else generator

@@ -31,7 +31,7 @@ from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.sampled import sampled_function, warn_of_collapse
 
 JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
-SAMPLED_DRAWS = 50  # networks in method="sampled" (Generalized Laplace uses as many)
+SAMPLED_DRAWS = 50  # networks in method="sampled", as many as Chen et al. use in "Generalized Laplace Approximation"
 
 SHARED = 4  # samples that share their draws in tuning by draws: few, so that the errors of draws average out
 
@@ -313,7 +313,7 @@ def prepared(module: nn.Module, device: torch.device, convention: Convention, x:
     for tensor in tensors_in(x):
         if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             where = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-            raise BadData(f"the inputs hold {tensor[where].item()} at index {where}")
+            raise BadData(f"the inputs hold {tensor[where].item()} at index {where}; fill or drop such items")
     return x
 
 

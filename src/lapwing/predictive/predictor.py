@@ -20,7 +20,7 @@ from lapwing.predictive.lastlayer import LastLayer
 from lapwing.predictive.prediction import Prediction, predict_targets
 from lapwing.predictive.softmax import prepare
 from lapwing.predictive.writtenout import WrittenOut
-from lapwing.writing import replacing
+from lapwing.storage import replacing
 
 SUFFIXES = (".pt2", ".onnx")
 NOISY = ("torch.onnx", "onnxscript", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")

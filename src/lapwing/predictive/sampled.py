@@ -36,6 +36,7 @@ class SampledFunction(FunctionDistribution):
 
     _mean: Tensor
     samples: Tensor
+    has_covariance = False
 
     def __init__(self, mean: Tensor | None, samples: Tensor) -> None:
         object.__setattr__(self, "_mean", samples.mean(0) if mean is None else mean)
@@ -46,10 +47,6 @@ class SampledFunction(FunctionDistribution):
     @property
     def mean(self) -> Tensor:
         return self._mean
-
-    @property
-    def has_covariance(self) -> bool:
-        return False
 
     def scaled(self, factor: float) -> SampledFunction:
         return SampledFunction(factor * self.mean, factor * self.samples)
@@ -118,7 +115,7 @@ def warn_of_collapse(network: Network, likelihood: Likelihood, function: Sampled
             f"the sampled weights have lost what the network knows: of inputs that it is sure of, {agreeing:.0%} keep "
             "their label (unless these inputs are unlike the training data, accuracy has collapsed). Use the "
             "linearized predictive, la.predict(x), which does not sample weights through the network; or tune the "
-            "prior for it on held-out data first, la.tune(val_loader, predictive='sampled').",
+            "prior for it on held-out data first, la.tune(val_loader, predictive='sampled')."
         )
 
 

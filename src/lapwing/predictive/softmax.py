@@ -296,7 +296,7 @@ class _Chunk:
     seed: int
 
     def run(self, samples: int | None) -> Softmax:
-        """Take pairs of classes where they do, and levels of points for what is left.
+        """Compute probabilities from pairs of classes where these suffice, and from more and more points elsewhere.
 
         In between come a few points for few classes, and the law of the maximum for many.
         """

@@ -32,7 +32,11 @@ DRAWS = 256  # of y, for a CRPS without closed form
 class ValuePrediction(Prediction):
     """A prediction of numbers: in closed form (Gaussian), by quadrature (counts, varying noise) or Monte Carlo.
 
-    Example: `p.mean, p.stddev, p.interval(0.9)`
+    Examples:
+        >>> p = regression.predict(inputs)
+        >>> low, high = p.interval(0.95)
+        >>> p.mean.shape, p.stddev.shape
+        (torch.Size([40, 1]), torch.Size([40, 1]))
     """
 
     kind: ClassVar[str] = "numbers"
@@ -72,7 +76,13 @@ class ValuePrediction(Prediction):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of y, the noise included."""
+        """The variance of y, the noise included.
+
+        Examples:
+            >>> p = regression.predict(inputs)
+            >>> torch.allclose(p.variance, p.epistemic + p.aleatoric)
+            True
+        """
         return self._outside(self._marginal.aleatoric + self._marginal.epistemic)
 
     @property
@@ -92,7 +102,12 @@ class ValuePrediction(Prediction):
         return self._outside(self._marginal.epistemic)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return lower and upper bounds of the central interval that holds each output with this probability."""
+        """Return lower and upper bounds of the central interval that holds each output with this probability.
+
+        Examples:
+            >>> low, high = regression.predict(inputs).interval(0.95)
+            >>> covered = ((low <= targets) & (targets <= high)).float().mean()
+        """
         if not 0 < level < 1:
             raise ValueError(f"interval level {level}: it is a probability between 0 and 1, such as 0.95.")
         lower, upper = self.quantile(((1 - level) / 2, (1 + level) / 2))
@@ -101,7 +116,9 @@ class ValuePrediction(Prediction):
     def quantile(self, q: float | Sequence[float] | Tensor) -> Tensor:
         """Return y with p(output ≤ y) = q, output by output; several levels come first, (len(q), *shape of y).
 
-        p.quantile(0.5);  lower, median, upper = p.quantile([0.05, 0.5, 0.95])
+        Examples:
+            >>> regression.predict(inputs).quantile([0.05, 0.5, 0.95]).shape
+            torch.Size([3, 40, 1])
         """
         levels = torch.as_tensor(as_tensors(q), dtype=torch.float64).cpu()
         if levels.ndim > 1 or not levels.numel() or not bool(((levels > 0) & (levels < 1)).all()):
@@ -118,6 +135,9 @@ class ValuePrediction(Prediction):
         """Return p(output ≤ y), output by output: y has the shape of targets, or is one number for all.
 
         Of data like those of the fit, `p.cdf(y)` is uniform between 0 and 1 if the prediction is calibrated.
+
+        Examples:
+            >>> exceeds = 1 - regression.predict(inputs).cdf(0.5)  # the probability of more than 0.5
         """
         mean = self._marginal.mean
         y = torch.as_tensor(as_tensors(y)).to(mean)
@@ -142,7 +162,12 @@ class ValuePrediction(Prediction):
     @cached_property
     @outside_autocast
     def entropy(self) -> Tensor:
-        """The differential entropy: closed form for Gaussians, quadrature for one output, else from draws of y."""
+        """The differential entropy: closed form for Gaussians, quadrature for one output, else from draws of y.
+
+        Examples:
+            >>> regression.predict(inputs).entropy.shape
+            torch.Size([40])
+        """
         value = self._marginal.entropy()
         if value is None:
             refuse_export("the entropy of several such numbers cannot be exported, since it takes draws")
@@ -177,7 +202,11 @@ class ValuePrediction(Prediction):
         return (self.variance.flatten(1).sum(-1) if self.variance.ndim > 1 else self.variance).sqrt()
 
     def scores(self, y: Tensor) -> dict[str, Tensor]:
-        """Return log_prob per item, and per output: what was predicted, squared error, CRPS, coverage of intervals."""
+        """Return log_prob per item, and per output: what was predicted, squared error, CRPS, coverage of intervals.
+
+        Examples:
+            >>> crps = regression.predict(inputs).scores(targets)["crps"].mean()
+        """
         mean = self.mean
         truth = y.reshape(mean.shape)
         covered = {}

@@ -258,10 +258,12 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     classes_, n_features_in_, feature_names_in_ : those of scikit-learn
     module_ : the trained network, `laplace_` : its posterior, `n_epochs_` : how long it was trained
 
-    Example
-    -------
-        model = LaplaceClassifier(random_state=0).fit(X, y)
-        model.predict_proba(X_new)
+    Examples
+    --------
+    >>> from lapwing.sklearn import LaplaceClassifier
+    >>> estimator = LaplaceClassifier(random_state=0, epochs=5).fit(x.numpy(), y.numpy())
+    >>> estimator.predict_proba(x.numpy()).shape
+    (8, 3)
     """
 
     _task = "classification"
@@ -318,10 +320,11 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     The parameters are those of `LaplaceClassifier`; `standardize` scales the targets too, and y may have several
     columns. The noise is learned. Standard deviations and covariances include it.
 
-    Example
-    -------
-        model = LaplaceRegressor(random_state=0).fit(X, y)
-        mean, std = model.predict(X_new, return_std=True)
+    Examples
+    --------
+    >>> from lapwing.sklearn import LaplaceRegressor
+    >>> estimator = LaplaceRegressor(random_state=0, epochs=5).fit(inputs.numpy(), targets.numpy()[:, 0])
+    >>> mean, std = estimator.predict(inputs.numpy(), return_std=True)
     """
 
     _task = "regression"

@@ -86,14 +86,7 @@ class Schedule:
     optimizer: Callable[[Any], Optimizer] | None
     decay: float
 
-    def run(
-        self,
-        net: nn.Module,
-        loss: Loss,
-        train: Pair,
-        held_out: Pair | None,
-        seed: int,
-    ) -> int:
+    def run(self, net: nn.Module, loss: Loss, train: Pair, held_out: Pair | None, seed: int) -> int:
         """Train the network in place and return the number of epochs."""
         generator = torch.Generator().manual_seed(seed)
         net.train()

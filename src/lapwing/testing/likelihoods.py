@@ -28,13 +28,15 @@ SIGMAS = 5.0  # standard errors by which an average of draws may be off
 class LikelihoodLaws:
     """Test case of a likelihood: name it and say how many outputs a network has for it.
 
-        class TestNegativeBinomial(LikelihoodLaws):
-            likelihood = NegativeBinomial(0.5)
-            outputs = 1
-
     The curvature is compared with the Fisher information, as sums over all y where these are few (counts, labels, one
     or two numbers), else by sampling. A likelihood whose `factor` needs targets is compared with the Hessian of
     −log p(y | f). What it claims (`shift_invariant`, `softmax`, a dispersion that `scales_curvature`) is checked too.
+
+    Examples:
+        >>> from lapwing.testing import LikelihoodLaws
+        >>> class TestGaussian(LikelihoodLaws):
+        ...     likelihood = lapwing.Gaussian(noise=0.5)
+        ...     outputs = 2
     """
 
     likelihood: ClassVar[Likelihood]

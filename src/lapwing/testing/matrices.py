@@ -63,11 +63,14 @@ class Case:
 class MatrixLaws:
     """Test case of a matrix: say how to make one, and pytest checks all its answers against dense algebra.
 
-        class TestTridiagonal(MatrixLaws):
-            def curvature(self, draw):
-                return Tridiagonal(...)  # of about twenty weights, from draw(3, 4), draw.psd(size=5), in draw.dtype
-
     The prior that is added is constant unless `prior` is replaced. The attributes below say what the matrix can do.
+
+    Examples:
+        >>> from lapwing.linalg import Diagonal
+        >>> from lapwing.testing import MatrixLaws
+        >>> class TestDiagonal(MatrixLaws):
+        ...     def curvature(self, draw):  # about twenty weights, from draw(3, 4) or draw.psd(size=5), in draw.dtype
+        ...         return Diagonal(draw(20).square())
     """
 
     definite: ClassVar[bool] = True  # the curvature is positive definite without a prior

@@ -19,13 +19,16 @@ RTOL, ATOL = 1e-8, 1e-10
 class RuleLaws:
     """Test case of a rule: name the rule, its torch function, and arguments of a call with n samples, in float64.
 
-        class TestBilinear(RuleLaws):
-            rule, function = Bilinear(), torch.bilinear
-
-            def arguments(self, n):
-                return normal(n, 3), normal(n, 2), normal(4, 3, 2), normal(4)
-
     Tensors that depend on the data must have the samples on the first axis; set `samples` where they have not.
+
+    Examples:
+        >>> from lapwing.model.rules import RULES
+        >>> from lapwing.testing import RuleLaws
+        >>> from lapwing.testing.rules import normal
+        >>> class TestLinear(RuleLaws):
+        ...     rule, function = RULES[nn.functional.linear], nn.functional.linear
+        ...     def arguments(self, n):
+        ...         return normal(n, 3), normal(4, 3), normal(4)
     """
 
     rule: ClassVar[Rule]

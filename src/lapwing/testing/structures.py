@@ -24,14 +24,15 @@ Data = tuple[Tensor, Tensor]
 class StructureLaws:
     """Test case of a structure: name it, and say where its matrix differs from the exact one.
 
-        class TestTapered(StructureLaws):
-            structure = Tapered()
-
-            def expected(self, ggn, layout):  # the exact curvature (P, P), and where the blocks of weights are in it
-                return tapered(ggn, layout)
-
     Without `expected`, the curvature is compared with the exact one only where `structure.bound` is "exact". The
     attributes below say what the structure can do.
+
+    Examples:
+        >>> from lapwing.testing import StructureLaws
+        >>> class TestDiag(StructureLaws):
+        ...     structure = lapwing.Diag()
+        ...     def expected(self, ggn, layout):  # the exact curvature (P, P), and where its blocks are
+        ...         return torch.diag(ggn.diagonal())
     """
 
     structure: ClassVar[Structure]

@@ -27,38 +27,17 @@ from lapwing.compat.laplace_torch.enums import (
 from lapwing.compat.laplace_torch.front import Laplace
 from lapwing.compat.laplace_torch.functional import FunctionalLaplace, FunctionalLLLaplace
 from lapwing.compat.laplace_torch.installing import install, place_beside
-from lapwing.compat.laplace_torch.lastlayer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
+from lapwing.compat.laplace_torch.lastweights import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
+from lapwing.compat.laplace_torch.marglik import marglik_training
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.compat.laplace_torch.subnet import DiagSubnetLaplace, FullSubnetLaplace, SubnetLaplace
-from lapwing.compat.laplace_torch.training import marglik_training
 
 __all__ = [
-    "BaseLaplace",
-    "DiagLLLaplace",
-    "DiagLaplace",
-    "DiagSubnetLaplace",
-    "FullLLLaplace",
-    "FullLaplace",
-    "FullSubnetLaplace",
-    "FunctionalApproximation",
-    "FunctionalLLLaplace",
-    "FunctionalLaplace",
-    "HessianStructure",
-    "KronLLLaplace",
-    "KronLaplace",
-    "LLLaplace",
-    "Laplace",
-    "Likelihood",
-    "LinkApprox",
-    "LowRankLaplace",
-    "ParametricLaplace",
-    "PredType",
-    "PriorStructure",
-    "SubnetLaplace",
-    "SubsetOfWeights",
-    "TuningMethod",
-    "install",
+    "BaseLaplace", "DiagLLLaplace", "DiagLaplace", "DiagSubnetLaplace", "FullLLLaplace", "FullLaplace",
+    "FullSubnetLaplace", "FunctionalApproximation", "FunctionalLLLaplace", "FunctionalLaplace", "HessianStructure",
+    "KronLLLaplace", "KronLaplace", "LLLaplace", "Laplace", "Likelihood", "LinkApprox", "LowRankLaplace",
+    "ParametricLaplace", "PredType", "PriorStructure", "SubnetLaplace", "SubsetOfWeights", "TuningMethod", "install",
     "marglik_training",
-]
+]  # fmt: skip
 
 place_beside(__name__)

@@ -9,7 +9,7 @@ from torch import nn
 from lapwing.compat.laplace_torch.allweights import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
 from lapwing.compat.laplace_torch.enums import FunctionalApproximation, HessianStructure, Likelihood, SubsetOfWeights
 from lapwing.compat.laplace_torch.functional import FunctionalLaplace, FunctionalLLLaplace
-from lapwing.compat.laplace_torch.lastlayer import DiagLLLaplace, FullLLLaplace, KronLLLaplace
+from lapwing.compat.laplace_torch.lastweights import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.compat.laplace_torch.subnet import DiagSubnetLaplace, FullSubnetLaplace
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lapwing.compat.laplace_torch.backends import CurvatureInterface
 from lapwing.compat.laplace_torch.enums import Likelihood, PriorStructure
 from lapwing.compat.laplace_torch.functions import SoDSampler
-from lapwing.compat.laplace_torch.lastlayer import LLLaplace
+from lapwing.compat.laplace_torch.lastweights import LLLaplace
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.curvature import Functional, Structure
 

@@ -12,16 +12,16 @@ from lapwing.compat.laplace_torch import (
     backends,
     base,
     enums,
-    features,
+    extractor,
     front,
     functional,
     functions,
-    lastlayer,
+    lastweights,
+    marglik,
     masks,
     matrix,
     parametric,
     subnet,
-    training,
 )
 
 Names = dict[str, Any]
@@ -42,10 +42,10 @@ def contents() -> dict[str, Names]:
     """Return what each module of laplace-torch offers, by the module's name."""
     own = _of(base, parametric, allweights, functional, only="Laplace")
     whole = {name: value for name, value in own.items() if "LLLaplace" not in name}
-    last = _of(lastlayer) | {"FunctionalLLLaplace": functional.FunctionalLLLaplace}
+    last = _of(lastweights) | {"FunctionalLLLaplace": functional.FunctionalLLLaplace}
     utils = {
         "enums": _of(enums),
-        "feature_extractor": _of(features),
+        "feature_extractor": _of(extractor),
         "matrix": {"Kron": matrix.Kron, "KronDecomposed": matrix.KronDecomposed},
         "metrics": {"RunningNLLMetric": functions.RunningNLLMetric},
         "subnetmask": {name: value for name, value in _of(masks).items() if name.endswith("Mask")},
@@ -57,12 +57,12 @@ def contents() -> dict[str, Names]:
     curvature["curvature"] = {name: getattr(backends, name) for name in interfaces}
     everything = whole | last | _of(subnet, enums) | {"Laplace": front.Laplace}
     return {
-        "laplace": everything | {"marglik_training": training.marglik_training},
+        "laplace": everything | {"marglik_training": marglik.marglik_training},
         "laplace.baselaplace": whole,
         "laplace.lllaplace": last,
         "laplace.subnetlaplace": _of(subnet),
         "laplace.laplace": {"Laplace": front.Laplace},
-        "laplace.marglik_training": {"marglik_training": training.marglik_training},
+        "laplace.marglik_training": {"marglik_training": marglik.marglik_training},
         "laplace.utils": {name: value for part in utils.values() for name, value in part.items()},
         **{f"laplace.utils.{name}": part for name, part in utils.items()},
         "laplace.curvature": {name: value for part in curvature.values() for name, value in part.items()},

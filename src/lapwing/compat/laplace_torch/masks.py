@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lapwing.compat.laplace_torch.enums import Likelihood
-from lapwing.compat.laplace_torch.features import FeatureExtractor, last_layer_of
+from lapwing.compat.laplace_torch.extractor import FeatureExtractor, last_layer_of
 
 
 class SubnetMask(ABC):

@@ -127,7 +127,7 @@ class DiagSubnetLaplace(SubnetLaplace, DiagonalCurvature):
 def _checked(indices: Any, total: int) -> Tensor:
     """Refuse what is not a vector of distinct positions (int64) among so many weights."""
     if indices is None:
-        raise TypeError(
+        raise ValueError(
             "subset_of_weights='subnetwork' needs subnetwork_indices, the positions of its weights in "
             "parameters_to_vector(model.parameters()); a mask chooses them, for example "
             "LargestMagnitudeSubnetMask(model, n_params_subnet=100).select()"

@@ -26,7 +26,9 @@ RULES: dict[Callable, Rule] = {}
 def register(rule: Rule, *functions: Callable) -> None:
     """Let a rule read the calls of some torch functions, in place of the rule they had.
 
-    >>> register(Linear(read_linear), torch.nn.functional.linear)  # doctest: +SKIP
+    Examples:
+        >>> from lapwing.model.rules import RULES, register
+        >>> register(RULES[nn.functional.linear], nn.functional.linear)  # in practice a rule of your own
     """
     RULES.update(dict.fromkeys(functions, rule))
 

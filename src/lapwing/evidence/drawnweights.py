@@ -17,10 +17,9 @@ from torch import Tensor
 
 from lapwing.errors import BadData, NotPositiveDefinite, warn
 from lapwing.evidence.candidates import GRID, LOGIT_RANGE, Candidates, check_learned, default_learn
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.scores import baselines, counted, held_near, item_scores
 from lapwing.evidence.search import by_group, with_limits
-from lapwing.evidence.tuning import Rule, Setting, Trials, Tuning, lowest
+from lapwing.evidence.settings import Groups, Rule, Setting, Trials, Tuning, lowest
 from lapwing.likelihoods import Likelihood
 from lapwing.model.calls import Inputs, map_tensors
 from lapwing.posterior import Belief, Tempered
@@ -39,7 +38,7 @@ LOST = 0.1  # share of right labels that sampled weights may lose before tuning 
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Held-out inputs in batches, what the network itself makes of them, and how to run drawn networks on them.
+    """Held-out inputs in batches, the outputs of the network itself at them, and how to run drawn networks on them.
 
     `f` are the outputs of the network itself, (items, C), one row per sample and position; `y` are canonical targets.
     `counts` says how many items each batch of inputs has.
@@ -240,7 +239,7 @@ def _labels_kept(held: HeldOut, trials: Trials, best: int, now: Setting) -> list
             warn(
                 f"sampled weights have lost what the network knows: {after[1]:.1%} right labels on the held-out data "
                 f"where the network has {own:.1%}. Try a wider grid (larger priors, larger temperatures), or use the "
-                "linearized predictive: la.tune(val) and la.predict(x).",
+                "linearized predictive: la.tune(val) and la.predict(x)."
             )
     return [said]
 
@@ -259,5 +258,3 @@ def minimum(value: Callable[[float], float], low: float, high: float) -> float:
             right = low + GOLDEN * (high - low)
             at_right = value(right)
     return left if at_left <= at_right else right
-
-

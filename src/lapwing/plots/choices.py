@@ -28,9 +28,8 @@ def surface(tuning: Tuning) -> Figure:
     title says so where all are that close. They end at twice the distance from the lowest score to the worst baseline,
     so that hopeless settings do not hide the rest. Baselines are lines in the color bar, a ring marks the chosen one.
 
-    Example:
-        >>> la = la.tune(val_loader)
-        >>> plots.surface(la.tuning).savefig("surface.png")
+    Examples:
+        >>> plots.surface(la.tune(val_loader).tuning).savefig("surface.png")
     """
     kept = [k for k, setting in enumerate(tuning.settings) if not setting.deterministic]
     kept = [k for k in kept if bool(tuning.scores[k].isfinite())]
@@ -87,10 +86,12 @@ def _surface_title(tuning: Tuning, widest: float) -> str:
 
 
 def temperature(curve: TemperatureCurve) -> Figure:
-    """Plot NLL, accuracy and entropy of all data against the temperature (Generalized Laplace, section 5).
+    """Plot NLL, accuracy and entropy of all data against the temperature.
 
-    Example:
-        >>> curve = la.temperature_curve(test_loader, ood={"KMNIST": images})
+    These are the figures of Chen, Yu, Li and Lim, "Generalized Laplace Approximation", section 5.
+
+    Examples:
+        >>> curve = la.temperature_curve(test_loader, ood={"noise": noise})
         >>> plots.temperature(curve).savefig("temperature.png")
     """
     panels: dict[str, dict[str, Tensor]] = {"NLL": {"test": curve.nll}}
@@ -122,9 +123,9 @@ def evidence(source: Any) -> Figure:
     Of a `lapwing.compare` result it shows how far each model is below the best, in nats, with bars as wide as the
     evidence may be off; of a training with the evidence it shows the log evidence against the steps.
 
-    Example:
-        >>> plots.evidence(lapwing.compare({"small": la_small, "large": la_large})).savefig("evidence.png")
-        >>> plots.evidence(lapwing.train(model, data, "classification")).savefig("training.png")
+    Examples:
+        >>> comparison = lapwing.compare({"wide": la, "narrow": la.replace(prior=10.0)})
+        >>> plots.evidence(comparison).savefig("evidence.png")
     """
     if isinstance(source, Comparison):
         return _compared(source)

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, IncompatiblePrior, TooLarge
-from lapwing.evidence.groups import Groups
 from lapwing.evidence.heldout import Nodes, Sweep
+from lapwing.evidence.settings import Groups
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief
 from lapwing.predictive.function import SEED
-from lapwing.predictive.linearized import COVARIANCES
 from lapwing.predictive.predictive import Pushed
 
 PAIRS = 16  # draws of z; each counts with its mirror image −z
@@ -33,29 +32,11 @@ PER_DECADE = 1.25  # nodes: variances are then right to about 1 %, far below the
 BEYOND = 30.0  # multiples of the largest eigenvalue beyond which draws only shrink with ρ, so that no node is needed
 ALL, TOP, TAIL = 1024, 512, 256  # classes up to which all are kept; beyond, how many of the largest and of the rest
 POSITIONS = 64  # items that one sample may give, evenly spread
-TOKENS = 512  # outputs per sample at several positions: beyond, the rows of all cost ten times what the draws do
 LEAST = 16  # items without which nothing is tuned
 CHUNK = 2**22  # values of f in one step
 FEW = 256  # items on which logit temperatures are guessed
 SETTINGS = 8  # settings that are scored together
 CERTAIN = 1.0  # squared relative error of an average up to which its logarithm is corrected
-
-
-def needs_draws(belief: Belief, f: Tensor, y: Tensor, link: str, memory: int, samples: int) -> bool:
-    """Tell whether draws should take the place of covariances, for data of so many samples like these.
-
-    They do for class labels with more outputs per sample than predictions form covariances of, with more than `TOKENS`
-    at several positions, or with covariances that would take more than a quarter of the memory, if the curvature has an
-    eigenbasis.
-    """
-    classes = f.shape[-1]
-    if not (belief.likelihood.softmax and classes > 2 and y.ndim == f.ndim - 1 and link in ("auto", "mc")):
-        return False
-    nodes = 40  # what a tuning of prior and temperature takes
-    covariances = samples * f[0].numel() * (classes + 1) // 2 * nodes * f.element_size()
-    many = f[0].numel() > (COVARIANCES if f.ndim == 2 else TOKENS) or covariances > memory // 4
-    one = torch.ones(1, dtype=torch.float64, device=f.device)
-    return many and belief.curvature.matrix.shifted_draws(1, one) is not None
 
 
 def nodes_of_draws(nodes: Nodes, largest: float) -> Nodes:

@@ -118,10 +118,7 @@ class Norm(RowsRule):
             pairs.append((weight, bias))
         weights, biases = zip(*pairs, strict=True)
         shape = (len(g), n, channels)
-        return (
-            torch.stack(weights).reshape(shape).transpose(0, 1),
-            torch.stack(biases).reshape(shape).transpose(0, 1),
-        )
+        return (torch.stack(weights).reshape(shape).transpose(0, 1), torch.stack(biases).reshape(shape).transpose(0, 1))
 
     def _sum(self, call: Call, g: Tensor, samples: Samples, n: int) -> Tensor:
         some = call.small

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.evidence import Groups, collect, drawn, linked, partition
-from lapwing.evidence.drawn import collect_draws, nodes_of_draws
+from lapwing.evidence import Groups, collect, drawnoutputs, heldout, linked, partition
+from lapwing.evidence.drawnoutputs import collect_draws, nodes_of_draws
 from lapwing.evidence.heldout import Nodes
-from lapwing.evidence.tuning import Setting
+from lapwing.evidence.settings import Setting
 
 WORDS, LENGTH = 12, 5
 
@@ -42,7 +42,7 @@ SETTINGS = [
 
 
 def both(la: lapwing.Laplace, groups: Groups, monkeypatch: Any, pairs: int) -> tuple[Any, Any]:
-    monkeypatch.setattr(drawn, "PAIRS", pairs)
+    monkeypatch.setattr(drawnoutputs, "PAIRS", pairs)
     held, nodes = tokens(8, 1), Nodes.spanning(1e-4, 1e5, la.curvature.matrix.largest_eigenvalue())
     stream = la._predictive.held_out(held)
     exact = collect(la.belief, groups, stream, nodes, score=linked(samples=4096), memory=2**30)
@@ -76,7 +76,7 @@ def test_a_precision_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_damped_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
     la = fitted().damping("factored")
     groups = Groups.scalar(la.params.size)
-    monkeypatch.setattr(drawn, "PAIRS", 1000)
+    monkeypatch.setattr(drawnoutputs, "PAIRS", 1000)
     largest = la.curvature.matrix.largest_eigenvalue()
     nodes = Nodes.spanning(1e-4, 1e5, largest, la.curvature.matrix.largest_damped(la.belief.split))
     stream, held = la._predictive.held_out(tokens(8, 1)), la._predictive.labeled(tokens(8, 1))
@@ -98,7 +98,7 @@ def test_part_of_the_classes_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     groups = Groups.scalar(la.params.size)
     whole = both(la, groups, monkeypatch, 500)[1]
     for name, value in (("ALL", 4), ("TOP", 3), ("TAIL", 30)):
-        monkeypatch.setattr(drawn, name, value)
+        monkeypatch.setattr(drawnoutputs, name, value)
     part = both(la, groups, monkeypatch, 500)[1]
     assert part.items[0].mean.shape[-1] == 33
     narrow = [Setting(torch.tensor([1e5]).double())]
@@ -125,14 +125,14 @@ def test_tune_takes_draws_where_outputs_are_many(monkeypatch: pytest.MonkeyPatch
     la = fitted()
     exact = la.tune(tokens(8, 1))
     assert not any("draws of f" in message for message in exact.tuning.messages)
-    monkeypatch.setattr(drawn, "TOKENS", 10)
+    monkeypatch.setattr(heldout, "TOKENS", 10)
     tuned = la.tune(iter(tokens(8, 1)))
     assert any("scored by 32 draws of f at 32 items of 8 data" in message for message in tuned.tuning.messages)
     assert tuned.tuning.score == pytest.approx(exact.tuning.score, abs=0.02)
 
 
 def test_memory_that_is_full_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn, "TOKENS", 10)
+    monkeypatch.setattr(heldout, "TOKENS", 10)
     la = fitted()
     small = lapwing.fit(
         network(), tokens(20, 0), "classification", structure="kron", select=["1.*", "3.*"], memory=2_000_000

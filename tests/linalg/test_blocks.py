@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg import Layout, Places
-from lapwing.linalg.layout import Run
+from lapwing.linalg.blocks import Run
 
 
 def with_bias(start: int, bias: int, o: int, i: int) -> Tensor:

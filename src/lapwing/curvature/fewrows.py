@@ -88,7 +88,8 @@ class LowRank(Structure):
     re-orthogonalized) and "nystrom" (randomized range finding) use products only, for networks with so many outputs
     that rows are too many; every block of products reads all data.
 
-        la = lapwing.fit(model, loader, "classification", structure=lapwing.LowRank(rank=50))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.LowRank(rank=20))
     """
 
     rank: int = 100
@@ -192,7 +193,9 @@ class Functional(Structure):
     their curvature by n / points, so that the posterior is as narrow as all data make it; the log-likelihood is that of
     all data.
 
-        la = lapwing.fit(model, loader, "regression", structure=lapwing.Functional(points=500))
+    Examples:
+        >>> la = lapwing.fit(network, (inputs, targets), "regression", structure=lapwing.Functional(points=30))
+        >>> low, high = la.predict(inputs).interval(0.95)
     """
 
     points: int | None = None
@@ -262,7 +265,8 @@ class Nystrom(Structure):
     ELLA's. The evidence is an upper bound of that of the full GGN, because the eigenvalues of a compressed matrix are
     never larger.
 
-        la = lapwing.fit(model, loader, "classification", structure=lapwing.Nystrom(rank=64))
+    Examples:
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.Nystrom(rank=20))
     """
 
     rank: int = 32

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.curvature.lowrank import Functional, Nystrom
+from lapwing.curvature.fewrows import Functional, Nystrom
 from tests.curvature.test_matrixfree import CASES, problem
 
 

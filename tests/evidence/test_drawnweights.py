@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.errors import UnsupportedOperation
-from lapwing.evidence.sampled import minimum
+from lapwing.evidence.drawnweights import minimum
 from tests import dense
 
 GRID = {"prior": (0.3, 3.0, 30.0), "temperature": (1.0, 10.0)}

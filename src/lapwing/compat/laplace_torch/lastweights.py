@@ -22,7 +22,7 @@ from lapwing.compat.laplace_torch.allweights import (
 )
 from lapwing.compat.laplace_torch.backends import CurvatureInterface
 from lapwing.compat.laplace_torch.enums import Likelihood
-from lapwing.compat.laplace_torch.features import FeatureExtractor, FeatureReduction
+from lapwing.compat.laplace_torch.extractor import FeatureExtractor, FeatureReduction
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.laplace import Laplace
 
