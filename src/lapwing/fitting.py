@@ -56,6 +56,15 @@ from lapwing.saving import read, read_members, restore_curvature, restore_params
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MEANT = {  # options that users of other libraries look for, and what to write here
+    "noise": "likelihood=lapwing.Gaussian(noise=0.3)",
+    "sigma_noise": "likelihood=lapwing.Gaussian(noise=0.3)",
+    "last_layer": "select='last_layer'",
+    "subset_of_weights": "select='last_layer'",
+    "hessian_structure": "structure='kron'",
+    "prior_precision": "prior=1.0",
+}
+
 
 def known_options(function: F) -> F:
     """Let a function answer an option that it does not have with the name that is most like it."""
@@ -65,9 +74,8 @@ def known_options(function: F) -> F:
     def checked(*args: Any, **options: Any) -> Any:
         for name in options:
             if name not in named:
-                raise TypeError(
-                    f"{function.__name__} has no option {name!r}: it takes {', '.join(named)}{nearest(name, named)}"
-                )
+                meant = f". Write {MEANT[name]}" if name in MEANT else nearest(name, named)
+                raise TypeError(f"{function.__name__} has no option {name!r}: it takes {', '.join(named)}{meant}")
         return function(*args, **options)
 
     return cast(F, checked)

@@ -431,7 +431,7 @@ class Laplace:
         )
 
     def export(
-        self, path: str | Path, example: Any, *, outputs: Sequence[str] = (), samples: int | None = None
+        self, path: str | Path, example: Any, *, outputs: str | Sequence[str] = (), samples: int | None = None
     ) -> None:
         """Write `la.predictor(*outputs)` as a file: `.pt2` (`torch.export`) or `.onnx`, with a dynamic batch dimension.
 
@@ -443,7 +443,8 @@ class Laplace:
             >>> torch.export.load("model.pt2").module()(x)["probs"].shape
             torch.Size([8, 3])
         """
-        export(self.predictor(*outputs, samples=samples), path, example)
+        names = (outputs,) if isinstance(outputs, str) else outputs
+        export(self.predictor(*names, samples=samples), path, example)
 
     @outside_inference
     def distill(

@@ -33,7 +33,7 @@ def test_every_picture_is_stored_and_described() -> None:
 def test_each_plot_is_shown_and_has_an_example() -> None:
     for name in plots.__all__:
         function = getattr(plots, name)
-        assert "Example:" in function.__doc__
+        assert "Examples:" in function.__doc__
         assert f"plots.{name}(" in function.__doc__
         if name not in ("entropies", "scores"):  # one is older, the other belongs to a report
             assert re.search(rf"plots\.{name}\(", draw.PAGE), name

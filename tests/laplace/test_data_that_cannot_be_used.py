@@ -155,7 +155,7 @@ def test_targets_of_any_integer_type_and_one_hot_are_the_same() -> None:
     ("data", "message"),
     [
         (None, "data is a NoneType"),
-        (X, "data is a Tensor; expected a DataLoader"),
+        (X, r"data is one tensor or table; expected .* pass \(table\[features\], table\[target\]\)"),
         (TensorDataset(X, Y), "data is a TensorDataset; expected a DataLoader"),
         ([(X, Y, Y)], r"tuple of 3 entries; .*split="),
         ([{"pixels": X}], r"keys \['pixels'\] and none of"),

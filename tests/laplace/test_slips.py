@@ -24,6 +24,9 @@ def test_an_unknown_option_of_fit_gets_a_suggestion() -> None:
         lapwing.fit(nn.Linear(3, 2), data, "classification", structur="diag")
     with pytest.raises(TypeError, match="fit has no option 'zzz'"):
         lapwing.fit(nn.Linear(3, 2), data, "classification", zzz=1)
+    for name, meant in {"noise": "Gaussian", "last_layer": "select='last_layer'", "prior_precision": "prior="}.items():
+        with pytest.raises(TypeError, match=rf"fit has no option '{name}'.*\. Write .*{meant}"):
+            lapwing.fit(nn.Linear(3, 2), data, "classification", **{name: 1.0})
     assert "structure" in inspect.signature(lapwing.fit).parameters
 
 

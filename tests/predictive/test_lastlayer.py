@@ -490,3 +490,12 @@ def test_the_spread_of_classes_is_that_of_the_covariance(structure: str, bias: b
         torch.testing.assert_close(each.apart(p), diagonal + diagonal.gather(1, p) - 2 * row, rtol=1e-4, atol=1e-6)
         root = each.root(p)
         torch.testing.assert_close(root.square().sum(-1), each.apart(p), rtol=1e-4, atol=1e-5)
+
+
+def test_one_output_may_be_named_by_a_string(tmp_path: Path) -> None:
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    la = lapwing.fit(nn.Linear(3, 1), (x, x[:, :1]), "regression", select="last_layer", progress=False)
+    la.export(tmp_path / "mean.pt2", x[:2], outputs="mean")
+    found = torch.export.load(tmp_path / "mean.pt2").module()(x)
+    assert list(found) == ["mean"]
+    torch.testing.assert_close(found["mean"], la.predict(x).mean)

@@ -202,9 +202,9 @@ class Batches:
         source: Iterable = _rows_of(self.data) if _looks_like_tensors(self.data) else self.data
         if isinstance(source, Tensor) or not hasattr(source, "__iter__"):
             hint = ". Wrap it: DataLoader(data, batch_size=256)" if isinstance(source, Dataset) else ""
-            raise BadData(
-                f"data is a {type(source).__name__}; expected a DataLoader, a list of batches or a pair (X, y){hint}"
-            )
+            hint = ". Of a table, pass (table[features], table[target])" if isinstance(source, Tensor) else hint
+            kind = "one tensor or table" if isinstance(source, Tensor) else f"a {type(source).__name__}"
+            raise BadData(f"data is {kind}; expected a DataLoader, a list of batches or a pair (X, y){hint}")
         if isinstance(source, Mapping):
             raise BadData(f"data is one dict with keys {sorted(map(str, source))}; a list of batches is [batch]")
         yield from source

@@ -146,7 +146,8 @@ class Distilled:
             >>> fast = la.distill(train_loader, epochs=0)
             >>> fast.export("fast.pt2", x[:2])
         """
-        export(self.predictor(*outputs, samples=samples), path, example)
+        names = (outputs,) if isinstance(outputs, str) else outputs
+        export(self.predictor(*names, samples=samples), path, example)
 
     def save(self, path: str | Path) -> None:
         """Write one file (safetensors), atomically; `Distilled.load(path, model)` reads it for the same network.
