@@ -176,7 +176,7 @@ def pose(
     with network.borrow():
         network.settle(first.inputs)
         seen = _look(unplanned, first)
-    network.require_faithful(first.inputs)
+        network.require_faithful(first.inputs)
     f, size = seen.f, batch_size(first.inputs)
     options |= {"scalar": seen.scalar, "batch": size, "example": take(first.inputs, slice(0, 2), size)}
     options |= {"doubts": seen.doubts}

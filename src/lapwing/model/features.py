@@ -169,25 +169,28 @@ def _look(network: Network, example: Inputs) -> Features | None:
     try:
         body = copy.deepcopy(module, memo).eval()
         few = take(example, slice(0, PROBED), batch_size(example))
-        found = _tail(body, caught, network, few)
+        with network.copied():  # one copy for all passes
+            own = network.forward(few)
+            found = _tail(body, caught, network, few, own)
     except Exception:  # no copy can be made, or the network does not take such inputs
         return None
     if found is None:
         return None
     shape, bias = (layer.out_features, layer.in_features), len(network.params.names) > 1
-    plan, event = plan_of_head(network.params, layer, bias), tuple(network.forward(few).shape[1:])
-    return Features(body, network.outputs, shape, bias, *found, plan, event)
+    plan = plan_of_head(network.params, layer, bias)
+    return Features(body, network.outputs, shape, bias, *found, plan, tuple(own.shape[1:]))
 
 
-def _tail(body: nn.Module, caught: Caught, network: Network, few: Inputs) -> tuple[Tensor | None, Tensor | None] | None:
-    """Return M and c with f = M z + c, or None where f is not of this form for every z.
+def _tail(
+    body: nn.Module, caught: Caught, network: Network, few: Inputs, own: Tensor
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """Return M and c with f = M z + c, or None where f is not of this form for every z; `own` are the network's f.
 
     M is the derivative of f by z at the example, the same for each sample. Then z is shifted by numbers of several
     sizes and signs, which must come out multiplied by M. So a clamp that the values of the example do not reach, a sum
     of two calls and another use of the weights are noticed.
     """
-    own, leaves = network.forward(few), list[Tensor]()
-    n = batch_size(few)
+    n, leaves = batch_size(few), list[Tensor]()
     if not close(network.forward(take(few, slice(n - 1, n), n)), own[-1:], tolerance([own.dtype])):
         return None  # samples depend on each other: the self-check of the tape says where
 

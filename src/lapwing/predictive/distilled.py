@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from lapwing.likelihoods import Likelihood, likelihood_from_spec
 from lapwing.metrics import auroc
 from lapwing.model import Network, batch_size, take, tensors_in
 from lapwing.model.batches import Convention
-from lapwing.model.calls import Inputs, arguments, as_tensors, finite, map_tensors, outside_inference, placed, unwrap
+from lapwing.model.calls import Inputs, arguments, map_tensors, outside_inference, unwrap
 from lapwing.model.stored import describe_module, intact, require_same_module, restore_convention, restore_probe
 from lapwing.model.watch import Probe
 from lapwing.predictive.distilledlayer import DistilledLayer, EnergyNetwork, fit_head, restored_head
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
 from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.predictive import fits, prepared
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.storage import prefixed, read_file, under, write_file
 
@@ -206,17 +208,15 @@ class Distilled:
         """
         return "\n".join(f"{name}: {distance}" for name, distance in self.distances.items())
 
+    @cached_property
+    def _usual(self) -> tuple[torch.dtype | None, torch.device]:
+        """The dtype of the first weights, and the device."""
+        return next((p.dtype for p in self.layer.network.body.parameters()), None), self.layer.head.basis.device
+
     def _inputs(self, x: Inputs) -> Inputs:
-        x = as_tensors(x)
-        x = self.convention.inputs_of(x) if isinstance(x, Mapping) else x
-        if not any(True for _ in tensors_in(x)):
-            raise BadData(f"expected a tensor, a tuple of tensors or a dict of tensors, got {type(x).__name__}")
-        x, _ = placed(self.layer.network.body, x, self.layer.head.basis.device, self.convention.cast)
-        if batch_size(x) == 0:
-            raise BadData("the batch to predict is empty")
-        if any(t.is_floating_point() and not finite(t) for t in tensors_in(x)):
-            raise BadData("the inputs hold numbers that are not finite")
-        return x
+        if type(x) is Tensor and fits(x, self._usual):  # the usual case, checked quickly
+            return x
+        return prepared(self.layer.network.body, self._usual[1], self.convention, x)
 
 
 def distill(

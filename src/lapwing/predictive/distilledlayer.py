@@ -238,13 +238,12 @@ class DistilledLayer(nn.Module):
         """The Gaussian over the outputs, multiplied by `scale`."""
         f, spread = (f, spread) if scale == 1.0 else (scale * f, scale * spread)
         basis = self.head.basis.to(f)
-        seen = basis - basis.mean(0)
         gram = lambda root: (root * spread[..., None, :].square()) @ root.mT  # noqa: E731
         return GaussianFunction(
             f,
             lambda: gram(basis),
             variance=lambda: spread.square() @ basis.square().mT,
-            contrasts=(lambda: gram(seen)) if shift_invariant and f.shape[-1] > 2 else False,
+            contrasts=(lambda: gram(basis - basis.mean(0))) if shift_invariant and f.shape[-1] > 2 else False,
             root=lambda: (basis, spread, basis.mT),
             closed=True,
         )

@@ -74,6 +74,8 @@ class SharedRoot(nn.Module):
     inverse: Tensor | None
     squares: Tensor | None
     reach: Tensor | None
+    centered: Tensor | None
+    centered_squares: Tensor | None
     right: Tensor | None
     shift: Tensor | None
     variances: Tensor
@@ -94,6 +96,9 @@ class SharedRoot(nn.Module):
         few = found and squares is not None and len(wide) <= ONE
         reach = squares.unflatten(1, wide.shape) @ variances.detach().double() if few and squares is not None else None
         self.register_buffer("reach", None if reach is None else reach.to(left), persistent=False)  # (p, k, i)
+        centered = wide - wide.mean(0) if len(wide) >= SOME else None
+        for name, each in ("centered", centered), ("centered_squares", None if centered is None else centered.square()):
+            self.register_buffer(name, None if each is None else each.to(left), persistent=False)
         _keep(self, ("right", "shift"), None if right is None else right.detach().mT, bias)
         self.register_buffer("variances", variances.detach().clone(memory_format=torch.contiguous_format))
         floor = torch.finfo(variances.dtype).tiny ** 0.5  # of s², where its root has a derivative
@@ -129,12 +134,16 @@ class SharedRoot(nn.Module):
         if self.reach is not None and a.ndim == 2 and not torch.compiler.is_compiling() and len(a) == 1:
             return FeatureSpread(a, self, factor)
         assert root.shared is not None
-        left, spread, inverse = root.shared
-        return SharedSpread(left, spread.flatten(0, -2) if spread.ndim > 2 else spread, inverse, self.squares)
+        return self._of(root.shared[1].flatten(0, -2) if a.ndim > 2 else root.shared[1])
 
     def whole(self, a: Tensor, factor: float) -> Spread:
         """The same at inputs (n, i) with all parts."""
-        return SharedSpread(self.left, self._deviations(a, factor), self.inverse, self.squares)
+        return self._of(self._deviations(a, factor))
+
+    def _of(self, spread: Tensor) -> SharedSpread:
+        one, other = self.centered, self.centered_squares
+        kept = None if one is None or other is None else (one, other)
+        return SharedSpread(self.left, spread, self.inverse, self.squares, kept)
 
     def apart(self, a: Tensor, pivot: Tensor) -> Tensor:
         """The variances of all outputs minus one, (n, o), for inputs a (n, i) and that one's number, (n, 1)."""

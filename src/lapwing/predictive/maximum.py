@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lapwing.predictive.pairs import Estimate
 
-STEPS = 20  # nodes of the integral over t
+STEPS, FINE = 20, 120  # nodes of the integral over t, and those for items with a few very wide logits
+APART = 0.75  # how far apart they may lie, in standard deviations of the narrowest logit with its Gumbel number
 QUANTILES = 12.0, math.log(2), 2e-5  # −log F at the first node, at the median and at the last node
 EXCESS, CHERNOFF = 10.0, 13.0  # how far the last one lies beyond where a normal law, or a sum of exponentials, puts it
 EULER = 0.5772156649015329  # the mean of a Gumbel number
@@ -57,8 +58,11 @@ Times = Callable[[Tensor], Tensor]
 """The product of the covariance of each item with vectors (n, T, K)."""
 
 
-def by_maximum(mean: Tensor, variance: Tensor, times: Times) -> Estimate:
+def by_maximum(mean: Tensor, variance: Tensor, times: Times, steps: int = STEPS) -> Estimate:
     """Return probabilities, expected entropy and the estimated error for logits with this mean and variance (n, K).
+
+    The error is infinite where so many steps are too few for the narrowest logit: then the expected entropy may be
+    wrong by more than the probabilities are.
 
     What C changes is a small part, for which every other node does. The terms of log F in C² are
     T = ½ Σ_j r_j′ (C r)_j² and L = ¼ Σ_ij C_ij² r_i′ r_j′. Signs at random estimate the sums over C_ij²: well for a sum
@@ -68,9 +72,11 @@ def by_maximum(mean: Tensor, variance: Tensor, times: Times) -> Estimate:
     first, middle, last = _range(mean, variance)
     shift = _shift(mean, variance, middle, times)
     variance = variance + 2 * shift
-    step = (last - first) / STEPS  # (n, 1)
-    t = first + step * (torch.arange(STEPS, dtype=mean.dtype, device=mean.device) + 0.5)  # (n, T)
+    step = (last - first) / steps  # (n, 1)
+    coarse = step.square() > APART**2 * (variance.detach().amin(-1, keepdim=True) + math.pi**2 / 6)
+    t = first + step * (torch.arange(steps, dtype=mean.dtype, device=mean.device) + 0.5)  # (n, T)
     height, density, heat, slope, warming = _gumbel_sums(t.unsqueeze(-1) - mean.unsqueeze(1), variance.unsqueeze(1))
+    height = height.clamp(min=torch.finfo(height.dtype).tiny)  # far below a narrow logit
     below = height.log().sum(-1)  # log F(t) for independent logits
     rate, cooling = density / height, heat / height  # (n, T, K)
     weight = below.exp() * step
@@ -95,7 +101,7 @@ def by_maximum(mean: Tensor, variance: Tensor, times: Times) -> Estimate:
         tree = (weight * r.sum(-1) * (bend * move.square()).sum(-1) / -2).sum(-1)
         error = (more.abs().sum(-1) + tree) / 2 + (total.squeeze(-1) - 1).abs() - probs.clamp(max=0).sum(-1) + ROUNDING
     probs, entropy = (probs / total).clamp(min=0), (entropy / total.squeeze(-1) - EULER).clamp(min=0)
-    return probs, entropy, torch.where(error.isfinite(), error, torch.inf)
+    return probs, entropy, torch.where(error.isfinite() & ~coarse.squeeze(-1), error, torch.inf)
 
 
 def _weighted(weight: Tensor, values: Tensor) -> Tensor:

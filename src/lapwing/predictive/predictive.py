@@ -92,7 +92,7 @@ class Predictive:
 
     def inputs(self, x: Inputs) -> Inputs:
         """Prepare inputs as the fit did: without its targets, on its device, in a dtype the network takes, finite."""
-        if type(x) is Tensor and _fits(x, self._usual):  # the usual case, checked quickly
+        if type(x) is Tensor and fits(x, self._usual):  # the usual case, checked quickly
             return x
         x = prepared(self.network.module, self.network.params.device, self.options.convention, x)
         if type(x) is not Tensor:  # a single tensor holds the samples
@@ -317,7 +317,7 @@ def prepared(module: nn.Module, device: torch.device, convention: Convention, x:
     return x
 
 
-def _fits(x: Tensor, usual: tuple[torch.dtype | None, torch.device]) -> bool:
+def fits(x: Tensor, usual: tuple[torch.dtype | None, torch.device]) -> bool:
     """Whether a tensor needs no preparation: dense, of the dtype and device of the weights, finite, not empty."""
     return (
         (x.dtype, x.device) == usual

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import embedding
 
 from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
-from lapwing.predictive.maximum import STEPS, by_maximum, prepare_maximum
+from lapwing.predictive.maximum import FINE, STEPS, by_maximum, prepare_maximum
 from lapwing.predictive.pairs import Estimate, Pairs, matched_points, pairs_of_one, prepare_pairs
 
 ENOUGH = 6e-3
@@ -172,6 +172,7 @@ class SharedSpread(Spread):
     spread: Tensor
     inverse: Tensor | None = None  # of the left side, where it is at hand
     squares: Tensor | None = None  # (R_kj − R_pj)² as (p, k·j), for few classes, where it is at hand
+    centered: tuple[Tensor, Tensor] | None = None  # R minus its average over the logits, and its squares, likewise
 
     @cached_property
     def _dual(self) -> Tensor:
@@ -207,11 +208,12 @@ class SharedSpread(Spread):
     @cached_property
     def _centered(self) -> Tensor:
         """R minus its average over the logits."""
-        return self.left - self.left.mean(0)
+        return self.left - self.left.mean(0) if self.centered is None else self.centered[0]
 
     @cached_property
     def variance(self) -> Tensor:
-        return self.spread.square() @ self._centered.square().mT
+        squares = self._centered.square() if self.centered is None else self.centered[1]
+        return self.spread.square() @ squares.mT
 
     def times(self, v: Tensor) -> Tensor:
         return ((v @ self._centered) * self.spread.square().unsqueeze(1)) @ self._centered.mT
@@ -244,7 +246,7 @@ def spread_of(function: FunctionDistribution) -> Spread | None:
     shared = function.shared_root
     if shared is not None:
         root, spread, *inverse = (part.to(function.mean) for part in shared)
-        return SharedSpread(root, spread.reshape(-1, spread.shape[-1]), *inverse)
+        return SharedSpread(root, spread.reshape(-1, spread.shape[-1]), next(iter(inverse), None))
     covariance = function.contrast_covariance
     return None if covariance is None else DenseSpread(covariance.reshape(-1, *covariance.shape[-2:]))
 
@@ -357,8 +359,15 @@ class _Chunk:
 
         return [(points(stage), self._at_once(stage), enough) for stage, (*_, enough) in enumerate(STAGES)]
 
-    def _by_maximum(self) -> Estimate:
-        return by_maximum(self.mean, self.spread.variance, self.spread.times)
+    def _by_maximum(self, steps: int = STEPS) -> Estimate:
+        """Return what the law of the maximum gives, with finer steps for those items that need them."""
+        found = by_maximum(self.mean, self.spread.variance, self.spread.times, steps)
+        if torch.compiler.is_compiling() or steps == FINE:
+            return found
+        for one in found[2].isinf().nonzero():  # few, and each has many nodes
+            for each, new in zip(found, self._take(one)._by_maximum(FINE)):
+                each[one] = new
+        return found
 
     def _some_points(self, pairs: Pairs, stage: int, items: Tensor | None = None) -> Estimate:
         """Return what the points of a stage find; `items` are the places of this chunk among the pairs."""
