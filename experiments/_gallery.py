@@ -46,6 +46,7 @@ COVERED = (
     ("002", "CRISPR-Cas13 knockdown, beside homoscedastic and β-NLL networks", ("crispr",)),
     ("002", "the linearized model as a Gaussian process", ("function_space",)),
     ("003", "matrix-free solves, samples and evidence against size", ("matrixfree", "growth")),
+    ("003", "a low-rank curvature in three ways", ("lowrank",)),
 )
 """The experiments of the papers: document, what is tried there, and the scripts that try it here."""
 

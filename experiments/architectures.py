@@ -27,7 +27,7 @@ from experiments import _networks as networks
 
 ABOUT = {
     "paper": "002, Part I: model comparison",
-    "minutes": 0.9,
+    "minutes": 0.8,
     "page": "training.md",
     "picture": "../figures/architectures.png",
 }

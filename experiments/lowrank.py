@@ -25,7 +25,7 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg.krylov import largest_eigenpairs
 from lapwing.linalg.solvers import nystrom
 
-ABOUT = {"paper": "003", "minutes": None, "quick": 0.1, "page": "without_a_matrix.md"}
+ABOUT = {"paper": "003", "minutes": 0.5, "quick": 0.1, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore")
 
