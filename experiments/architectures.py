@@ -176,7 +176,7 @@ def main(given: Any) -> None:
             "image. ± is the standard deviation over seeds, each with its own images and starts.",
             "The setting was the second that was tried: 1,000 images at 28×28 and 320 steps, far from a mode, gave "
             "0.55 for eleven networks. The rule was written after a run with one seed had been seen "
-            "(docs/results/training.md).",
+            "([that page](training.md)).",
         )
     )
     title = f"{given.size} images of Fashion-MNIST, rank correlation {related['test']}"

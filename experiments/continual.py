@@ -72,7 +72,7 @@ def judge(mean: Scores) -> list[Claim]:
 
 if __name__ == "__main__":
     parser = Experiment(
-        __doc__, smoke={"tasks": 3, "size": 200, "epochs": 1}, quick={"tasks": 3, "size": 500, "epochs": 4}, seeds=3
+        __doc__, smoke={"tasks": 2, "size": 200, "epochs": 1}, quick={"tasks": 3, "size": 500, "epochs": 4}, seeds=3
     )
     parser.add_argument("--tasks", type=int, default=5)
     parser.add_argument("--size", type=int, default=2000)

@@ -31,7 +31,7 @@ from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.distilled import perturbed
 from lapwing.predictive.distilledlayer import EnergyNetwork, fit_head, quadratic_weights
 
-ABOUT = {"paper": "001, appendix D", "minutes": None}
+ABOUT = {"paper": "001, appendix D", "minutes": None, "quick": 0.3}
 
 Answers = dict[str, Tensor]
 Student = Callable[[Answers], tuple[Tensor, Tensor]]

@@ -27,7 +27,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "002, Structured Laplace Approximations", "minutes": 3}
+ABOUT = {"paper": "002, Structured Laplace Approximations", "minutes": 3, "quick": 0.4}
 
 STRUCTURES = ("full", "blockdiag", "ekfac", "kron", "diag")
 THEOREMS = ("blockdiag", "ekfac", "diag")

@@ -29,7 +29,7 @@ from torch.func import functional_call, jacrev, vmap
 import lapwing
 from experiments import _networks as networks
 
-ABOUT = {"paper": "002, Linearized Model as a Gaussian Process", "minutes": 1}
+ABOUT = {"paper": "002, Linearized Model as a Gaussian Process", "minutes": 1, "quick": 0.4}
 
 NOISE, PRIOR, SAME = 0.15, 1.0, 1e-6
 EXACT = ("weight space, full", "function space, all data")

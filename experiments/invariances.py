@@ -143,7 +143,8 @@ def main(given: Any) -> None:
             f"{given.size} digits at 14×14, a CNN of 9,802 weights that averages over eight rotations; ranges start at "
             f"{given.start:g}°. The test digits are rotated as the training digits are. ± is the standard deviation "
             "over seeds, each with its own digits and start.",
-            "The rule was written after a run with one seed had been seen (docs/results/training.md).",
+            "The rule was written after a run with one seed had been seen ([that page](training.md)). A smaller run "
+            "(500 digits, 30 epochs, 1,000 test digits, seed 0) learned ± 17.6° and ± 61.2°.",
         )
     )  # fmt: skip
     result.with_data(scores=each, paths={a: [one[a]["path"] for one in runs] for a in each}).finish(

@@ -28,7 +28,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.metrics import auroc
 
-ABOUT = {"paper": "003", "minutes": None, "page": "without_a_matrix.md"}
+ABOUT = {"paper": "003", "minutes": None, "quick": 1.4, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore")
 PRIORS = (1.0, 10.0, 100.0, 1000.0)
@@ -144,7 +144,7 @@ def judge(mean: Scores) -> list[Claim]:
 
 if __name__ == "__main__":
     parser = Experiment(
-        __doc__, smoke={"points": 10, "train": 200, "test": 12, "rank": 8},
+        __doc__, smoke={"points": 10, "train": 200, "test": 12, "rank": 8, "only": "matrix-free"},
         quick={"points": 100, "train": 3000, "test": 100, "rank": 32},
     )  # fmt: skip
     parser.add_argument("data", nargs="?", choices=["mnist", "cifar10"], default="mnist")

@@ -34,7 +34,7 @@ from lapwing.evidence.heldout import GramSweep, Nodes
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.linearized import FLOOR, information_gain
 
-ABOUT = {"paper": "", "minutes": None, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": None, "quick": 0.6, "page": "tuning.md"}
 
 CHUNK = 500
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
@@ -185,7 +185,7 @@ def judge(mean: Scores) -> list[Claim]:
 if __name__ == "__main__":
     parser = Experiment(
         __doc__,
-        smoke={"fit": 20, "images": 20, "outside": 10},
+        smoke={"fit": 10, "images": 10, "outside": 6},
         quick={"fit": 100, "images": 100, "outside": 50},
         seeds=5,
     )

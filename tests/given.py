@@ -56,8 +56,9 @@ def evaluated() -> lapwing.Report:
     return lapwing.evaluate({"MAP": model, "Laplace": la}, loader, ood={"noise": trained()["noise"]}, progress=False)
 
 
-def given() -> dict[str, Any]:
-    """The names of `trained`, with posteriors `la` and `regression` of copies of the networks: some code trains."""
+@cache
+def fitted() -> dict[str, Any]:
+    """The names of `trained` with copies of the networks, and posteriors `la` and `regression` of these."""
     names = {
         "lapwing": lapwing, "torch": torch, "nn": nn,
         "attacks": attacks, "baselines": baselines, "metrics": metrics, "plots": plots, **trained(),
@@ -68,3 +69,13 @@ def given() -> dict[str, Any]:
     names["regression"] = lapwing.fit(names["network"], data, "regression", progress=False)
     names["report"] = evaluated()
     return names
+
+
+def given() -> dict[str, Any]:
+    """The names of `fitted`, made again if somebody has trained or converted the networks since."""
+    for name in ("model", "network"):
+        was, now = trained()[name].state_dict(), fitted()[name].state_dict()
+        if any(now[key].dtype != value.dtype or not torch.equal(now[key], value) for key, value in was.items()):
+            fitted.cache_clear()
+            break
+    return dict(fitted())
