@@ -26,9 +26,11 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 
 ABOUT = {
-    "paper": "002, Part I: model comparison", "minutes": None,
-    "page": "training.md", "picture": "../figures/architectures.png",
-}  # fmt: skip
+    "paper": "002, Part I: model comparison",
+    "minutes": 0.9,
+    "page": "training.md",
+    "picture": "../figures/architectures.png",
+}
 
 
 def mlp(*hidden: int) -> nn.Sequential:
