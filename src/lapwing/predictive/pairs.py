@@ -29,7 +29,7 @@ _SCALES = (
 
 PAIRS = 16  # pairs of points z, −z in each of two sequences, at least
 BELOW = -80.0  # a logit that adds nothing to any sum, and whose exponential does not underflow
-NEVER = -20.0  # logit of a class that is never chosen, also in the tail of its law
+RARE = -7.0  # logit below which a class is rarely chosen, also in the tail of its law
 WIDEST = 36.0  # variance of a difference of logits beyond which a few points say nothing
 
 
@@ -206,15 +206,16 @@ def pairs_of_one(mean: list[float], pivot: int, apart: list[float]) -> tuple[lis
             continue
         b = math.exp(min(d + v, 0.0))
         first, second = first + b, second + b * b
-        if d + 1.5 * v < NEVER:  # E[s_k] is exp(d + v/2), and its part of the entropy cannot be seen
-            own[k] = math.exp(d + v / 2)
-            continue
-        at, s, h = max(d, -d - v), 0.5, 0.0
-        for square, weight, height in _terms():
-            narrow = 1 / math.sqrt(square + 2 * v)
-            s += weight * math.erf(at * narrow)
-            h += height * narrow * math.exp(-((d * narrow) ** 2))
-        own[k] = s * math.exp(min(d + v / 2, 0.0))
+        if d + 2 * v < RARE:  # two terms of the series in exp(x) do, whose expectations are simple
+            one, two = math.exp(d + v / 2), math.exp(2 * (d + v))
+            own[k], h = one - two, one * (1 - d - v) - two * (0.5 - d - 2 * v)
+        else:
+            at, s, h = max(d, -d - v), 0.5, 0.0
+            for square, weight, height in _terms():
+                narrow = 1 / math.sqrt(square + 2 * v)
+                s += weight * math.erf(at * narrow)
+                h += height * narrow * math.exp(-((d * narrow) ** 2))
+            own[k] = s * math.exp(min(d + v / 2, 0.0))
         entropy += h - math.log(g) + d * (g - 1) * (1 / g - 1 / total)
     probs = [s * g / total for s, g in zip(own, grown)]
     probs[pivot] = 1 - sum(probs)

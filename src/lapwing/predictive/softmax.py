@@ -241,8 +241,9 @@ class SharedSpread(Spread):
 
 def spread_of(function: FunctionDistribution) -> Spread | None:
     """Return the roots of the covariances of all items, (items, C, C); None where there are only draws."""
-    if function.spread is not None:
-        return function.spread
+    found: Spread | None = function.spread
+    if found is not None:
+        return found
     shared = function.shared_root
     if shared is not None:
         root, spread, *inverse = (part.to(function.mean) for part in shared)
