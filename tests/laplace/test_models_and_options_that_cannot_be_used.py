@@ -33,10 +33,15 @@ def test_frozen_parameters_are_left_out() -> None:
         fit(model, select=["0.bias"])
 
 
-@pytest.mark.parametrize("option", [{"structure": "kfac"}, {"factor": "fisher"}, {"structure": lapwing.Kron}], ids=str)
+@pytest.mark.parametrize("option", [{"structure": "kfac"}, {"factor": "fisher"}], ids=str)
 def test_unknown_choices_name_the_known(option: dict[str, Any]) -> None:
     with pytest.raises(lapwing.UnsupportedOperation, match=r"is one of \[.*\] or 'auto'"):
         fit(**option)
+
+
+def test_a_class_in_place_of_a_structure_is_told_what_to_pass() -> None:
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"an object, not a class: pass Kron\(\)"):
+        fit(structure=lapwing.Kron)
 
 
 @pytest.mark.parametrize("prior", [-1.0, 0.0, math.nan, torch.ones(5), {"nothing.*": 1.0}])

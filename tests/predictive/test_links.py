@@ -146,7 +146,7 @@ def test_impossible_links_are_named():
         predict_targets(make(2), Gaussian(), link="probit")
     with pytest.raises(UnsupportedOperation, match=r"Categorical with 3 outputs.*'mc', 'probit'"):
         predict_targets(make(3), Categorical(), link="quadrature")
-    with pytest.raises(UnsupportedOperation, match="SampledFunction"):
+    with pytest.raises(UnsupportedOperation, match="Bernoulli with 1 output, whose law is not Gaussian"):
         predict_targets(SampledFunction(None, torch.zeros(4, 3, 1)), Bernoulli(), link="quadrature")
     assert predict_targets(SampledFunction(None, torch.zeros(4, 3, 1)), Bernoulli()).link == "mc"
 

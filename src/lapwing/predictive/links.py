@@ -124,9 +124,12 @@ def choose_link(link: str, function: FunctionDistribution, likelihood: Likelihoo
         return link
     others = [name for name, (_, when) in LINKS.items() if name not in likelihood.links and when(function, likelihood)]
     if link not in others:
+        width = function.mean.shape[-1]
+        outputs = f"{width} output{'s' if width > 1 else ''}"
+        outputs += "" if function.normal else ", whose law is not Gaussian"
         raise UnsupportedOperation(
-            f'link="{link}" is not possible here, for {type(likelihood).__name__} with {function.mean.shape[-1]} '
-            f"outputs: use 'auto', {', '.join(repr(name) for name in (*own, *others))}"
+            f'link="{link}" is not possible here, for {type(likelihood).__name__} with {outputs}: '
+            f"use 'auto', {', '.join(repr(name) for name in (*own, *others))}"
             f"{nearest(link, ('auto', *own, *others)) or '.'}"
         )
     return link
