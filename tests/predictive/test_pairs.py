@@ -116,3 +116,19 @@ def test_a_masked_class_and_a_known_function_stay_as_they_are() -> None:
     assert some.probs[0, 2] == 0
     assert some.entropy.isfinite().all()
     assert torch.allclose(some.probs.sum(-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_probability_is_negative_far_from_the_data(dtype: torch.dtype) -> None:
+    """Rounding must not leave less than nothing of a class that is many standard deviations below the highest."""
+    mean = torch.tensor([[0.0, -300.0, -500.0, -1000.0, -1600.0]], dtype=dtype)
+    spread = DenseSpread(torch.diag(torch.tensor([0.0, 200.0, 450.0, 1000.0, 2000.0], dtype=dtype))[None])
+    for items in (1, 2):  # one item is worked out in plain numbers
+        found = expected_softmax(mean.expand(items, -1), spread.take(torch.zeros(items, dtype=torch.long)), None)
+        assert bool((found.probs >= 0).all())
+        torch.testing.assert_close(found.probs.sum(-1), torch.ones(items, dtype=dtype), rtol=0, atol=1e-6)
+        assert bool(found.log_probs.isfinite().all())
+    probs, *_ = pairs_of_one(mean[0].tolist(), 0, [0.0, 200.0, 450.0, 1000.0, 2000.0])
+    assert min(probs) >= 0
+    pairs = Pairs.of(mean, spread.apart)
+    assert bool(pairs.log_prob(torch.tensor([[1]]))[0].isfinite().all())

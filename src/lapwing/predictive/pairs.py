@@ -51,7 +51,7 @@ def expected_sigmoid(mean: Tensor, variance: Tensor, narrow: Tensor) -> tuple[Te
     core = (at.unsqueeze(-1) * narrow).erf() @ weights + 0.5
     if mean.dtype == torch.float64:  # exact without variance, where the 4e-9 of the mixture can be seen
         core = core + at.sigmoid() - (at.unsqueeze(-1) * squares.rsqrt()).erf() @ weights - 0.5
-    return core, half.clamp(max=0)
+    return core.clamp(min=torch.finfo(core.dtype).tiny), half.clamp(max=0)  # rounding may leave less than nothing
 
 
 def expected_entropy(mean: Tensor, narrow: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def pairs_of_one(mean: list[float], pivot: int, apart: list[float]) -> tuple[lis
                 narrow = 1 / math.sqrt(square + 2 * v)
                 s += weight * math.erf(at * narrow)
                 h += height * narrow * math.exp(-((d * narrow) ** 2))
-            own[k] = s * math.exp(min(d + v / 2, 0.0))
+            own[k] = max(s, 0.0) * math.exp(min(d + v / 2, 0.0))
         entropy += h - math.log(g) + d * (g - 1) * (1 / g - 1 / total)
     probs = [s * g / total for s, g in zip(own, grown)]
     probs[pivot] = 1 - sum(probs)
