@@ -124,7 +124,7 @@ class BlockTridiagonal(PSD):
         raise self._refuse(other, "a diagonal prior or another of the same blocks")
 
     def whiten(self, rows: Rows) -> Tensor:
-        return self._half(self._rows(rows).dense()).to(self.dtype)
+        return self._half(rows.of_size(self.size, self.dtype).dense()).to(self.dtype)
 
 
 class TaperedSums(Accumulator):

@@ -550,7 +550,7 @@ class BlockDiagonal(PSD):
 
     def _parts(self, rows: Rows) -> Iterable[Rows]:
         """Yield the rows of each block, factored where the rows are given so."""
-        rows = self._rows(rows)
+        rows = rows.of_size(self.size, self.dtype)
         if isinstance(rows, Jacobian) and self.layout.same_as(rows.layout):
             return rows.rows
         return tuple(DenseRows(part) for part in self.layout.gather(rows.dense()))

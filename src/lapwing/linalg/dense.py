@@ -155,7 +155,7 @@ class Dense(PSD):
 
     def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
         values = self.eigenvalues()
-        return None if values is None else (values, self._rows(rows).times(self.spectrum.vectors))
+        return None if values is None else (values, rows.of_size(self.size, self.dtype).times(self.spectrum.vectors))
 
     def shifted_draws(
         self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None
@@ -187,7 +187,7 @@ class Dense(PSD):
         return self + Dense(other.dense())
 
     def whiten(self, rows: Rows) -> Tensor:
-        dense = self._rows(rows).dense()
+        dense = rows.of_size(self.size, self.dtype).dense()
         if self._spectral:
             return (dense @ self.spectrum.vectors) * self._values.rsqrt().to(self.dtype)
         flat = dense.flatten(0, 1).double()

@@ -59,10 +59,12 @@ class KroneckerBasis(PSD):
 
     @property
     def _positive(self) -> Tensor:
-        return require_positive(self.values)
+        self.require_positive_definite()
+        return self.values
 
     def require_positive_definite(self) -> None:
-        require_positive(self.values)
+        if not bool((self.values > 0).all()):
+            require_positive(self.values)
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._sandwich(v, *self._basis, self.values)
@@ -99,7 +101,7 @@ class KroneckerBasis(PSD):
 
     def _rotated(self, rows: Rows) -> Rows:
         """Return the rows in the dual basis, factored if they are."""
-        return self._rows(rows).rotate(*self._dual)
+        return rows.of_size(self.size, self.dtype).rotate(*self._dual)
 
     def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:
         if self.shape != (1, o, i):
@@ -305,7 +307,7 @@ class EigenKronecker(KroneckerBasis):
     def _rotated(self, rows: Rows) -> Rows:
         """Return (J − ½ J A₀⁻¹ diag(δ)) in the dual basis, factored if the rows J are."""
         if self._delta is not None:
-            dense = self._rows(rows).dense()
+            dense = rows.of_size(self.size, self.dtype).dense()
             rows = DenseRows(dense - 0.5 * super().solve(dense) * self._delta)
         return super()._rotated(rows)
 

@@ -225,7 +225,7 @@ class LowRank(PSD):
             return super().shifted_products(rows, shifts, pairs)
         values, basis = self._orthonormal()
         require_shifts(values.new_zeros(1), shifts)
-        wide = self._rows(rows).to(torch.float64)
+        wide = rows.of_size(self.size, self.dtype).to(torch.float64)
         inside = wide.matvec(basis)  # (rank, n, r)
         whole = wide.weighted_gram(torch.ones(self.size, dtype=torch.float64, device=self.device))
         shifts = shifts.double()
@@ -235,23 +235,23 @@ class LowRank(PSD):
 
     def whiten(self, rows: Rows) -> Tensor:
         """J A⁻¹ [D^½, Uᵀ d^½], (n, r, P + k): W Wᵀ = J A⁻¹ A A⁻¹ Jᵀ."""
-        solved = self._solve(self._rows(rows).dense().double())
+        solved = self._solve(rows.of_size(self.size, self.dtype).dense().double())
         parts = solved * self._precision.sqrt(), self._project(solved) * self._roots
         return torch.cat(parts, -1).to(self.dtype)
 
     def quadratic(self, rows: Rows) -> Tensor:
-        rows = self._rows(rows).to(torch.float64)
+        rows = rows.of_size(self.size, self.dtype).to(torch.float64)
         half = self._half(self._apply(rows))
         correction = torch.einsum("anr,ans->nrs", half, half)
         return (rows.weighted_gram(1 / self._precision) - correction).to(self.dtype)
 
     def variance(self, rows: Rows) -> Tensor:
-        rows = self._rows(rows).to(torch.float64)
+        rows = rows.of_size(self.size, self.dtype).to(torch.float64)
         correction = self._half(self._apply(rows)).square().sum(0)
         return (rows.weighted_norm(1 / self._precision) - correction).to(self.dtype)
 
     def joint(self, rows: Rows) -> Tensor:
-        rows = self._rows(rows).to(torch.float64)
+        rows = rows.of_size(self.size, self.dtype).to(torch.float64)
         half = self._half(self._apply(rows))
         correction = torch.einsum("anr,ams->nrms", half, half)
         return (rows.joint_gram(1 / self._precision) - correction).to(self.dtype)

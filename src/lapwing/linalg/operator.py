@@ -380,7 +380,7 @@ class Operator(PSD):
         return white.reshape(rows.n, rows.r, -1).to(self.dtype)
 
     def quadratic(self, rows: Rows) -> Tensor:
-        rows = self._rows(rows)
+        rows = rows.of_size(self.size, self.dtype)
         if self.solver.predictive == "samples":
             inside = rows.matvec(self._draws().to(rows.dtype))
             return torch.einsum("snr,snq->nrq", inside, inside) / len(inside)
@@ -409,7 +409,7 @@ class Operator(PSD):
         return Dense(whole.to(self.dtype)).shifted_products(rows, shifts, pairs)
 
     def joint(self, rows: Rows) -> Tensor:
-        rows = self._rows(rows)
+        rows = rows.of_size(self.size, self.dtype)
         if self.solver.predictive == "samples":
             inside = rows.matvec(self._draws().to(rows.dtype)).flatten(1)
             gram = inside.T @ inside / len(inside)
@@ -419,7 +419,7 @@ class Operator(PSD):
         return gram.reshape(rows.n, rows.r, rows.n, rows.r).to(self.dtype)
 
     def cross_factors(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        rows = self._rows(rows)
+        rows = rows.of_size(self.size, self.dtype)
         if self.solver.predictive == "samples":
             inside = rows.matvec(self._draws().to(rows.dtype)).movedim(0, -1) / self.solver.samples**0.5
             return inside, inside

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,25 +46,19 @@ class PSD(ABC):
 
     # Questions that other rooms ask instead of looking at the class of a matrix.
 
-    @property
-    def iterative(self) -> bool:
-        """Whether each solve takes many products with A."""
-        return False
+    iterative: ClassVar[bool] = False
+    """Whether each solve takes many products with A."""
 
-    @property
-    def is_diagonal(self) -> bool:
-        """Whether A has no entry outside its diagonal by construction, so that `diagonal()` is all of it."""
-        return False
+    is_diagonal: ClassVar[bool] = False
+    """Whether A has no entry outside its diagonal by construction, so that `diagonal()` is all of it."""
 
     @property
     def expanded(self) -> bool:
         """Whether A = c I is stored as the number c alone."""
         return False
 
-    @property
-    def factored(self) -> bool:
-        """Whether A keeps the two sides of a weight matrix apart, as a Kronecker product and its eigenbasis do."""
-        return False
+    factored: ClassVar[bool] = False
+    """Whether A keeps the two sides of a weight matrix apart, as a Kronecker product and its eigenbasis do."""
 
     @property
     def damps(self) -> bool:
@@ -136,7 +130,7 @@ class PSD(ABC):
         """The eigenvalues and J in the basis of their eigenvectors; None where A has no eigenbasis at hand."""
         if self._decomposed is None:
             return None
-        return self._decomposed.values, self._rows(rows).times(self._decomposed.vectors)
+        return self._decomposed.values, rows.of_size(self.size, self.dtype).times(self._decomposed.vectors)
 
     def shifted_products(self, rows: Rows, shifts: Tensor, pairs: Tensor, split: float | None = None) -> Tensor:
         """J_a (A + ρ I)⁻¹ J_bᵀ of each sample, for shifts ρ (m,) and pairs of directions (a, b) (2, k): (m, n, k).
@@ -320,11 +314,6 @@ class PSD(ABC):
         """
         return None
 
-    def _rows(self, rows: Rows) -> Rows:
-        if rows.size != self.size:
-            raise ValueError(f"expected Jacobian rows of {self.size} parameters, got {rows.size}")
-        return rows if rows.dtype == self.dtype else rows.to(self.dtype)
-
     def _matches(self, other: PSD) -> None:
         if not isinstance(other, PSD):
             raise TypeError(f"expected a PSD matrix to add, got {type(other).__name__}")
@@ -459,16 +448,16 @@ class Diagonal(PSD):
         return torch.diag(self.values)
 
     def whiten(self, rows: Rows) -> Tensor:
-        return self._rows(rows).dense() * self._positive.rsqrt()
+        return rows.of_size(self.size, self.dtype).dense() * self._positive.rsqrt()
 
     def quadratic(self, rows: Rows) -> Tensor:
-        return self._rows(rows).weighted_gram(1 / self._positive)
+        return rows.of_size(self.size, self.dtype).weighted_gram(1 / self._positive)
 
     def variance(self, rows: Rows) -> Tensor:
-        return self._rows(rows).weighted_norm(1 / self._positive)
+        return rows.of_size(self.size, self.dtype).weighted_norm(1 / self._positive)
 
     def joint(self, rows: Rows) -> Tensor:
-        return self._rows(rows).joint_gram(1 / self._positive)
+        return rows.of_size(self.size, self.dtype).joint_gram(1 / self._positive)
 
     def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:
         if self.size != o * i:
@@ -485,7 +474,7 @@ class Diagonal(PSD):
         return self.values.double()
 
     def in_eigenbasis(self, rows: Rows) -> tuple[Tensor, Rows] | None:
-        return self.values.double(), self._rows(rows)
+        return self.values.double(), rows.of_size(self.size, self.dtype)
 
     def shifted_draws(
         self, n: int, shifts: Tensor, generator: torch.Generator | None = None, split: float | None = None

@@ -98,6 +98,12 @@ class Rows(ABC):
     def joint_gram(self, w: Tensor) -> Tensor:
         """J diag(w) Jᵀ across samples: w (size,) → (n, r, n, r)."""
 
+    def of_size(self, size: int, dtype: torch.dtype) -> Rows:
+        """Return the rows in this type for a matrix of this size; refuse them where their own size is another."""
+        if self.size != size:
+            raise ValueError(f"expected Jacobian rows of {size} parameters, got {self.size}")
+        return self if self.dtype == dtype else self.to(dtype)
+
     @property
     def deferred(self) -> bool:
         """Whether the rows are made when they are read, a few samples at a time."""

@@ -37,15 +37,24 @@ class Spectrum:
 
     @cached_property
     @torch.inference_mode(False)  # cached, also for callers that want gradients
-    def _eigh(self) -> tuple[Tensor, Tensor]:
+    def values(self) -> Tensor:
+        """e, (*b, p) float64."""
         if not bool(torch.isfinite(self.matrix).all()):
             raise BadData(
                 "the curvature holds NaN or Inf, so it has no eigenvalues. Look for overflow in the network's outputs "
                 "or for bad inputs."
             )
         values, vectors = self._decompose()
+        self.__dict__["vectors"] = vectors.to(self.dtype)  # of the same decomposition
         rounding = (values < 0) & (values >= -self._tolerance(values))
-        return values.masked_fill(rounding, 0.0), vectors.to(self.dtype)
+        return values.masked_fill(rounding, 0.0)
+
+    @cached_property
+    def vectors(self) -> Tensor:
+        """U, (*b, p, p): eigenvectors are columns."""
+        assert self.values is not None  # decomposes, and stores the vectors
+        vectors: Tensor = self.__dict__["vectors"]
+        return vectors
 
     def _decompose(self) -> tuple[Tensor, Tensor]:
         if self.rank is not None and self.rank + SPARE <= PAYS * self.matrix.shape[-1]:
@@ -66,17 +75,7 @@ class Spectrum:
     @property
     def known(self) -> bool:
         """Whether the decomposition has been computed."""
-        return "_eigh" in self.__dict__
-
-    @property
-    def values(self) -> Tensor:
-        """e, (*b, p) float64."""
-        return self._eigh[0]
-
-    @property
-    def vectors(self) -> Tensor:
-        """U, (*b, p, p): eigenvectors are columns."""
-        return self._eigh[1]
+        return "values" in self.__dict__
 
     @property
     def significant(self) -> Tensor:
