@@ -195,6 +195,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"train": 100, "test": 100, "members": 2, "steps": 20},
         quick={"train": 500, "test": 1000, "members": 4, "steps": 400},
+        seeds=3,
     )
     parser.add_argument("--train", type=int, default=1000, help="training images")
     parser.add_argument("--test", type=int, default=5000, help="test images")

@@ -34,8 +34,9 @@ def train(widths: list[int], x: torch.Tensor, y: torch.Tensor, steps: int, seed:
         parts += [nn.Linear(a, b), nn.ReLU()]
     model = nn.Sequential(*parts[:-1])
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    size = min(128, len(x))
     for step in range(steps):
-        rows = torch.arange(128) + 128 * (step % (len(x) // 128))
+        rows = torch.arange(size) + size * (step % (len(x) // size))
         optimizer.zero_grad()
         F.cross_entropy(model(x[rows]), y[rows]).backward()
         optimizer.step()
@@ -120,8 +121,9 @@ def judge(mean: Scores) -> list[Claim]:
 if __name__ == "__main__":
     parser = Experiment(
         __doc__,
-        smoke={"digits": 128, "size": 128, "val": 20, "test": 20, "steps": 5, "widths": ["16-16"]},
+        smoke={"digits": 32, "size": 64, "val": 20, "test": 20, "steps": 5, "widths": ["16-16"]},
         quick={"digits": 256, "size": 2000, "val": 1000, "test": 1000, "steps": 300, "widths": ["128-128"]},
+        seeds=3,
     )
     parser.add_argument("--digits", type=int, default=1280, help="8×8 digits that layers are compared on")
     parser.add_argument("--size", type=int, default=10_000, help="MNIST images of a fit")

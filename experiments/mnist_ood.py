@@ -134,6 +134,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"train": 256, "validation": 100, "epochs": 1, "test": 100, "outside": 50},
         quick={"train": 10_000, "validation": 1000, "epochs": 5, "test": 1000, "outside": 300, "structure": "kron"},
+        seeds=3,
     )
     parser.add_argument("data", nargs="?", choices=("mnist", "fashion"), default="mnist")
     parser.add_argument("--activation", choices=("tanh", "relu"), default="tanh")

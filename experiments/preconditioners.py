@@ -200,7 +200,7 @@ def run(seed: int, given: argparse.Namespace) -> Scores:
 if __name__ == "__main__":
     parser = Experiment(
         __doc__, smoke={"what": "mlp", "data": 50, "epochs": 1, "iterations": 5, "ranks": [20]},
-        quick={"what": "mlp", "data": 200, "epochs": 20, "ranks": [50]},
+        quick={"what": "mlp", "data": 200, "epochs": 20, "ranks": [50]}, seeds=3,
     )  # fmt: skip
     parser.add_argument("what", nargs="?", choices=["mlp", "cnn", "spectrum", *PRIORS], help="all of digits without")
     parser.add_argument("prior", nargs="?", type=float, help="precision for resnet20 (1) and llama (1000)")

@@ -120,6 +120,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"train": 256, "fit": 64, "held_out": 40, "test": 40, "outside": 20, "epochs": 1},
         quick={"train": 4000, "fit": 500, "held_out": 300, "test": 300, "outside": 100, "epochs": 3},
+        seeds=3,
     )
     parser.add_argument("network", nargs="?", choices=tuple(EPOCHS), default="lenet")
     parser.add_argument("data", nargs="?", choices=("mnist", "fashion"), default="mnist")

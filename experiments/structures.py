@@ -170,8 +170,10 @@ def figure(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
 
 
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke={"data": 2, "test": 1, "rank": 4}, quick={"data": 16, "test": 4, "rank": 32})
-    parser.add_argument("--data", type=int, default=256)
-    parser.add_argument("--test", type=int, default=24)
+    parser = Experiment(
+        __doc__, smoke={"data": 2, "test": 1, "rank": 4}, quick={"data": 16, "test": 4, "rank": 32}, seeds=3
+    )
+    parser.add_argument("--data", type=int, default=64)
+    parser.add_argument("--test", type=int, default=8)
     parser.add_argument("--rank", type=int, default=256, help="of the matrix-free sketch")
     study("structures", ABOUT, "Structures beside the exact GGN", run, judge, parser.parse_args(), figure=figure)

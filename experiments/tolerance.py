@@ -86,7 +86,7 @@ def judge(mean: Scores) -> list[Claim]:
 
 
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke={"images": 3, "test": 1}, quick={"images": 64, "test": 8})
+    parser = Experiment(__doc__, smoke={"images": 3, "test": 1}, quick={"images": 64, "test": 8}, seeds=3)
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--test", type=int, default=16, help="test images to predict")
     study("tolerance", ABOUT, "What a tolerance of the curvature leaves out", run, judge, parser.parse_args())
