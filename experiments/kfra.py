@@ -53,12 +53,12 @@ def closeness(seed: int, given: argparse.Namespace) -> Scores:
         name: lapwing.fit(model, (x, y), "classification", structure="kron", factor=factor, progress=False)
         for name, factor in {**FACTORS, "KFRA, one by one": lapwing.KFRA(batch=1)}.items()
     }
-    rows = {}
+    rows, dense = {}, {factor: whole.curvature.dense() for factor, whole in fits.items()}
     for name in (name for name, _ in model.named_parameters() if name.endswith("weight")):
         exact = lapwing.fit(model, (x, y), "classification", structure="blockdiag", select=[name]).curvature.dense()
         for factor, whole in fits.items():
             start = whole.params.offsets[whole.params.names.index(name)]
-            own = whole.curvature.dense()[start : start + len(exact), start : start + len(exact)]
+            own = dense[factor][start : start + len(exact), start : start + len(exact)]
             cosine = (exact * own).sum() / (exact.norm() * own.norm())
             rows[f"digits, {name}, {factor}"] = {
                 "cosine": float(cosine),
