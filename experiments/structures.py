@@ -163,8 +163,8 @@ def figure(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
             style = {"color": "black", "lw": 2} if name == "exact" else {"marker": "o", "ms": 3}
             found = {tau: cells[f"{key}{tau:g}"] for tau in PRIORS if f"{key}{tau:g}" in cells}
             if found:
-                axes.loglog(list(found), [sum(v) / len(v) for v in found.values()], label=name, **style)
-        axes.set(xlabel="prior precision", ylabel=label)
+                axes.semilogx(list(found), [sum(v) / len(v) for v in found.values()], label=name, **style)
+        axes.set(xlabel="prior precision", ylabel=label, yscale="log" if key == RATIO else "linear")
         axes.legend(frameon=False, fontsize=8)
     return canvas
 
