@@ -36,7 +36,7 @@ from experiments.mnist_attacks import ETA, TARGET, Curves, along, averaged, figu
 from experiments import _datasets as datasets
 from lapwing import KFRA, attacks
 
-ABOUT = {"paper": "001, Figs. 6 and 7", "minutes": None}
+ABOUT = {"paper": "001, Figs. 6 and 7", "minutes": None, "quick": 0.28}
 
 NAMES = ("augmented, minibatch", "minibatch", "exact")
 
