@@ -25,7 +25,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 
-ABOUT = {"paper": "", "minutes": None, "quick": 0.3, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": 2.9, "quick": 0.3, "page": "tuning.md"}
 
 NAMES = ("mnist", "fashion", "kmnist", "notmnist")
 TRAIN, BATCH, PRIOR = 55_000, 128, 1.0

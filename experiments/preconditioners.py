@@ -28,7 +28,7 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg import Diagonal
 from lapwing.linalg.solvers import Preconditioner, conjugate_gradients, nystrom
 
-ABOUT = {"paper": "003", "minutes": None, "quick": 0.6, "page": "without_a_matrix.md"}
+ABOUT = {"paper": "003", "minutes": 14, "quick": 0.6, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore")
 TOLERANCE = 1e-4  # largest relative residual of a solve

@@ -23,7 +23,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import GGN
 
-ABOUT = {"paper": "", "minutes": None, "quick": 0.4}
+ABOUT = {"paper": "", "minutes": 2.1, "quick": 0.4}
 
 PRIOR = 1_000.0
 
