@@ -28,7 +28,7 @@ from lapwing import metrics
 from lapwing.evidence import Candidates, Setting, search, widest
 from lapwing.evidence.heldout import GramSweep
 
-ABOUT = {"paper": "", "minutes": 1.9, "quick": 0.2, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": 1.6, "quick": 0.2, "page": "tuning.md"}
 
 SIZES = {"train": 20_000, "fit": 4_000, "held-out": 2_000, "test": 1_000, "outside": 300}
 EPOCHS = {"lenet": 8, "batchnorm": 5}
