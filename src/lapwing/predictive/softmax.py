@@ -380,11 +380,11 @@ class _Chunk:
                 items, root = items[open_], root[open_]
             total = -(probs * np.log(np.maximum(probs, TINY))).sum(-1)
             parts = total, np.maximum(total - entropy, 0)
-        *estimate, total, mutual = [torch.from_numpy(each) for each in (probs, entropy, error, *parts)]
+        first, second, third, total, mutual = (torch.from_numpy(each) for each in (probs, entropy, error, *parts))
         if not len(items):
-            return Softmax(*estimate, self._logs, True, (total, mutual))
+            return Softmax(first, second, third, self._logs, True, (total, mutual))
         places = torch.from_numpy(items)
-        return self._take(places)._last_resort(estimate, places)
+        return self._take(places)._last_resort((first, second, third), places)
 
     def _last_resort(self, estimate: Sequence[Tensor], items: Tensor) -> Softmax:
         """Take levels of points for these items of an estimate, in place, where they are better."""
