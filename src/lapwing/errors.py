@@ -202,10 +202,10 @@ def _brief(value: Any) -> str:
     return text if len(text) < 200 and "tensor(" not in text and "\n" not in text else f"{type(value).__name__}(…)"
 
 
-def require_whole(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadData(f"{name} must be a whole number of at least {least}, got {value!r}")
+def require_whole(name: str, value: object) -> None:
+    """Refuse anything but a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadData(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def positive(name: str, value: Any) -> float:

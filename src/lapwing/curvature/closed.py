@@ -18,6 +18,7 @@ from torch import Tensor
 from lapwing.curvature.factor import NOTICED, Factor
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Network, PlanChanged
+from lapwing.model.calls import weighted
 from lapwing.model.features import Features
 
 TOGETHER = 4096  # samples whose curvature is added at a time: smaller batches wait for each other
@@ -169,7 +170,7 @@ class Head:
         """Σ Λ, (o, o)."""
         part = self.part
         if self.directions is not None:
-            rows = self._back(self.directions).reshape(-1, self.features.shape[0])
+            rows = self.features.back(self.directions).reshape(-1, self.features.shape[0])
             return rows.mT @ rows
         found = self.likelihood.curvature_sum(part.f, part.y, part.weights)
         tail = self.features.tail
@@ -179,7 +180,7 @@ class Head:
         """The diagonal of UᵀΛU of every row for a basis U (o, k), (m, k)."""
         part, tail = self.part, self.features.tail
         if self.directions is not None:
-            g = self._back(self.directions)
+            g = self.features.back(self.directions)
             return (g if basis is None else g @ basis.to(g)).square().sum(0).to(part.a)
         if tail is not None:
             basis = tail if basis is None else tail.to(basis) @ basis
@@ -227,7 +228,7 @@ class Head:
         """S (m, o, r) with S Sᵀ = Λ."""
         part, tail = self.part, self.features.tail
         if self.directions is not None:
-            return self._back(self.directions).movedim(0, -1).to(part.a)
+            return self.features.back(self.directions).movedim(0, -1).to(part.a)
         root = self.likelihood.factor(part.f, part.y)
         root = root.reshape(len(part.f), -1, *root.shape[-2:])
         if part.weights is not None:
@@ -239,14 +240,8 @@ class Head:
         """Σ φ·∇ log p by the weights of the layer, flat, (o · (i + 1),) with the bias as the last column."""
         part, likelihood = self.part, self.likelihood
         score = likelihood.score(part.f, part.y) * likelihood.common_factor.detach().to(part.f)
-        if part.weights is not None:
-            score = score * part.weights.to(score).reshape(-1, *(1,) * (score.ndim - 1))
-        g = self.features.back(score)
+        g = self.features.back(weighted(score, part.weights))
         return (g.reshape(len(self.a), -1).to(self.a).mT @ self.a).double().reshape(-1)
-
-    def _back(self, directions: Tensor) -> Tensor:
-        """Directions in the outputs of the layer, (r, n, o)."""
-        return self.features.back(directions)
 
 
 Closed = Callable[[Head], None]

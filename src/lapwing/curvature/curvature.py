@@ -142,8 +142,8 @@ class Structure(ABC):
         needed = self.bytes(plan, itemsize)
         if needed > problem.memory:
             raise TooLarge(
-                f"structure={self.name!r} for {params.size:,} weights needs {_gigabytes(needed)}; the budget is "
-                f"{_gigabytes(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
+                f"structure={self.name!r} for {params.size:,} weights needs {in_words(needed)}; the budget is "
+                f"{in_words(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
             )
         if params.index is not None and not self.subnetworks:
             raise UnsupportedOperation(
@@ -161,7 +161,7 @@ class Structure(ABC):
     def alternatives(self, plan: Plan, itemsize: int, memory: int) -> str:
         structures = named(Structure)
         fits = [s for s in (structures[name]() for name in CHEAPER) if s.bytes(plan, itemsize) <= memory]
-        ways = ", ".join(f"structure={s.name!r} ({_gigabytes(s.bytes(plan, itemsize))})" for s in fits)
+        ways = ", ".join(f"structure={s.name!r} ({in_words(s.bytes(plan, itemsize))})" for s in fits)
         return f"Use {ways + ', ' if ways else ''}select='last_layer' or fewer weights, or raise memory=."
 
 
@@ -243,7 +243,10 @@ def shrunk(plan: Plan, size: int) -> Plan:
     return replace(plan, blocks=(Block(("subnetwork",), "rows", Places.range(0, size)),))
 
 
-def _gigabytes(count: int) -> str:
+def in_words(count: int) -> str:
+    """Write a number of bytes in MB or GB."""
+    if count >= 1e12:
+        return f"{count / 1e9:,.0f} GB"
     return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
 
 

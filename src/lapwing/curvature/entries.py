@@ -6,6 +6,7 @@ They also serve a `MatrixFactor`, which computes the whole matrix by itself, suc
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -239,19 +240,11 @@ def _derivatives(problem: Problem, loss: Tensor) -> tuple[Tensor, Tensor]:
     params = problem.network.params
     leaves = list(problem.network.leaves().values())
 
-    def flat(found: tuple) -> Tensor:
-        whole = torch.cat(
-            [torch.zeros_like(p).flatten() if g is None else g.reshape(-1) for g, p in zip(found, leaves, strict=True)]
-        ).to(params.dtype)
-        return whole if params.index is None else whole[params.index]
-
-    slope = flat(torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True))
+    slope = params.pick(params.flatten(torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)))
     rows = []
     for entry in slope:
-        found = (
-            torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True)
-            if entry.requires_grad
-            else (None,) * len(leaves)
-        )
-        rows.append(flat(found).detach())
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if entry.requires_grad:
+            found = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True)
+        rows.append(params.pick(params.flatten(found)).detach())
     return slope.detach().double(), torch.stack(rows)

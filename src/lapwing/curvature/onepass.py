@@ -22,9 +22,9 @@ from lapwing.curvature.resume import Journal, OtherBatches
 from lapwing.curvature.shards import add_up, add_up_numbers
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
-from lapwing.model import Batch, BlockRows, Digest, Linearization, Plan, batch_size, take, tensors_in
+from lapwing.model import Batch, BlockRows, Digest, Linearization, Params, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import parts_of, sharded
-from lapwing.model.calls import Inputs, concatenate, key_of, lists_values, per_sample
+from lapwing.model.calls import Inputs, concatenate, key_of, lists_values, per_sample, weighted
 
 Update = Callable[[Jacobian, Tensor | None], None]
 """Takes rows, and the weights (n,) of the samples if these are the first rows of their batch."""
@@ -88,9 +88,8 @@ def pass_over(
         resume.journal(label, problem.plan.signature).path.unlink(missing_ok=True)
         sums = run()
     if state is not None and sharded():
-        if scored and sums.gradient is None:  # no sample of this shard needed a direction
-            params = problem.network.params
-            sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+        if scored:  # also where no sample of this shard needed a direction
+            sums.gradient_of(problem.network.params)
         sums.add_up(state, problem.plan)
     return sums.totals()
 
@@ -102,14 +101,11 @@ def _closed_pass(problem: Problem, reader: Reader, factor: Factor, closed: Close
     with torch.no_grad():
         for head in heads(problem, reader, factor, label):
             f, y, weights = head.part.f, head.part.y, head.part.weights
-            statistics = likelihood.statistics(f, y, weights)
-            sums.statistics = statistics if sums.statistics is None else sums.statistics + statistics
+            sums.statistics = sums.statistics + likelihood.statistics(f, y, weights)
             sums.seen += likelihood.count(f, y, weights)
             closed(head)
             if scored:
-                if sums.gradient is None:
-                    sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
-                sums.gradient[places.to(params.device)] += head.gradient()
+                sums.gradient_of(params)[places.to(params.device)] += head.gradient()
     return sums
 
 
@@ -177,13 +173,19 @@ class Sums:
     """Sums of a pass that is still running."""
 
     def __init__(self) -> None:
-        self.statistics: Tensor | None = None
+        self.statistics = torch.zeros((), dtype=torch.float64)
         self.gradient: Tensor | None = None
         self.seen = self.curvature = self.dropped = 0.0
         self.samples = self.directions = 0
 
+    def gradient_of(self, params: Params) -> Tensor:
+        """Return the gradient so far, (P,): zeros at first."""
+        if self.gradient is None:
+            self.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+        return self.gradient
+
     def add(self, statistics: Tensor, chosen: Directions) -> None:
-        self.statistics = statistics if self.statistics is None else self.statistics + statistics
+        self.statistics = self.statistics + statistics
         self.curvature += chosen.total
         self.dropped += chosen.dropped
         self.samples += len(chosen.needed)
@@ -191,20 +193,17 @@ class Sums:
 
     def join(self, other: Sums) -> None:
         """Add the sums of another pass, without gradients."""
-        assert other.statistics is not None
-        self.statistics = other.statistics if self.statistics is None else self.statistics + other.statistics
+        self.statistics = self.statistics + other.statistics
         for name in ("seen", "curvature", "dropped", "samples", "directions"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def add_up(self, state: Mapping[str, Tensor], plan: Plan) -> None:
         """Add up these totals and the tensors of `state` over all processes."""
-        assert self.statistics is not None
         add_up({**state, **{f"total {name}": t for name, t in vars(self).items() if isinstance(t, Tensor)}}, plan)
         numbers = {name: v for name, v in vars(self).items() if isinstance(v, int | float)}
         vars(self).update(add_up_numbers(numbers, self.statistics.device))
 
     def totals(self) -> Totals:
-        assert self.statistics is not None
         notes: tuple[str, ...] = ()
         if self.dropped > 1e-6 * self.curvature:
             notes = (
@@ -438,7 +437,7 @@ class _Pass:
             directions = self.factor.choose(likelihood, f, y, batch.weights, problem.generator, **asked)
             score = None
             if self.scored:  # φ·∇_f log p(y | f)
-                score = _weighted(likelihood.score(f, y) * likelihood.common_factor.detach().to(f), batch.weights)
+                score = weighted(likelihood.score(f, y) * likelihood.common_factor.detach().to(f), batch.weights)
             sums.add(likelihood.statistics(f, y, batch.weights), directions)
             sums.seen += likelihood.count(f, y, batch.weights)
             ones = torch.ones(len(f), dtype=problem.network.params.dtype, device=f.device)
@@ -484,15 +483,12 @@ class _Pass:
 
     def _add_gradient(self, found: Mapping[str, Tensor | None]) -> None:
         """Add Σ_n φ·∇_θ log p(y_n | f_n) to the flat gradient, which says how far the weights are from a mode."""
-        network = self.problem.network
-        params, live = network.params, network.leaves()
-        if self.sums.gradient is None:
-            self.sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+        params = self.problem.network.params
+        total = self.sums.gradient_of(params)
         if params.index is not None:
-            each = {name: torch.zeros_like(live[name]) if g is None else g.to_dense() for name, g in found.items()}
-            self.sums.gradient += params.flatten(each)[params.index]
+            total += params.pick(params.flatten(found[name] for name in params.names))
             return
-        for name, part in zip(params.names, self.sums.gradient.split(params.sizes), strict=True):
+        for name, part in zip(params.names, total.split(params.sizes), strict=True):
             g = found[name]
             if g is not None:
                 part += g.to_dense().reshape(-1)
@@ -515,8 +511,3 @@ def _reach(inputs: Inputs, n: int) -> Tensor | None:
     """
     own = [t.detach() for t in tensors_in(inputs) if t.is_floating_point() and t.ndim and len(t) == n]
     return torch.cat([t.reshape(n, -1) for t in own], 1) if own else None
-
-
-def _weighted(s: Tensor, weights: Tensor | None) -> Tensor:
-    """Multiply directions (n, ...) by one weight per sample."""
-    return s if weights is None else s * weights.to(s).reshape(-1, *(1,) * (s.ndim - 1))

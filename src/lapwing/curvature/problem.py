@@ -24,6 +24,7 @@ from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tenso
 from lapwing.model.batches import parts_of, sharded
 from lapwing.model.calls import Inputs, finite, left_out, output_tensor
 from lapwing.model.features import features_of
+from lapwing.model.products import Products
 from lapwing.model.tape import run
 
 SEEN = 8  # samples that run before the network is planned
@@ -74,6 +75,11 @@ class Problem:
     def few(self) -> bool:
         """Whether the data are known to be few."""
         return self.length is not None and self.length <= FEW
+
+    @property
+    def products(self) -> Products:
+        """Products with the Jacobian over these data."""
+        return Products(self.network, self.batches, self.progress)
 
     def prepare(self, batch: Batch, f: Tensor) -> Tensor:
         """Check a batch and return its targets; errors name the batch and the operation whose values are not finite."""
@@ -194,16 +200,16 @@ def pose(
         keep = passes > 1 or likelihood.estimates_first(f.shape[-1])
         memory = options.get("memory", available_memory())
         options |= {"reader": Reader(features, keep, memory // 4)}
-        plan = replace(features.plan, notes=notes)
-        return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
-    if closed and features is None and network.last_linear is not None:
-        notes += ("backward passes, because what follows the last layer is not one fixed affine map",)
-    with network.borrow():
-        try:
-            plan = network.plan(first.inputs)
-        except (UnsupportedModel, BadData):
-            _look_at_all(unplanned, first)
-            raise
+        plan = features.plan
+    else:
+        if closed and features is None and network.last_linear is not None:
+            notes += ("backward passes, because what follows the last layer is not one fixed affine map",)
+        with network.borrow():
+            try:
+                plan = network.plan(first.inputs)
+            except (UnsupportedModel, BadData):
+                _look_at_all(unplanned, first)
+                raise
     plan = replace(plan, notes=plan.notes + notes)
     return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lapwing.linalg.krylov import Policy, dots, xdiag
 from lapwing.linalg.operator import Product, Solver
 from lapwing.linalg.solvers import Solution
 from lapwing.model import Batch
+from lapwing.model.calls import weighted
 from lapwing.model.products import Keep, Products
 
 MANY = 4  # from so many vectors on, a forward pass first finds the samples above rounding
@@ -33,9 +35,12 @@ class CurvatureProduct(Product):
     """
 
     problem: Problem
-    products: Products
     exact: Tensor | None = None
     seed: int = 0
+
+    @cached_property
+    def products(self) -> Products:
+        return self.problem.products
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -61,7 +66,7 @@ class CurvatureProduct(Product):
             image = torch.zeros_like(u)
             for s in factor.directions(likelihood, f, y, self._generator(batch)):
                 image += (u * s).flatten(2).sum(-1).reshape(len(u), -1, *(1,) * (f.ndim - 1)) * s
-        return image if batch.weights is None else image * columns_of(batch.weights, f)
+        return image if batch.weights is None else image * batch.weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
 
     def _keep(self, vectors: int) -> Keep | None:
         """Return the choice of samples above the tolerance; None where it would cost more than it saves."""
@@ -96,7 +101,7 @@ class CurvatureProduct(Product):
                 for s in factor.directions(likelihood, f, y, self._generator(batch)):
                     noise = torch.randn(n, f.shape[0], generator=generator, dtype=f.dtype, device=f.device)
                     u += noise.reshape(n, -1, *(1,) * (f.ndim - 1)) * s
-            return u if batch.weights is None else u * columns_of(batch.weights, f).sqrt()
+            return u if batch.weights is None else u * batch.weights.to(f).sqrt().reshape(-1, *(1,) * (f.ndim - 1))
 
         return self.products.transposed(pull, n, keep=self._keep(n))
 
@@ -131,10 +136,6 @@ def whole_factor(factor: Factor | None) -> Factor | None:
     return replace(factor, limit=sys.maxsize) if type(factor) is GGN else factor
 
 
-def columns_of(weights: Tensor, f: Tensor) -> Tensor:
-    return weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
-
-
 def totals_of(problem: Problem) -> Totals:
     """Sum statistics and gradient in one pass without rows."""
     likelihood = problem.likelihood
@@ -144,10 +145,9 @@ def totals_of(problem: Problem) -> Totals:
         y = problem.prepare(batch, f)
         parts.append((likelihood.statistics(f, y, batch.weights), likelihood.count(f, y, batch.weights)))
         score = likelihood.score(f, y) * likelihood.common_factor.detach().to(f)
-        return (score if batch.weights is None else score * columns_of(batch.weights, f))[None]
+        return weighted(score, batch.weights)[None]
 
-    products = Products(problem.network, problem.batches, problem.progress)
-    gradient = products.transposed(pull, 1, label="gradient")[0]
+    gradient = problem.products.transposed(pull, 1, label="gradient")[0]
     kept = gradient if problem.factor.exact else None
     return Totals(torch.stack([part for part, _ in parts]).sum(0), sum(count for _, count in parts), kept)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +108,8 @@ def learn_invariances(
         plan = first.plan(few)
     groups = partition("layerwise", tuple(block.names for block in plan.blocks), first.params)
     tau = torch.ones(groups.count, dtype=torch.float64, device=first.params.device)
+    live = dict(averaged.named_parameters())
+    grouped = [(k, live[name]) for k, block in enumerate(plan.blocks) for name in block.names]
     steps = epochs * -(-n // batch_size)
     burnin = steps // 10 if burnin is None else burnin
     weights = torch.optim.Adam(averaged.parameters(), lr)
@@ -126,7 +127,7 @@ def learn_invariances(
             weights.zero_grad()
             f = family.outputs(averaged(many))
             misfit = -family.log_prob(f, family.targets(f.detach(), y[rows])).sum() / len(rows)
-            pulls = [tau[k] * p.square().sum() for k, p in _by_block(plan, averaged)]
+            pulls = [tau[k] * p.square().sum() for k, p in grouped]
             (misfit + 0.5 * torch.stack(pulls).sum() / n).backward()
             weights.step()
             schedule.step()
@@ -173,11 +174,6 @@ def _precisions(
     problem = pose(network, Batches(batches, averaged, network.params.device), family, progress=False)
     curvature = estimate_curvature(problem, Kron(), n_data)
     return move(Belief(curvature, Prior(1.0), family), groups, tau).precision
-
-
-def _by_block(plan: Plan, module: nn.Module) -> list[tuple[int, Any]]:
-    live = dict(module.named_parameters())
-    return [(k, live[name]) for k, block in enumerate(plan.blocks) for name in block.names]
 
 
 KINDS = ("rotation", "translation_x", "translation_y", "scale_x", "scale_y", "shear")

@@ -439,13 +439,11 @@ class RecursiveSums(KroneckerSums):
         """Run the recursion from the last layer back."""
         found: dict[int, Tensor] = {len(self.layers) - 1: outputs}
         for k in reversed(range(len(self.layers) - 1)):
-            for pair, link in self._read(k):
-                term = link.pulled_back(found[pair[1]], slopes[pair])
-                found[k] = term if k not in found else found[k] + term
+            for pair, link in self.links.items():
+                if pair[0] == k:
+                    term = link.pulled_back(found[pair[1]], slopes[pair])
+                    found[k] = term if k not in found else found[k] + term
         return [0.5 * (found[k] + found[k].mT) for k in range(len(self.layers))]
-
-    def _read(self, k: int) -> Iterator[tuple[tuple[int, int], Between]]:
-        return ((pair, link) for pair, link in self.links.items() if pair[0] == k)
 
     def _mean(self, name: str, count: str = "weights") -> Tensor:
         total = self.tensors[count]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.curvature import Curvature
 from lapwing.curvature.curvature import Accumulator, Estimate, Structure
-from lapwing.curvature.fewrows import subset
+from lapwing.curvature.fewrows import compressed, subset
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
@@ -45,10 +45,7 @@ class ProjectionAccumulator(Accumulator):
         self.tensors["trace"] = self.tensors["trace"] + jacobian.square_sum().double().sum()
 
     def finish(self) -> LowRankMatrix:
-        core = self.tensors["core"]
-        values, turn = torch.linalg.eigh((core + core.T) / 2)
-        zero = self.basis.new_zeros(self.basis.shape[1])
-        return LowRankMatrix(turn.T.to(self.basis) @ self.basis, values.clamp(min=0), zero)
+        return compressed(self.basis, self.tensors["core"])
 
 
 @register(name="valla")

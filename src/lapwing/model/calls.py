@@ -74,17 +74,19 @@ def named_tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from named_tensors(value, (*path, number))
 
 
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to everything in nested tuples, lists and mappings that is none of these itself."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(function, value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        values = [map_leaves(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return function(tree)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply a function to every tensor of nested tuples, lists and mappings."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
-    return tree
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def map_named(function: Callable[[Path, Tensor], Tensor], tree: Any) -> Any:
@@ -95,13 +97,7 @@ def map_named(function: Callable[[Path, Tensor], Tensor], tree: Any) -> Any:
 
 def as_tensors(tree: Any) -> Any:
     """Turn every array and data frame in nested tuples, lists and mappings into a tensor of its dtype."""
-    if isinstance(tree, Mapping):
-        return {key: as_tensors(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*map(as_tensors, tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map(as_tensors, tree))
-    return _tensor_of(tree) if is_array(tree) else tree
+    return map_leaves(lambda leaf: _tensor_of(leaf) if is_array(leaf) else leaf, tree)
 
 
 def is_array(value: Any) -> bool:
@@ -193,6 +189,11 @@ def detached(inputs: Inputs) -> Inputs:
         return own
 
     return map_tensors(cut, inputs)
+
+
+def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply values (n, …) by one number per sample, (n,); None stands for ones."""
+    return values if weights is None else values * weights.to(values).reshape(-1, *(1,) * (values.ndim - 1))
 
 
 def concatenate(pieces: Sequence[Inputs]) -> Inputs:

@@ -207,18 +207,6 @@ class PrivateCopy:
             part.training = False
         return own
 
-    def _sequence(self, x: Any) -> Any:
-        if ATOMIC.issuperset(map(type, x)):  # of any length
-            return self._remember(x, x.copy())
-        own = self._remember(x, type(x)())
-        own.extend(self.of(v) for v in list(x))
-        return own
-
-    def _deque(self, x: deque) -> deque:
-        own = self._remember(x, deque(maxlen=x.maxlen))
-        own.extend(self.of(v) for v in list(x))
-        return own
-
     def _tuple(self, x: tuple) -> tuple:
         own = [self.of(v) for v in x]
         if all(map(operator.is_, own, x)):
@@ -228,22 +216,12 @@ class PrivateCopy:
         except TypeError:  # what torch.max, torch.linalg.eigh and others return
             return self._remember(x, type(x)(own))
 
-    def _set(self, x: Any) -> Any:
-        return self._remember(x, type(x)([self.of(v) for v in list(x)]))
-
-    def _mapping(self, x: dict) -> dict:
-        if ATOMIC.issuperset(map(type, x)) and ATOMIC.issuperset(map(type, x.values())):
-            return self._remember(x, x.copy())
-        own = self._remember(x, defaultdict(x.default_factory) if isinstance(x, defaultdict) else type(x)())
-        own.update(self._items(x))
-        return own
-
-    def _items(self, x: dict) -> Iterator[tuple[Any, Any]]:
-        for k, v in list(x.items()):
-            yield k if type(k) in ATOMIC else self.of(k), v if type(v) in ATOMIC else self.of(v)
-
     def _collection(self, x: Any) -> Any:
-        """Copy an object of the user's own kind of list, dict, set or deque."""
+        """Copy a list, dict, set or deque, or an object of the user's own kind of these."""
+        if type(x) is list and ATOMIC.issuperset(map(type, x)):  # of any length
+            return self._remember(x, x.copy())
+        if type(x) is dict and ATOMIC.issuperset(map(type, x)) and ATOMIC.issuperset(map(type, x.values())):
+            return self._remember(x, x.copy())
         base: Any = next(kind for kind in COLLECTIONS if isinstance(x, kind))
         try:
             own = base.__new__(type(x), [self.of(v) for v in x]) if base is frozenset else base.__new__(type(x))
@@ -251,8 +229,8 @@ class PrivateCopy:
             return x
         self._remember(x, own)
         if isinstance(x, dict):
-            for k, v in self._items(x):
-                base.__setitem__(own, k, v)
+            for k, v in list(x.items()):
+                base.__setitem__(own, self.of(k), v if type(v) in ATOMIC else self.of(v))
         elif base is deque:
             deque.__init__(own, [self.of(v) for v in list(x)], x.maxlen)
         elif base is not frozenset:
@@ -433,14 +411,8 @@ def _places(source: nn.Module, own: nn.Module, before: dict[str, Any]) -> Iterat
 HELD = (list, dict, set, deque)  # collections that a forward pass may fill
 COLLECTIONS = (list, OrderedDict, defaultdict, dict, set, frozenset, deque)
 COPIED: dict[type, Callable[[Any, Any], Any]] = {
-    list: PrivateCopy._sequence,
+    **dict.fromkeys(COLLECTIONS, PrivateCopy._collection),
     tuple: PrivateCopy._tuple,
-    set: PrivateCopy._set,
-    frozenset: PrivateCopy._set,
-    deque: PrivateCopy._deque,
-    dict: PrivateCopy._mapping,
-    OrderedDict: PrivateCopy._mapping,
-    defaultdict: PrivateCopy._mapping,
     types.MethodType: PrivateCopy._method,
     functools.partial: PrivateCopy._partial,
     weakref.ref: PrivateCopy._reference,
@@ -488,18 +460,15 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class and its bases."""
     if kind not in _SLOTS:
-        _SLOTS[kind] = _find_slots(kind)
+        found: list[str] = []
+        for base in kind.__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            names = (slots,) if isinstance(slots, str) else tuple(slots)
+            found.extend(_mangled(name, base) for name in names)
+        _SLOTS[kind] = tuple(name for name in found if name not in ("__dict__", "__weakref__"))
     return _SLOTS[kind]
-
-
-def _find_slots(kind: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else tuple(slots)
-        found.extend(_mangled(name, base) for name in names)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _mangled(name: str, owner: type) -> str:

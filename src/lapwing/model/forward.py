@@ -126,7 +126,7 @@ def agrees(push: Push, f: Tensor, leaves: list[Tensor], params: Params, rtol: fl
     u = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
     across = torch.randn(params.size, generator=generator, dtype=torch.float64).to(f.device) / params.size**0.5
     gradient = _gradient(f, leaves, params, u)
-    along = _picked(_balanced(gradient, params), params)
+    along = params.pick(_balanced(gradient, params))
     try:
         found = push(torch.stack([along, across]).to(params.dtype))
     except (NotImplementedError, RuntimeError):
@@ -134,21 +134,19 @@ def agrees(push: Push, f: Tensor, leaves: list[Tensor], params: Params, rtol: fl
     if found is None or not close(found[0], f, rtol):
         return False
     first, second = found[1].detach().double()
-    expected = _picked(gradient, params) @ along
+    expected = params.pick(gradient) @ along
     if not (expected.isfinite() and (u.double() * first).sum().sub(expected).abs() <= rtol * expected):
         return False
     size = second.norm()
     if size == 0:
         return True
-    back = _picked(_gradient(f, leaves, params, (second / size).to(f)), params) @ across
+    back = params.pick(_gradient(f, leaves, params, (second / size).to(f))) @ across
     return bool((size - back).abs() <= rtol * size)
 
 
 def _gradient(f: Tensor, leaves: list[Tensor], params: Params, u: Tensor) -> Tensor:
     """Return uᵀJ of all weights, (total,) float64."""
-    found = pull(f, leaves, u) if f.requires_grad else (None,) * len(leaves)
-    parts = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(found, leaves, strict=True)]
-    return params.flatten(dict(zip(params.names, parts, strict=True))).double()
+    return params.flatten(pull(f, leaves, u) if f.requires_grad else [None] * len(leaves)).double()
 
 
 def _balanced(gradient: Tensor, params: Params) -> Tensor:
@@ -157,10 +155,6 @@ def _balanced(gradient: Tensor, params: Params) -> Tensor:
     norms = torch.stack([part.norm() for part in parts])
     scales = norms.clamp(min=SMALLEST * float(norms.max())).square()
     return torch.cat([part / (scale if scale > 0 else 1.0) for part, scale in zip(parts, scales, strict=True)])
-
-
-def _picked(whole: Tensor, params: Params) -> Tensor:
-    return whole if params.index is None else whole[params.index]
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lapwing.linalg import DenseRows, Jacobian, Layout
 from lapwing.model.blockrows import BlockRows, Gradients, RecordedPass, small_rows
-from lapwing.model.calls import Inputs, batch_size, call, output_tensor, take, warnings_here
+from lapwing.model.calls import Inputs, batch_size, call, output_tensor, take, warnings_here, weighted
 from lapwing.model.kernels import FixedNorms
 from lapwing.model.params import Params
 from lapwing.model.rules import Call, RowsRule
@@ -382,7 +382,7 @@ class _Arriving:
         if k not in self.rows:
             self.rows[k] = [rows.new_empty(at.n, self.r, *rows.shape[2:]) for rows in found]
         for whole, rows in zip(self.rows[k], found, strict=True):
-            self._place(whole, 1, rows if scale is None else _times(rows, scale))
+            self._place(whole, 1, weighted(rows, scale))
 
     def _write_sums(self, k: int, found: Tensor | None, r: int, scale: Tensor | None) -> None:
         at, (rule, call_) = self.at.recorded, self.at.recorded.matrix(k)
@@ -393,7 +393,7 @@ class _Arriving:
             summed = rule.left_sum(call_, g, out, at.n).to(at.params.dtype)
             if k not in self.sums:
                 self.sums[k] = summed.new_empty(at.n, self.r, *summed.shape[2:])
-            self._place(self.sums[k], 1, summed if scale is None else _times(summed, scale))
+            self._place(self.sums[k], 1, weighted(summed, scale))
             return
         g = g if scale is None else g * out.spread(scale, record.out, at.n)
         gram = rule.left_gram(call_, g.to(at.params.dtype), out, at.n)
@@ -418,8 +418,3 @@ class _Arriving:
 def _shaped(g: Tensor | None, r: int, out: Tensor) -> Tensor:
     """Return a record's gradient as (r, *out.shape); zeros where the pass did not reach it."""
     return out.new_zeros(()).expand(r, *out.shape) if g is None else g.reshape(r, *out.shape)
-
-
-def _times(rows: Tensor, scale: Tensor) -> Tensor:
-    """Return rows (n, ...) times one number per sample."""
-    return rows * scale.to(rows).reshape(-1, *(1,) * (rows.ndim - 1))

@@ -49,7 +49,6 @@ from lapwing.model.tape import (
     Pass,
     Plan,
     PlanChanged,
-    Record,
     dynamic_plan,
     first_reached,
     parameters_behind,
@@ -385,20 +384,22 @@ class Network:
     def jvp_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """Return f and J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
         with differentiable_kernels():
-            return self._second_pass(self.forward_with_graph(inputs), tangents)
+            f = self.forward_with_graph(inputs)
+            return f.detach(), self.second_pass(f, tangents)
 
-    def _second_pass(self, f: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
+    def second_pass(self, f: Tensor, tangents: Tensor) -> Tensor:
+        """Return J v, (s, n, *event, c), for outputs f with their graph. Call it inside `borrow()`."""
         u = torch.zeros_like(f, requires_grad=True)
         back = pull(f, list(self.leaves().values()), u, create_graph=True) if f.requires_grad else ()
         if not any(g is not None and g.requires_grad for g in back):
-            return f.detach(), f.detach().new_zeros(len(tangents), *f.shape)
+            return f.detach().new_zeros(len(tangents), *f.shape)
         results = []
         for v in tangents:
             moved = self.params.tangent(v)
             pairs = [(g, moved[name]) for g, name in zip(back, self.params.names, strict=True) if g is not None]
             total = sum(((g.to_dense() * t).sum() for g, t in pairs), start=f.new_zeros(()))
             results.append(torch.autograd.grad(total, u, retain_graph=True)[0])
-        return f.detach(), torch.stack(results).detach()
+        return torch.stack(results).detach()
 
     def linearize(self, plan: Plan, inputs: Inputs, create_graph: bool = False) -> Linearization:
         """Return the network linearized at a batch. Call this, and use the result, inside `borrow()`.
@@ -408,7 +409,9 @@ class Network:
         """
         # a graph that outlives this call must not end in the user's parameters, whose .grad it would fill
         self.settle(inputs)
-        module, leaves = self.lent, self._aliases() if create_graph else self.leaves()
+        module, leaves = self.lent, self.leaves()
+        if create_graph:
+            leaves = {name: p.detach().requires_grad_() for name, p in leaves.items()}
         if plan.dynamic:
             with FixedNorms():
                 raw = output_tensor(call(module, inputs, leaves if create_graph else None))
@@ -446,9 +449,6 @@ class Network:
         """Return the selected parameters of the borrowed copy, by name."""
         live = dict(self.lent.named_parameters())
         return {name: live[name] for name in self.params.names}
-
-    def _aliases(self) -> dict[str, Tensor]:
-        return {name: p.detach().requires_grad_() for name, p in self.leaves().items()}
 
     def plan(self, inputs: Inputs) -> Plan:
         """Make a plan from a few samples, and check its rows against autograd. Call it inside `borrow()`."""
@@ -531,13 +531,10 @@ def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
         ids = {id(live[name]): name for name in free}
         small: Callable = lambda record: all(record.tensors[j].ndim < 2 for j in record.live)  # noqa: E731
         found = first_reached(finished, small)
-        names = {name for record in found for name in _names_of(record, ids)}
+        weights = (record.tensors[j] for record in found for j in record.live)
+        names = {name for weight in weights for name in source_of(weight, ids).names}
     if not names:
         raise UnsupportedModel(
             "no parameter was seen to produce the outputs; name the last layer's parameters in select"
         )
     return tuple(name for name in free if name in names)
-
-
-def _names_of(record: Record, ids: dict[int, str]) -> set[str]:
-    return {name for j in record.live for name in source_of(record.tensors[j], ids).names}

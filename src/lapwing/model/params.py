@@ -99,15 +99,17 @@ class Params:
     @cached_property
     def flat(self) -> Tensor:
         """The values as one vector (P,)."""
-        return self._whole if self.index is None else self._whole[self.index]
+        return self.pick(self.flatten(self.values))
 
-    @property
-    def _whole(self) -> Tensor:
-        return self.flatten(dict(zip(self.names, self.values, strict=True)))
+    def flatten(self, tensors: Iterable[Tensor | None]) -> Tensor:
+        """Flatten one tensor per parameter, such as its gradient, to (total,); None stands for zeros."""
+        pairs = zip(tensors, self.values, strict=True)
+        dense = (torch.zeros_like(value) if t is None else t.to_dense() for t, value in pairs)
+        return torch.cat([t.reshape(-1).to(self.dtype) for t in dense])
 
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Flatten {name: tensor} to (total,)."""
-        return torch.cat([tensors[name].reshape(-1).to(self.dtype) for name in self.names])
+    def pick(self, whole: Tensor) -> Tensor:
+        """Return the entries of vectors (…, total) that take part, (…, P)."""
+        return whole if self.index is None else whole[..., self.index]
 
     def expand(self, theta: Tensor, base: Tensor | None = None) -> Tensor:
         """Expand (*b, P) to (*b, total): weights that a subnetwork leaves out come from `base`, or are zero."""
@@ -123,7 +125,7 @@ class Params:
         """Split (*b, P) into {name: (*b, *shape)} in each parameter's own dtype; left-out weights keep their values."""
         whole = theta
         if self.index is not None:
-            whole = self.expand(theta, self._whole)
+            whole = self.expand(theta, self.flatten(self.values))
         elif theta.shape[-1] != self.total:
             raise BadData(f"expected rows of length {self.total}, got {tuple(theta.shape)}")
         return self._split(whole)

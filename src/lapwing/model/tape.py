@@ -101,7 +101,8 @@ class Tape(TorchFunctionMode):
                 out = WRITTEN_OUT[func](*args, **kwargs)
             if out is not None:
                 return out
-        if live and func is nn.functional.embedding and _renormalizes(*args, **kwargs):
+        max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
+        if live and func is nn.functional.embedding and max_norm is not None:
             raise UnsupportedModel(
                 "an embedding with max_norm overwrites its own weights in the forward pass; renormalize them once and "
                 "set max_norm=None, or freeze the embedding"
@@ -115,8 +116,11 @@ class Tape(TorchFunctionMode):
         upstream = tuple(t.grad_fn for k, t in enumerate(tensors) if k not in live and t.grad_fn is not None)
         out = _performed(func, args, kwargs)
         shuffled = self._shuffles(func, args, tensors)
-        if isinstance(out, Tensor) and out.requires_grad and self._recordable(func, out, tensors):
-            edge, out = _edge(out, keep=any(out is t for t in tensors))
+        inplace = any(out is t for t in tensors)
+        # in-place operations other than sums overwrite what a rule would need; the walk over the graph finds these uses
+        recordable = not inplace or getattr(func, "__name__", "") in INPLACE_ADDITIONS
+        if isinstance(out, Tensor) and out.requires_grad and recordable:
+            edge, out = _edge(out, keep=inplace)
             if edge is not None:
                 record = Record(func, args, kwargs, tensors, live, versions, upstream, out, edge, shuffled)
                 self.records.append(record)
@@ -140,11 +144,6 @@ class Tape(TorchFunctionMode):
                 axis == 0 and any(t in self.data for t in tensors[1:]) and (name in WRITING or tensors[0] in self.data)
             )
         return False
-
-    @staticmethod
-    def _recordable(func: Callable, out: Tensor, tensors: tuple[Tensor, ...]) -> bool:
-        # in-place operations other than sums overwrite what a rule would need; the walk over the graph finds these uses
-        return all(out is not t for t in tensors) or getattr(func, "__name__", "") in INPLACE_ADDITIONS
 
     def _follow(self, out: Any, tensors: tuple[Tensor, ...], meets_data: bool, live: bool, shuffled: bool) -> None:
         results = [out] if isinstance(out, Tensor) else list(tensors_in(out)) if isinstance(out, (tuple, list)) else []
@@ -183,19 +182,15 @@ def _performed(func: Callable, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs) if out is None else out
 
 
-def _renormalizes(*args: Any, **kwargs: Any) -> bool:
-    return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
-
-
 CHEAPER: dict[Callable, Callable] = {nn.functional.batch_norm: fixed_batch_norm}
 
 
-def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterator[Tensor]:
+def parameters_behind(node: Any) -> Iterator[Tensor]:
     """Yield the leaves that an autograd node depends on."""
     seen, stack = set(), [node]
     while stack:
         at = stack.pop()
-        if at is None or at in seen or at in stops:
+        if at is None or at in seen:
             continue
         seen.add(at)
         if hasattr(at, "variable"):
