@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import html
 import importlib
 import io
 import math
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +37,6 @@ from lapwing.evaluation.figures import Picture, distinct_scores, figures_of
 from lapwing.plots.style import GRID, INK, INSIDE, MODELS, MUTED, OUTSIDE, array, style
 from lapwing.plots.uncertainty import stretched
 from lapwing.storage import replacing
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TEMPLATE = files("lapwing.evaluation") / "template.html"
 LINES = 8  # items that are shown as rows of a table
@@ -122,8 +120,8 @@ def sections_of(report: Numbers) -> list[dict[str, Any]]:
     """Return the sections of the page: title, text, tables, pictures as SVG, and lists of items."""
     name, result = list(report.results.items())[-1]
     groups = figures_of(report)
-    numbered = iter(range(1, 10_000))
-    drawn = {id(p): svg_of(p, next(numbered)) for group in groups for p in group.pictures}
+    pictures = [picture for group in groups for picture in group.pictures]
+    drawn = {id(picture): svg_of(picture, place) for place, picture in enumerate(pictures, 1)}
     sections = [_section("The numbers", "", tables=[score_table(report)])]
     for group in groups:
         tables = [] if group.place is None else [outside_table(report, group.place)]
@@ -275,13 +273,10 @@ def svg_of(picture: Picture, place: int) -> dict[str, str]:
 
     `place` makes the identifiers of this picture differ from those of others.
     """
-    width = str(round(picture.figure.get_figwidth() * 96))
-    return {"svg": inline_svg(picture.figure, picture.words, place), "words": picture.words, "width": width}
+    from matplotlib import rc_context
 
-
-def inline_svg(figure: Figure, words: str, place: int) -> str:
-    buffer = io.BytesIO()
-    with style() as _, _settings(place):
+    buffer, figure = io.BytesIO(), picture.figure
+    with style(), rc_context({"svg.fonttype": "none", "svg.hashsalt": f"lapwing {place}"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue().decode("utf-8")
     text = text[text.index("<svg") :]
@@ -290,15 +285,9 @@ def inline_svg(figure: Figure, words: str, place: int) -> str:
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     for color in COLORS:
         text = text.replace(color, f"var(--{color[1:]})")
-    escaped = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    head = f'<svg role="img" aria-label="{escaped}" '
+    head = f'<svg role="img" aria-label="{html.escape(picture.words)}" '
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None
     inside = text[text.index(">") + 1 :]
-    return f'{head}{box[0]} xmlns:xlink="http://www.w3.org/1999/xlink">{inside}'
-
-
-def _settings(place: int) -> Any:
-    from matplotlib import rc_context
-
-    return rc_context({"svg.fonttype": "none", "svg.hashsalt": f"lapwing {place}"})
+    svg = f'{head}{box[0]} xmlns:xlink="http://www.w3.org/1999/xlink">{inside}'
+    return {"svg": svg, "words": picture.words, "width": str(round(figure.get_figwidth() * 96))}

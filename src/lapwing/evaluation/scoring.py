@@ -80,10 +80,9 @@ def features_of(module: nn.Module, inputs: Any) -> Features | None:
     owners = {name.rpartition(".")[0] for name in names if name.endswith("weight") or name.endswith("bias")}
     if len(owners) != 1:
         return None
-    (owner,) = owners
-    if type(module.get_submodule(owner)) is not nn.Linear:
+    found = Features(module, *owners)
+    if type(module.get_submodule(found.layer)) is not nn.Linear:
         return None
-    found = Features(module, owner)
     try:
         found(inputs)
     except UnsupportedModel:
@@ -147,16 +146,6 @@ def max_logit(f: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Outside:
-    """Scores of strangeness of one out-of-distribution set, by name, and its most uncertain items."""
-
-    scores: Items
-    owners: Mapping[str, Tensor]
-    count: int
-    examples: Mapping[str, tuple[Example, ...]]
-
-
-@dataclass(frozen=True, eq=False)
 class Result:
     """The scores of one model on test items and outside items, and what predicting the test set cost.
 
@@ -168,7 +157,7 @@ class Result:
     kind: type[Prediction]  # of its predictions
     items: Items
     scores: Items
-    outside: Mapping[str, Outside]
+    outside: Mapping[str, Scored]
     cost: Cost
     count: int
     examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
@@ -259,7 +248,7 @@ def evaluate_one(run: Run, readers: Mapping[str, Reader], asked: Asked) -> Resul
     one = partial(one_batch, run, asked, distance)
     scored, cost = measure(lambda: Scored.of(one(*batch) for batch in readers["test"].labeled()), run.device)
     outside = {
-        key.removeprefix("ood "): Scored.of(one(*batch) for batch in reader.unlabeled()).outside()
+        key.removeprefix("ood "): Scored.of(one(*batch) for batch in reader.unlabeled())
         for key, reader in readers.items()
         if key.startswith("ood ")
     }
@@ -340,9 +329,6 @@ class Scored:
             None if any(part.x is None for part in parts) else torch.cat([p.x for p in parts if p.x is not None]),
             count,
         )
-
-    def outside(self) -> Outside:
-        return Outside(self.scores, self.owners, self.count, self.examples)
 
 
 def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any, targets: Any | None) -> Scored:
