@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import wraps
 from inspect import signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -272,6 +273,14 @@ def load(
     each = [_restored(path, *own, _module(m), data, likelihood, split) for own, m in zip(members, model)]
     with intact(path):
         return Mixture(each, weights if isinstance(weights, str) else torch.tensor(weights, dtype=torch.float64))
+
+
+def load_bytes(content: bytes, model: nn.Module, likelihood: Likelihood | None = None) -> Laplace:
+    """Read a posterior from the bytes of its file, as `load` does."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.lapwing"
+        path.write_bytes(content)
+        return load(path, model, likelihood=likelihood)
 
 
 def _restored(

@@ -160,9 +160,7 @@ def save(la: Laplace, folder: str | Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise BadData(f"there is no folder {str(folder)!r}: save the adapter first, model.save_pretrained(folder)")
-    with tempfile.TemporaryDirectory() as place:
-        la.save(Path(place) / FILE)
-        tensors, header = read_file(Path(place) / FILE)
+    tensors, header = la.stored()
     header = _renamed(header, {name: plain for name, (owner, plain) in tensors_of.items() if owner == adapter})
     header["adapter"] = _hashes(la.module, adapter)
     write_file(folder / FILE, tensors, header)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lapwing.curvature import resolve_structure
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.fitting import fit, load
+from lapwing.fitting import fit, load_bytes
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.calls import outside_inference
-from lapwing.storage import is_registered
+from lapwing.saving import bytes_of
+from lapwing.storage import is_registered, under
 
 try:
     with warnings.catch_warnings():
@@ -111,7 +111,8 @@ class LaplaceCallback(Callback):
         checkpoint = None if best is None else _read(trainer, best)
         network = _network(pl_module, self.network)
         if checkpoint is not None:
-            network = _at(network, _own_state(checkpoint["state_dict"], self.network))
+            prefix = "" if self.network is None else f"{self.network}."
+            network = _at(network, under(prefix, checkpoint["state_dict"]))
         if self.data is None:
             loader = _only(trainer.train_dataloader, "training")
             data = Hooked(once_each(loader), trainer, pl_module, "training", _limit(trainer, loader))
@@ -328,22 +329,14 @@ def _network(module: nn.Module, name: str | None) -> nn.Module:
     """The network inside a Lightning module."""
     if name is not None:
         return module.get_submodule(name)
-    if type(module).forward is nn.Module.forward or _is_lightnings(type(module).forward):
+    forward: Any = type(module).forward
+    inherited = forward.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    if forward is nn.Module.forward or inherited:
         raise BadData(
             f"{type(module).__name__} has no forward method of its own: define one that returns the outputs, or name "
             "the submodule that is the network: LaplaceCallback(..., network='model')"
         )
     return module
-
-
-def _is_lightnings(forward: Any) -> bool:
-    return forward.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
-
-
-def _own_state(state: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:
-    """The part of a module's state that belongs to a submodule."""
-    prefix = "" if name is None else f"{name}."
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
 def _at(network: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
@@ -371,11 +364,8 @@ def _read(trainer: Any, path: str) -> dict[str, Any]:
 
 
 def _bytes(la: Laplace) -> Tensor:
-    """The file of a posterior as a tensor of bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "posterior.lapwing"
-        la.save(path)
-        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    """Return the file of a posterior as a tensor of bytes."""
+    return torch.frombuffer(bytearray(bytes_of(la)), dtype=torch.uint8)
 
 
 @outside_inference
@@ -383,11 +373,8 @@ def _restored(state: Mapping[str, Any], network: nn.Module, likelihood: Likeliho
     """The posterior of a checkpoint for a network; the likelihood matters if files do not hold it."""
     if "weights" in state:
         network = _at(network, state["weights"])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "posterior.lapwing"
-        path.write_bytes(state["posterior"].cpu().numpy().tobytes())
-        own = likelihood is not None and not is_registered(type(likelihood))
-        return load(path, network, likelihood=likelihood if own else None)
+    own = likelihood is not None and not is_registered(type(likelihood))
+    return load_bytes(state["posterior"].cpu().numpy().tobytes(), network, likelihood if own else None)
 
 
 def _require_known(options: Mapping[str, Any], function: Any, name: str) -> None:

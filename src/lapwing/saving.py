@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("scalar", "damped", "repair"), bool),
     **dict.fromkeys(("tuned", "fingerprint"), str),
 }
+
+
+def bytes_of(la: Any) -> bytes:
+    """Return the file of a posterior as bytes, for files of other libraries that hold it."""
+    with TemporaryDirectory() as folder:
+        la.save(Path(folder) / "posterior.lapwing")
+        return (Path(folder) / "posterior.lapwing").read_bytes()
 
 
 def stored(la: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
