@@ -105,25 +105,22 @@ class HMC(WeightDistribution):
             draws = torch.stack(found)  # (chains, samples, P)
             outputs = _outputs(task, kept[0], draws)
         network = Weighted.of(task.module, task.params, task.likelihood, task.convention)
-        hmc = cls(
-            network,
-            draws.flatten(0, 1),
-            split_gelman_rubin(draws.double(), 0, 1),
-            effective_sample_size(draws.double(), 0, 1),
-            split_gelman_rubin(outputs, 0, 1),
-            effective_sample_size(outputs, 0, 1),
-            divergences,
-        )
-        hmc._warn()
-        return hmc
-
-    def _warn(self) -> None:
-        worst = self.output_r_hat.max().item()
+        found_r_hat = split_gelman_rubin(outputs, 0, 1)
+        worst = found_r_hat.max().item()
         if not worst <= CONVERGED:
             warn(
                 f"the chains have not mixed: an R-hat of the outputs is {worst:.3g} ({CONVERGED} is aimed at). Use "
                 "more samples and warmup."
             )
+        return cls(
+            network,
+            draws.flatten(0, 1),
+            split_gelman_rubin(draws.double(), 0, 1),
+            effective_sample_size(draws.double(), 0, 1),
+            found_r_hat,
+            effective_sample_size(outputs, 0, 1),
+            divergences,
+        )
 
     def summary(self) -> str:
         """Return one line: how many draws, R-hat and effective sample size of outputs and weights, divergences."""

@@ -119,24 +119,17 @@ def _write_csv(path: Path, batches: Iterable[Fields]) -> int:
     return count
 
 
-def _write_npz(path: Path, batches: Iterable[Fields]) -> int:
-    whole = _joined(batches)
-    np.savez(path, **{name: value.numpy() for name, value in whole.items()})  # type: ignore[arg-type]
-    return len(next(iter(whole.values())))
-
-
-def _write_safetensors(path: Path, batches: Iterable[Fields]) -> int:
-    whole = _joined(batches)
-    save_file(whole, path)
-    return len(next(iter(whole.values())))
-
-
-def _joined(batches: Iterable[Fields]) -> dict[str, Tensor]:
+def _write_whole(path: Path, batches: Iterable[Fields]) -> int:
     parts = list(batches)
-    return {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+    whole = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+    if path.suffix == ".npz":
+        np.savez(path, **{name: value.numpy() for name, value in whole.items()})  # type: ignore[arg-type]
+    else:
+        save_file(whole, path)
+    return len(next(iter(whole.values())))
 
 
-WRITERS = {".csv": _write_csv, ".npz": _write_npz, ".safetensors": _write_safetensors}
+WRITERS = {".csv": _write_csv, ".npz": _write_whole, ".safetensors": _write_whole}
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
