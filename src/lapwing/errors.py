@@ -167,7 +167,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def refuse_export(what: str) -> None:
-    """Raise while `torch.export` is tracing, for what takes decisions item by item that no file can hold."""
+    """Raise while `torch.export` is tracing: an exported file cannot take decisions item by item."""
     if torch.compiler.is_exporting():
         raise UnsupportedOperation(f"{what}: la.predict(x) and la.predictor(...) compute it")
 
@@ -217,7 +217,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def require_generator(generator: Any, device: Any) -> None:
-    """Refuse a random generator of another device than that of the network."""
+    """Refuse a random generator on another device than the network."""
     if generator is not None and generator.device != device:
         raise BadData(
             f"the generator is on {str(generator.device)!r} and the network on {str(device)!r}; pass "

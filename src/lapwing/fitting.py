@@ -292,7 +292,7 @@ def _restored(
     likelihood: str | Likelihood | None,
     split: Callable[[Any], tuple] | None,
 ) -> Laplace:
-    """Make a posterior of the tensors and the header that a file holds of it."""
+    """Make a posterior from the tensors and the header of its file."""
     with intact(path):
         require_same_module(header, module, path)
         probe = restore_probe(tensors, header, module, path)

@@ -64,7 +64,7 @@ class LaplaceCallback(TrainerCallback):
     def __init__(
         self, likelihood: str | Likelihood, *, tune: bool | Mapping[str, Any] = True, data: Any = None, **options: Any
     ) -> None:
-        self.likelihood = resolve_likelihood(likelihood)  # what is wrong is said before the training, not after it
+        self.likelihood = resolve_likelihood(likelihood)  # wrong options are refused before the training
         resolve_structure(options.get("structure", "auto"))
         known = set(inspect.signature(fit).parameters) - {"model", "data", "likelihood"}
         unknown = sorted(set(options) - known)
@@ -107,9 +107,9 @@ def generate(
 ) -> list[Any]:
     """Generate with each of `samples` networks whose weights are drawn from the posterior: one result per network.
 
-    `inputs` (a dict, or the token ids alone) and `options` are what the model's own `generate` takes. Where the results
-    agree, the posterior is sure of the text; `la.predict(...).epistemic` tells the same per token. The networks are
-    those of `la.ensemble(samples)`; `generator` draws their weights, while `do_sample=True` draws tokens with torch's
+    `inputs` (a dict, or the token ids alone) and `options` are what the model's own `generate` takes. If the results
+    agree, the posterior is sure of the text; `la.predict(...).epistemic` says the same for each token. The networks
+    have the weights of `la.ensemble(samples)`, drawn with `generator`; `do_sample=True` draws tokens with torch's
     global generator.
 
     Examples:

@@ -81,7 +81,7 @@ class LaplaceCallback(Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.likelihood = resolve_likelihood(likelihood)  # what is wrong is said before the training, not after it
+        self.likelihood = resolve_likelihood(likelihood)  # wrong options are refused before the training
         resolve_structure(options.get("structure", "auto"))
         _require_known(options, fit, "fit")
         _require_known(tune if isinstance(tune, Mapping) else {}, Laplace.tune, "la.tune")
@@ -104,7 +104,7 @@ class LaplaceCallback(Callback):
         self._module = pl_module
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._la = self._stored = None  # that of other weights
+        self._la = self._stored = None  # they belong to other weights
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         best = _best_path(trainer)
@@ -127,7 +127,7 @@ class LaplaceCallback(Callback):
             trainer.strategy.barrier("lapwing")
 
     def _tuned(self, la: Laplace, trainer: Any, pl_module: Any) -> Laplace:
-        """The posterior tuned on the validation data, as far as that is asked for and possible."""
+        """Return the posterior, tuned on the validation data if that is wanted and possible."""
         limits = trainer.num_val_batches
         limit = (limits[0] if limits else 0) if isinstance(limits, list) else limits
         if self.tune is False or not limit:
@@ -144,7 +144,7 @@ class LaplaceCallback(Callback):
         return la.tune(data, **(self.tune if isinstance(self.tune, Mapping) else {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The file of the posterior as bytes, and the weights it belongs to where the module has others."""
+        """Return the file of the posterior as bytes, with its weights if the module has others."""
         la = self._la
         if la is None:
             return dict(self._stored or {})
@@ -299,7 +299,7 @@ def _refuse(loader: Any) -> Any:
 
 
 def _limit(trainer: Any, loader: Any) -> int | None:
-    """How many batches a limit of the trainer leaves; None without one."""
+    """Return how many batches the trainer reads at most; None if there is no limit."""
     try:
         whole: float = len(loader)
     except TypeError:
@@ -308,7 +308,7 @@ def _limit(trainer: Any, loader: Any) -> int | None:
 
 
 def _only(loaders: Any, kind: str) -> Any:
-    """The one loader there is."""
+    """Return the only loader; refuse none or several."""
     if isinstance(loaders, list | tuple) and len(loaders) == 1:
         return loaders[0]
     if loaders is None or isinstance(loaders, list | tuple | dict):
@@ -326,7 +326,7 @@ def _first(loaders: Any) -> Any:
 
 
 def _network(module: nn.Module, name: str | None) -> nn.Module:
-    """The network inside a Lightning module."""
+    """Return the network inside a Lightning module."""
     if name is not None:
         return module.get_submodule(name)
     forward: Any = type(module).forward
@@ -340,7 +340,7 @@ def _network(module: nn.Module, name: str | None) -> nn.Module:
 
 
 def _at(network: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """The network itself if it has this state, else a copy that has."""
+    """Return the network itself if it has this state, else a copy with it."""
     now = network.state_dict()
     if now.keys() == state.keys() and all(torch.equal(now[name].cpu(), state[name].cpu()) for name in now):
         return network
@@ -350,7 +350,7 @@ def _at(network: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _best_path(trainer: Any) -> str | None:
-    """The file of the best checkpoint of the first callback that has one."""
+    """Return the file of the best checkpoint of the first callback that has one."""
     paths = (getattr(each, "best_model_path", "") for each in trainer.checkpoint_callbacks)
     return next((path for path in paths if path), None)
 
@@ -370,7 +370,7 @@ def _bytes(la: Laplace) -> Tensor:
 
 @outside_inference
 def _restored(state: Mapping[str, Any], network: nn.Module, likelihood: Likelihood | None) -> Laplace:
-    """The posterior of a checkpoint for a network; the likelihood matters if files do not hold it."""
+    """Return the posterior of a checkpoint for a network; a likelihood is used only if files cannot hold it."""
     if "weights" in state:
         network = _at(network, state["weights"])
     own = likelihood is not None and not is_registered(type(likelihood))

@@ -108,7 +108,7 @@ def read_members(path: Path) -> tuple[list[tuple[dict[str, Tensor], dict[str, An
 
 
 def _require_header(header: Mapping[str, Any]) -> None:
-    """Refuse a header whose entries `write` cannot have made, even if the checksum fits."""
+    """Refuse a header whose entries `stored` cannot have made, even if the checksum fits."""
     for name, kind in ENTRIES.items():
         if not isinstance(header[name], kind) or (isinstance(header[name], bool) and kind is not bool):
             raise CorruptFile(f"its entry {name!r} is {header[name]!r}")

@@ -52,7 +52,7 @@ class Trained:
         return self.laplace.module
 
     def table(self, rows: int = 20) -> str:
-        """Return the history of the evidence as text, with at most so many rows.
+        """Return the history of the evidence as text, with about `rows` rows at most.
 
         Examples:
             >>> print(lapwing.train(model, train_loader, "classification", epochs=2).table())

@@ -24,7 +24,7 @@ from lapwing.laplace import Laplace
 
 
 def lenet(classes: int = 10) -> nn.Sequential:
-    """LeNet-5 for 28×28 images of one channel (LeCun et al. 1998, with ReLU and max pooling); 61,706 parameters."""
+    """Return LeNet-5 for 28×28 images of one channel, 61,706 weights (LeCun et al. 1998, with ReLU and max pooling)."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -34,7 +34,7 @@ def lenet(classes: int = 10) -> nn.Sequential:
 
 
 def small_cnn(classes: int = 10) -> nn.Sequential:
-    """Two convolutions and two linear layers for 8×8 images of one channel: the network of `lapwing demo`."""
+    """Return the network of `lapwing demo`: two convolutions and two linear layers for 8×8 images of one channel."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -69,9 +69,9 @@ class Scenario:
 
 
 def digits(generator: torch.Generator) -> Scenario:
-    """Digits 0 to 7 of scikit-learn's 8×8 digits; 8 and 9 are never trained on."""
+    """Return digits 0 to 7 of scikit-learn's 8×8 digits to train on, with 8 and 9 outside."""
     data = datasets.digits()
-    # few to train on, so that there is doubt to express, and enough held out to tune by and to test with
+    # few items to train on, so that predictions are uncertain, and enough held out to tune and to test
     train, validation, test = data[data.targets < 8].split(300, 400, generator=generator)
     return Scenario(
         title="Handwritten digits 0–7 (8×8)",
@@ -87,12 +87,12 @@ def digits(generator: torch.Generator) -> Scenario:
 
 
 def mnist(generator: torch.Generator) -> Scenario:
-    """MNIST, with the letters of notMNIST outside."""
+    """Return MNIST, with the letters of notMNIST outside."""
     return _idx("mnist", "MNIST", "notmnist", "notMNIST", generator)
 
 
 def fashion(generator: torch.Generator) -> Scenario:
-    """Fashion-MNIST, with the digits of MNIST outside."""
+    """Return Fashion-MNIST, with the digits of MNIST outside."""
     return _idx("fashion", "Fashion-MNIST", "mnist", "MNIST", generator)
 
 

@@ -88,7 +88,7 @@ def write_predictions(path: Path, batches: Iterable[Fields]) -> int:
 
 
 def writer_for(path: Path) -> Callable[[Path, Iterable[Fields]], int]:
-    """The writer of a file's kind."""
+    """Return the writer for the suffix of a file."""
     if path.suffix not in WRITERS:
         raise BadData(f"predictions are written as {', '.join(WRITERS)}, not as {path.name!r}")
     return WRITERS[path.suffix]

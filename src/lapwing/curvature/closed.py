@@ -28,7 +28,7 @@ PANEL = 16  # inputs per product: the curvature is symmetric, and only one half 
 
 
 class Posed(Protocol):
-    """What is read here of a `Problem`."""
+    """The part of a `Problem` that this file needs."""
 
     @property
     def network(self) -> Network: ...
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Reads the data of a problem through its features, and keeps these where they are read more than once."""
+    """Reads the features of a problem's data, and keeps them in memory if they are needed again."""
 
     features: Features
     keep: bool
@@ -167,7 +167,7 @@ class Head:
         return values.repeat_interleave(self.positions) if self.positions > 1 else values
 
     def total(self) -> Tensor:
-        """Σ Λ, (o, o)."""
+        """Return Σ Λ, (o, o)."""
         part = self.part
         if self.directions is not None:
             rows = self.features.back(self.directions).reshape(-1, self.features.shape[0])
@@ -177,7 +177,7 @@ class Head:
         return found if tail is None else tail.mT.to(found) @ found @ tail.to(found)
 
     def diagonal(self, basis: Tensor | None = None) -> Tensor:
-        """The diagonal of UᵀΛU of every row for a basis U (o, k), (m, k)."""
+        """Return the diagonal of UᵀΛU for every row, (m, k), with a basis U (o, k) or the identity."""
         part, tail = self.part, self.features.tail
         if self.directions is not None:
             g = self.features.back(self.directions)
@@ -201,7 +201,7 @@ class Head:
             yield root @ root.mT, a[few]
 
     def gram(self) -> Tensor:
-        """Σ Λ_op a_i a_j for pairs o ≥ p, (pairs, i, i).
+        """Return Σ Λ_op a_i a_j for pairs o ≥ p, (pairs, i, i).
 
         Where the rows of Λ add up to zero (softmax), the pairs o = p follow from the others.
         """
@@ -225,7 +225,7 @@ class Head:
         return whole[tuple(torch.tril_indices(o, o, device=total.device))]
 
     def _roots(self) -> Tensor:
-        """S (m, o, r) with S Sᵀ = Λ."""
+        """Return S (m, o, r) with S Sᵀ = Λ."""
         part, tail = self.part, self.features.tail
         if self.directions is not None:
             return self.features.back(self.directions).movedim(0, -1).to(part.a)
@@ -237,7 +237,7 @@ class Head:
         return root if tail is None else tail.mT.to(root) @ root
 
     def gradient(self) -> Tensor:
-        """Σ φ·∇ log p by the weights of the layer, flat, (o · (i + 1),) with the bias as the last column."""
+        """Return Σ φ·∇ log p by the weights of the layer, flat, (o · (i + 1),), with the bias as the last column."""
         part, likelihood = self.part, self.likelihood
         score = likelihood.score(part.f, part.y) * likelihood.common_factor.detach().to(part.f)
         g = self.features.back(weighted(score, part.weights))

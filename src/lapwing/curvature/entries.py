@@ -31,7 +31,7 @@ class MatrixFactor(Factor):
 
     @abstractmethod
     def matrix(self, problem: Problem) -> tuple[Tensor, Totals]:
-        """Pass over the data once: the curvature (P, P) and the totals."""
+        """Pass over the data once; return the curvature (P, P) and the totals."""
 
     def width(self, outputs: int) -> int:
         return 0
@@ -210,7 +210,7 @@ class Hessian(MatrixFactor):
     definite = False
 
     def matrix(self, problem: Problem) -> tuple[Tensor, Totals]:
-        """Σ_n φ·∇²_θ(−log p(y_n | f_n)), (P, P)."""
+        """Return Σ_n φ·∇²_θ(−log p(y_n | f_n)), (P, P), and the totals of the pass."""
         params, likelihood = problem.network.params, problem.likelihood
         needed = params.size**2 * torch.finfo(params.dtype).bits // 8
         if needed > problem.memory:
@@ -236,7 +236,7 @@ class Hessian(MatrixFactor):
 
 
 def _derivatives(problem: Problem, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient (P,) and Hessian (P, P) of a loss."""
+    """Return the gradient (P,) and the Hessian (P, P) of a loss."""
     params = problem.network.params
     leaves = list(problem.network.leaves().values())
 

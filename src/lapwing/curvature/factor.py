@@ -124,7 +124,7 @@ class Factor(ABC):
 
     @abstractmethod
     def width(self, outputs: int) -> int:
-        """How many directions a sample with so many outputs has (an upper bound, for memory).
+        """Return how many directions a sample with this number of outputs has at most.
 
         Examples:
             >>> lapwing.GGN().width(10), lapwing.MCFisher(samples=2).width(10)

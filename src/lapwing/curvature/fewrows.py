@@ -83,7 +83,7 @@ def _gram(rows: Tensor) -> Tensor:
 @register(name="lowrank")
 @dataclass(frozen=True, eq=False)
 class LowRank(Structure):
-    """Uᵀ diag(d) U with `rank` rows: exact once the rank reaches that of the curvature, a lower bound before.
+    """Uᵀ diag(d) U with `rank` rows: exact if the curvature has at most this rank, a lower bound otherwise.
 
     `method`: "rows" keeps the leading subspace of the rows seen so far, in one pass; "lanczos" (block Lanczos, fully
     re-orthogonalized) and "nystrom" (randomized range finding) use products only, for networks with so many outputs
@@ -118,7 +118,7 @@ class LowRank(Structure):
         return self._sweep(problem, LowRankAccumulator(problem, self.rank))
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
-        """Start from the rows of the first fit: what it dropped stays dropped."""
+        """Continue from the rows of the first fit; rows that it dropped stay dropped."""
         if self.method != "rows":
             return self._by_products(problem, matrix)
         matrix = cast(LowRankMatrix, matrix)
@@ -204,14 +204,14 @@ class Functional(Structure):
             require_whole("points", self.points)
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        """Memory of one row and its float64 copy; `needed` counts the rows of a problem."""
+        """Return the bytes of one row and its float64 copy; `needed` counts the rows of a problem."""
         return sum(block.size for block in plan.blocks) * (itemsize + 8)
 
     def needed(self, problem: Problem) -> int | None:
         return None if problem.length is None else self._memory(problem, problem.length)
 
     def _memory(self, problem: Problem, data: int) -> int:
-        """Bytes of the rows of so many data, a working copy, and the kernel."""
+        """Return the bytes of the rows of the data, a working copy, and the kernel."""
         rows, params = self._rows(problem, data), problem.network.params
         return 2 * rows * params.size * params.dtype.itemsize + 3 * 8 * rows**2
 
@@ -255,9 +255,9 @@ class Nystrom(Structure):
 
     The span of the leading eigenvectors v_k = J̃ᵀu_k/√d_k of the kernel on random Jacobian rows; then one pass of
     `rank` JVPs adds up Σ φᵀΛφ with φ(x) = J(x)v. ELLA sets the variance outside the span to zero, which is
-    over-confident away from its random rows; here the prior's variance stays there, so that variances are never below
-    ELLA's. The evidence is an upper bound of that of the full GGN, because the eigenvalues of a compressed matrix are
-    never larger.
+    over-confident away from its random rows. Here the prior's variance stays there, so that variances are never below
+    ELLA's. The log evidence is an upper bound of the log evidence with the full GGN, because the eigenvalues of a
+    compressed matrix are never larger.
 
     Examples:
         >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.Nystrom(rank=20))
@@ -296,7 +296,7 @@ class Nystrom(Structure):
         return Estimate(compressed(matrix.basis, core), totals_of(problem))
 
     def _basis(self, problem: Problem) -> Tensor:
-        """Orthonormal rows V (k, P) from Jacobian rows at random data."""
+        """Return orthonormal rows V (k, P) from Jacobian rows at random data."""
         first = next(iter(problem.batches))
         outputs = problem.network.forward(first.inputs)[0].numel()
         points = self.points or max(2, -(-2 * self.rank // outputs))

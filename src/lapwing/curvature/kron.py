@@ -51,7 +51,7 @@ KINDS = {"kron": (True, False), "dense": (False, False), "diag": (False, True)}
 
 
 def bytes_of(block: Block, itemsize: int) -> int:
-    """Memory of a block: its factors, their spectra and work in float64."""
+    """Return the bytes of a block: its factors, their spectra and work in float64."""
     kept = kept_as(block)
     if kept != "kron":
         return (block.size**2 if kept == "dense" else block.size) * (itemsize + 16)
@@ -61,7 +61,7 @@ def bytes_of(block: Block, itemsize: int) -> int:
 
 
 def kept_alike(problem: Problem, matrix: PSD) -> bool:
-    """Whether the blocks of a matrix have the forms in which a Kronecker structure keeps those of the problem."""
+    """Whether each block of a matrix has the form in which a Kronecker structure keeps that block of the problem."""
     pairs = zip(problem.plan.blocks, matrix.diagonal_blocks(), strict=True)
     return all((own.factored, own.is_diagonal) == KINDS[kept_as(block)] for block, own in pairs)
 
@@ -98,8 +98,10 @@ class KroneckerSums(Accumulator):
     def finish(self) -> BlockDiagonal: ...
 
     def basis(self, problem: Problem) -> BlockDiagonal:
-        """Return factors whose eigenvectors are a basis for the curvature. The sums may be gone afterwards; the
-        problem remembers `SHOWN` samples."""
+        """Return factors whose eigenvectors are a basis for the curvature. The sums may be used up afterwards.
+
+        The problem remembers `SHOWN` samples.
+        """
         return self.finish()
 
     def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -254,8 +256,10 @@ class KronAccumulator(KroneckerSums):
         return [(k, swapped) for k, block, swapped in every if rows.positions(block, swapped, False) > 1]
 
     def _add_share(self, other: KronAccumulator, k: int, swapped: bool) -> None:
-        """Add the factors of another accumulator, each scaled to `SHARE` of the trace of the own one, and at least to
-        the rounding of a sum over as many positions."""
+        """Add the factors of another accumulator, each scaled to `SHARE` of the trace of our own factor.
+
+        The share is at least the rounding of a sum over as many positions.
+        """
         own, its = (sums._count(k, swapped) for sums in (self, other))
         for name, most in ((_of_inputs(k, swapped), own / its), (_of_gradients(k, swapped), own)):
             added = other.tensors[name] * most
@@ -454,7 +458,7 @@ class EKFAC(Structure):
 
     With the eigenvectors U_G and U_A of the factors of `Kron` and the gradient matrices D of each sample and direction,
     the diagonal is E_ij = Σ ((U_Gᵀ D U_A)_ij)². The trace of the curvature is exact, and the evidence is a lower bound
-    of that of the block-diagonal curvature.
+    of the evidence with the block-diagonal curvature.
 
     It takes two passes over the data. `basis` is the factor of the first pass; any orthonormal basis is valid. None
     takes the factor of the fit, but for the exact GGN of a classifier the smallest directions, with 1e-3 of the

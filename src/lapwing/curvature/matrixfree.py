@@ -140,7 +140,7 @@ class MatrixFree(Structure):
         return "nystrom" if self.sketch == "rows" and many else self.sketch
 
     def _sketch(self, problem: Problem) -> tuple[Sketch, float]:
-        """Pass over the rows once: their leading subspace without negligible rows, and the trace of all of them."""
+        """Pass over the rows once; return their leading subspace without negligible rows, and the trace of all rows."""
         params = problem.network.params
         if self._how(problem) != "rows":
             return Sketch.empty(torch.empty(0, params.size, dtype=params.dtype, device=params.device)), 0.0
@@ -223,7 +223,7 @@ def _require_sound(sketch: Sketch, tensors: Mapping[str, Tensor]) -> None:
 
 
 def require_same_data(problem: Problem, statistics: Tensor, seen: float) -> None:
-    """Refuse data whose number or log-likelihood is not that of the fit: one forward pass."""
+    """Refuse data with another number or log-likelihood than the data of the fit; takes one forward pass."""
     count, total = 0.0, torch.zeros_like(statistics)
     for batch in problem.batches:
         f = problem.network.forward(batch.inputs)

@@ -1,7 +1,7 @@
 """One pass over the data, for every structure: run a batch, choose directions in output space, hand over rows.
 
-A backward pass costs the same for every sample of a batch, needed or not. Confident classifiers need nine directions
-for a few samples and none for most, so samples that need equally many directions wait for each other and share a batch.
+A backward pass costs the same for every sample of a batch, whether the sample needs it or not. Confident classifiers
+need nine directions for a few samples and none for most. So samples that need equally many directions share a batch.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ def pass_over(
     - `factor` replaces that of the problem.
     - `row_bytes` is the memory that the structure itself needs per row.
     - `gradient` asks for the gradient of the log-likelihood, which exact factors have.
-    - `inputs` sees every sample once, without directions, where the sample has to wait for others.
+    - `inputs` sees every sample that has to wait for others: once, without directions.
     - `together` hands over all directions of few samples rather than few directions of all samples.
-    - `state` holds the tensors that `update` adds to. They are summed over processes, and an interrupted pass goes on
-      from a journal where the problem has one.
+    - `state` holds the tensors that `update` adds to. They are summed over processes. If the problem has a journal, an
+      interrupted pass goes on from it.
     - `rows` makes the rows in place of `Linearization.jacobian`; no sample waits then.
-    - `closed` takes the samples of a last layer instead of rows, where the problem has one: no backward pass then.
+    - `closed` takes the samples of a last layer instead of rows, without any backward pass, if the problem has a
+      reader.
     - `digest` names the blocks of which the structure wants no rows, only what `BlockRows.gradient_gram` gives.
 
         totals = pass_over(problem, accumulator.update, state=accumulator.tensors)
@@ -130,7 +131,7 @@ class Pieces:
         return max(4 * (plan.kept if self.together else plan.width) + self.row_bytes, 1)
 
     def samples(self, directions: int) -> int:
-        """How many samples to run at once: their gradients, their graph and their directions fit into memory."""
+        """Return how many samples to run at once, so that gradients, graph and directions fit into memory."""
         problem, rows = self.problem, self.cap // self.row
         together = 4 * problem.plan.under_way(directions) + directions * self.row_bytes
         root = 4 * directions * (problem.outputs // max(1, math.prod(problem.event)))
@@ -144,14 +145,16 @@ class Pieces:
         )
 
     def directions(self, at: Linearization, count: int) -> int:
-        """How many directions to process at once: they fit, and share a backward pass or are small."""
+        """Return how many directions to process at once: they fit, and share a backward pass or are small."""
         row = max(self._direction(at), 1)
         length = max(1, self.cap // row)
         return length if self.together else max(1, min(length, max(at.shared(count), SMALL // row)))
 
     def _direction(self, at: Linearization) -> int:
-        """Bytes per direction of all samples. Where gradients are digested, few of them stay, so that explicit rows and
-        the direction itself count too."""
+        """Return the bytes per direction of all samples.
+
+        If gradients are digested, few of them stay in memory, and explicit rows and the direction itself count too.
+        """
         if self.digest is None:
             return at.n * self.row
         explicit = sum(block.size for block in at.plan.blocks if block.kind == "rows")
@@ -241,8 +244,11 @@ class Group:
 
 @dataclass(eq=False)
 class Regrouped:
-    """Samples that wait, by the number of directions they need, by whether the first direction is the score, and by the
-    shapes, names and other arguments of their inputs."""
+    """Samples that wait until there are enough of their kind.
+
+    Samples are of one kind if they need equally many directions, if the first direction is the score for all or none,
+    and if shapes, names and other arguments of their inputs agree.
+    """
 
     size: int = 1  # samples per group: as many as the largest batch so far has
     waiting: dict[tuple, list[Group]] = field(default_factory=dict)
@@ -270,7 +276,7 @@ class Regrouped:
         return True
 
     def _with_scores(self, directions: Directions, score: Tensor | None, factor: Factor) -> Tensor:
-        """Directions per sample, at least one where the sample matters to the gradient of the log-likelihood."""
+        """Return the directions per sample, at least one if it matters to the gradient of the log-likelihood."""
         if score is None:
             return directions.needed
         sizes = score.flatten(1).double().norm(dim=1)
@@ -409,7 +415,7 @@ class _Pass:
                 self._run(self.waiting.full())
 
     def _admitted(self, batch: Batch, at: Linearization) -> bool:
-        """Let samples wait (the structure sees their inputs now) or process them; return whether they wait."""
+        """Let samples wait, after the structure has seen their inputs, or process them; return whether they wait."""
         directions, score, fresh = self._directions(batch, at.f, self.sums)
         if self.rows is None and self.waiting.admit(batch.inputs, directions, score, self.factor, batch.number):
             if self.inputs is not None:
@@ -427,7 +433,7 @@ class _Pass:
                 self._feed(network.linearize(plan, part.inputs), part.directions, part.score, None, where)
 
     def _directions(self, batch: Batch, f: Tensor, sums: Sums) -> tuple[Directions, Tensor | None, Tensor]:
-        """Directions, scores and weights (n,) of a batch, added to the sums; samples without a target weigh 0."""
+        """Return directions, scores and weights (n,) of a batch, and add them to the sums; no target means weight 0."""
         problem, likelihood = self.problem, self.problem.likelihood
         y, f = problem.prepare(batch, f), f.detach()
         with torch.no_grad():
@@ -448,8 +454,10 @@ class _Pass:
     def _feed(
         self, at: Linearization, directions: Directions, score: Tensor | None, fresh: Tensor | None, where: str
     ) -> None:
-        """Hand over the rows of a part, as many directions at a time as fit. The gradient of the log-likelihood comes
-        from the backward pass of the first direction where that is the score."""
+        """Hand over the rows of a part, as many directions at a time as fit into memory.
+
+        If the first direction is the score, its backward pass gives the gradient of the log-likelihood too.
+        """
         count = max(directions.count, 1)  # at least one, of zeros
         length, digest = self.pieces.directions(at, count), self.pieces.digest
         with torch.no_grad():
@@ -469,8 +477,10 @@ class _Pass:
                 fresh = None
 
     def _hand_over(self, jacobian: Jacobian, fresh: Tensor | None, where: str) -> None:
-        """Hand rows to the structure. Rows that are not finite (a square root at zero) are refused with batch and
-        layer; errors of the structure get the batch too."""
+        """Hand rows to the structure; errors name the batch.
+
+        Rows that are not finite (a square root at zero) are refused, with the layer.
+        """
         rows = jacobian.rows
         # values that are not finite spread to the earliest layers
         if isinstance(rows, BlockRows) and rows.gradients and not rows.gradients.finite(0):

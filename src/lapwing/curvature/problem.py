@@ -32,7 +32,7 @@ FEW = 255  # samples: a pass over so few is so short that no shortcut is worth a
 
 
 def available_memory() -> int:
-    """Half of the memory that the machine says is free, in bytes; 4 GB where it does not say."""
+    """Return half of the free memory of the machine, in bytes; 4 GB if the machine does not report it."""
     try:
         with open("/proc/meminfo") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -62,8 +62,8 @@ class Problem:
     resume: Resume | None = None  # the files from which interrupted passes go on
     batch: int = 0  # samples of the first batch
     example: Inputs = None  # the first samples
-    doubts: tuple[str, ...] = ()  # what contradicts the likelihood in the first outputs and targets
-    reader: Reader | None = None  # reads the features of a last layer, where there are such
+    doubts: tuple[str, ...] = ()  # warnings: the first outputs and targets contradict the likelihood
+    reader: Reader | None = None  # reads the features of a last layer; None: the tape is used
     remembered: tuple[list[Batch], int] | None = None  # the samples read first, and how many of them to keep
 
     @property
@@ -171,8 +171,8 @@ def pose(
 ) -> Problem:
     """Read the first batch, plan the tape and check it. `factor=None` takes the exact GGN where feasible, else MC.
 
-    `closed`: the structure takes the features of a last layer, where there is one, and then neither tape nor backward
-    pass are needed; `passes` is how often it reads the data.
+    `closed`: the structure takes the features of a last layer. If only a last layer is selected, neither tape nor
+    backward passes are then needed. `passes` is how often the structure reads the data.
     """
     iterator = iter(batches)
     first = next(iterator)
@@ -273,8 +273,10 @@ class Look:
 
 
 def _look(problem: Problem, first: Batch) -> Look:
-    """Look at a few samples of the first batch. What is wrong with it is refused here, since the self-check would only
-    see that numbers disagree."""
+    """Look at a few samples of the first batch, and refuse bad data with a clear message.
+
+    The self-check would only see that numbers disagree.
+    """
     n, network = batch_size(first.inputs), problem.network
     try:
         raw = network.returned(take(first.inputs, slice(0, SEEN), n))

@@ -21,7 +21,7 @@ from lapwing.model import Batch
 from lapwing.model.calls import weighted
 from lapwing.model.products import Keep, Products
 
-MANY = 4  # from so many vectors on, a forward pass first finds the samples above rounding
+MANY = 4  # for at least this many vectors, a forward pass first finds the samples above rounding
 ROWS = 64  # output directions per sample up to which all rows are used; beyond, they are sampled
 
 
@@ -130,7 +130,7 @@ class CurvatureProduct(Product):
 
 
 def whole_factor(factor: Factor | None) -> Factor | None:
-    """Lift the limit of the exact GGN: products with Λ need no output directions."""
+    """Return the factor without the limit of the exact GGN, since products with Λ need no output directions."""
     if factor is None:
         return GGN(limit=sys.maxsize)
     return replace(factor, limit=sys.maxsize) if type(factor) is GGN else factor
@@ -162,7 +162,7 @@ def solve_by_batches(
     passes: int = 20,
     unconverged: Policy = "raise",
 ) -> Solution:
-    """(I + Σ_b Φ_bᵀΦ_b)⁻¹ v for v (s, P), where Φ_b = √c·SᵀJ·D^{-½} are the rows of one batch.
+    """Return (I + Σ_b Φ_bᵀΦ_b)⁻¹ v for v (s, P), where Φ_b = √c·SᵀJ·D^{-½} are the rows of one batch.
 
     The dual unknowns a_b = Φ_b x of one batch are solved for exactly while the others stay fixed, batch after batch:
     block Gauss–Seidel on the kernel I + ΦΦᵀ. It converges for any prior and without a step size, in few passes where
@@ -200,7 +200,7 @@ class _Dual:
         return rows * (self.scale * self.root).to(rows)
 
     def improve(self, problem: Problem, x: Tensor) -> Tensor:
-        """Solve once for the unknowns of every part, given all others."""
+        """Solve for the unknowns of one part after the other, each time with all others fixed."""
         number, state = 0, [x]
 
         def update(jacobian: Jacobian, fresh: Tensor | None) -> None:

@@ -22,7 +22,7 @@ from lapwing.predictive import Prediction
 ABSTAIN = 0.05  # of the items, the least certain ones
 RESAMPLES, FEWER = 1000, 200
 MANY = 50_000  # entries of a score from which on fewer resamples are drawn
-MOST = 200_000  # entries of a score that the intervals of AUROC and FPR95 look at
+MOST = 200_000  # largest number of entries of a score that the intervals of AUROC and FPR95 use
 CHUNK = 2**22  # weights held at once
 SEED = 0
 LEVEL = 0.95
@@ -51,7 +51,7 @@ SHARES = {"accuracy": "correct", "coverage95": "covered 0.95"}  # columns whose 
 
 
 class Numbers(Protocol):
-    """What findings, pictures and pages read of a report."""
+    """The part of a report that findings, pictures and pages need."""
 
     @property
     def results(self) -> Mapping[str, Result]: ...
@@ -99,7 +99,7 @@ def cell(column: str, value: float | None) -> str:
 def summary(items: Items, bins: int) -> dict[str, float]:
     """Return the value of each column from the scores of all items (`Prediction.scores`).
 
-    The NLL is that of all labels or outputs of an item together; the other scores count each of them.
+    The NLL is of all labels or outputs of an item together; the other scores count each label or output.
     """
     row = {"nll": -items["log_prob"].mean().item()}
     if "correct" in items:
@@ -148,7 +148,7 @@ class Entries:
     count: int
 
     def spread(self, weights: Tensor) -> Tensor:
-        """Return the weight of each entry, (r, entries), from those of the items, (r, count)."""
+        """Return the weight of each entry, (r, entries), from the weights of the items, (r, count)."""
         return weights if self.owner is None else weights[:, self.owner]
 
     def sums(self, *columns: Tensor, where: Tensor | None = None) -> Tensor:

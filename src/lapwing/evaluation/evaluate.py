@@ -97,7 +97,7 @@ def split_of(model: Any) -> Callable[[Any], tuple] | None:
 
 
 def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | None) -> Likelihood | None:
-    """Return the likelihood asked for; without one, or without its noise, that of the first model that has one."""
+    """Return the given likelihood. Without one, or if its noise is unknown, take that of the first model with one."""
     asked = None if likelihood is None else resolve_likelihood(likelihood)
     if asked is not None and asked.known:
         return asked

@@ -271,7 +271,7 @@ def _variables(colors: Mapping[str, str]) -> str:
 def svg_of(picture: Picture, place: int) -> dict[str, str]:
     """Return a figure as SVG in which colors are variables of the page, and words appear under the mouse.
 
-    `place` makes the identifiers of this picture differ from those of others.
+    `place` makes the identifiers of this picture unique on the page.
     """
     from matplotlib import rc_context
 

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 class Report:
     """How models compare on the same data. Made by `lapwing.evaluate`.
 
-    The first model is the baseline, with which the others are compared item by item; the last one is of most interest.
+    The first model is the baseline, with which the others are compared item by item. Pictures of single items and the
+    findings are about the last model.
 
     Examples:
         >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"noise": noise})

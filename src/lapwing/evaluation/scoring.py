@@ -286,7 +286,7 @@ def mahalanobis(run: Run, test: Reader, asked: Asked) -> Mahalanobis | None:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What an evaluation computes beside the scores of targets, and how items are shown."""
+    """The options of an evaluation: which scores beside those of targets, and how items are shown."""
 
     outside: bool
     novelty: bool
@@ -362,7 +362,7 @@ def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any,
 
 
 def flat(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the entries that count in one row; a mask (B, *event) leaves those of whole items as they are."""
+    """Return the entries that count as one row. A mask (B, *event) does not apply to values of whole items."""
     if mask is not None and values.shape[: mask.ndim] == mask.shape:
         values = values[mask.to(values.device)]
     return values.detach().flatten().double().cpu()

@@ -48,7 +48,7 @@ class Learned:
 def invariant_bound(
     network: Network, plan: Plan, copies: Tensor, y: Tensor, likelihood: Likelihood, precision: Tensor, n_data: float
 ) -> Tensor:
-    """The stochastic bound for augmented inputs (n, copies, …), with gradients into them and into `precision` (P,)."""
+    """Return the stochastic bound for augmented inputs (n, copies, …); gradients reach them and `precision` (P,)."""
     with network.borrow(differentiable=True):
         at = network.linearize(plan, copies, create_graph=True)
         y = likelihood.targets(at.f.detach(), y)
@@ -231,7 +231,7 @@ class Affine(nn.Module):
         return {kind: value * UNITS.get(kind, 1.0) for kind, value in pairs}
 
     def forward(self, x: Tensor, copies: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """(n, c, h, w) -> (n, copies, c, h, w)."""
+        """Return random copies of images, (n, c, h, w) -> (n, copies, c, h, w)."""
         n = x.shape[0]
         place = None if generator is None else generator.device
         noise = torch.rand(n, copies, len(self.kinds), generator=generator, device=place).to(x) * 2 - 1
@@ -239,7 +239,7 @@ class Affine(nn.Module):
         return self.transform(many, (noise * self.extent.to(x)).flatten(0, 1)).unflatten(0, (n, copies))
 
     def transform(self, x: Tensor, amounts: Tensor) -> Tensor:
-        """Images (m, c, h, w) moved by amounts (m, kinds)."""
+        """Return images (m, c, h, w) moved by amounts (m, kinds)."""
         part = dict(zip(self.kinds, amounts.unbind(-1), strict=True))
         zero = torch.zeros_like(amounts[:, 0])
         angle = part.get("rotation", zero)

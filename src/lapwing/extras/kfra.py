@@ -269,7 +269,7 @@ def _require_known(problem: Problem, block: Block) -> int:
 class RecursiveSums(KroneckerSums):
     """Σ a aᵀ of every layer, Σ b bᵀ between layers and Σ JᵀΛJ at the last; `finish` runs the recursion.
 
-    With groups of `batch` data the recursion runs for each of them, and the sums are those of its results.
+    With groups of `batch` data the recursion runs for each group, and its results are summed.
     """
 
     def __init__(self, problem: Problem, batch: int | None = None, links: dict | None = None) -> None:
@@ -363,7 +363,7 @@ class RecursiveSums(KroneckerSums):
                 self.tensors[f"{layer.place}.outputs"] += left
 
     def _outputs(self, rows: BlockRows, chosen: Tensor) -> Tensor:
-        """Σ JᵀΛJ of some samples at the last layer."""
+        """Return Σ JᵀΛJ of some samples at the last layer."""
         rule, call = rows.at.matrix(self.last.record)
         g = rule.left(call, rows.gradients[self.last.record], rows.at.samples(self.last.record), rows.n)
         outputs = gram(g[chosen.to(g.device)].flatten(0, 2)[:, 0].to(rows.dtype))

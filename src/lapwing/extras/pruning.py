@@ -18,7 +18,7 @@ from lapwing.posterior import Belief
 
 
 class Fitted(Protocol):
-    """What pruning reads of a `Laplace` object."""
+    """The part of a `Laplace` object that pruning needs."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -186,7 +186,7 @@ def _masked(module: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
 
 
 def relevance(la: Fitted, parameter: str | None = None) -> Tensor:
-    """γ_j = Σ_p (1 − τ_p Σ_pp) over the weights that read input j: how many of them the data determine, (inputs,).
+    """Return γ_j = Σ_p (1 − τ_p Σ_pp), (inputs,): how many of the weights that read input j the data determine.
 
     `parameter` is the weight that reads the inputs, (outputs, inputs, …); by default the first selected one. Under a
     prior per input chosen by the evidence an input that carries nothing has γ near zero: automatic relevance

@@ -66,9 +66,9 @@ class RecordedPass:
 class Gradients(Sequence[Tensor]):
     """What backward passes of r directions left at every record of a pass: ∂(v·f)/∂out, (r, *out.shape).
 
-    Where a record's gradients are much larger than what they are needed for, `rows` or `sums` holds that instead, and
-    `found` is empty for the record. Passes of a record are joined when the record is asked for, one at a time: all
-    joined gradients together would take as much memory as the passes themselves.
+    If finished rows or sums are much smaller than a record's gradients, `rows` or `sums` holds them and `found` is
+    empty for that record. The passes of a record are joined when the record is asked for, one record at a time: all
+    joined gradients together would double the memory.
     """
 
     found: tuple[tuple[Tensor, ...], ...]  # per record, (r', *out.shape) for each pass

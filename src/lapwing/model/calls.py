@@ -140,10 +140,10 @@ def require_dense(tensor: Tensor) -> Tensor:
 
 
 def key_of(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
-    """Return a key that two nested inputs share if they have the same structure and the same plain values.
+    """Return a key that nested inputs share if they have the same structure and the same plain values.
 
-    The structure is the type of every container and the names of a mapping in their order; `tensor` returns the part of
-    a tensor that is compared. Raises `TypeError` for an object whose value cannot be compared.
+    The structure is the type of every container, and the names in a mapping in their order. `tensor` returns the part
+    of a tensor that is compared. Raises `TypeError` for an object whose value cannot be compared.
     """
     if isinstance(tree, Tensor):
         return ("tensor", tensor(tree))
@@ -165,7 +165,7 @@ def batch_size(inputs: Inputs) -> int:
 
 
 def share(tensor: Tensor) -> None:
-    """Note that all samples share a tensor, whatever its first dimension."""
+    """Mark a tensor that all samples share, although its first dimension may equal their number."""
     _SHARED[tensor] = True
 
 
@@ -402,7 +402,7 @@ def placed(
 ) -> tuple[Inputs, bool | None]:
     """Move inputs to a device, and cast them to the module's floating dtype if it refuses theirs.
 
-    `cast` says whether it refuses them, None if that is not known yet; it is returned as far as it is known now.
+    `cast` says whether it refuses them, or is None while that is unknown; it is returned with what was found out.
     """
     inputs = map_tensors(lambda t: ordinary(require_dense(t)).to(device), inputs)
     came = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}

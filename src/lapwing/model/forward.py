@@ -94,11 +94,11 @@ def _dual_pass(
         found = f.clone(), torch.zeros_like(f) if moved is None else moved.clone(), heavy.taken
     if known is None or heavy.number == len(known.kept):
         return found
-    return _dual_pass(run, values, tangent, None)  # the calls differ from those of the pass that left the values
+    return _dual_pass(run, values, tangent, None)  # other calls than in the pass that recorded the values
 
 
 def _overwritten(passes: list[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]]) -> bool:
-    """Tell whether a network has written to values behind PyTorch's back (`.data`) that later passes have used."""
+    """Whether a network has changed values through `.data`, unseen by PyTorch, after they were recorded."""
     taken = [pair for _, _, pairs in passes for pair in pairs]
     if not taken:
         return False
@@ -119,8 +119,8 @@ def forward_mode() -> Iterator[None]:
 def agrees(push: Push, f: Tensor, leaves: list[Tensor], params: Params, rtol: float) -> bool:
     """Compare two products with the gradients of recorded outputs f, which are the truth.
 
-    One product is along the gradient, with equal weight for each parameter, and shows what is missing. The other is
-    along a random direction, compared in the direction of its result, and shows what does not belong there.
+    The first product is along the gradient, with equal weight for each parameter: it is too small if a parameter is
+    missing. The second is along a random direction: it is too large if something does not belong to the derivative.
     """
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
@@ -170,8 +170,7 @@ class Values:
     def at(self, number: int, call: Any) -> tuple[Tensor, Tensor] | None:
         """Return the output of a call and entries that it had, or None if it was not kept or is known to have changed.
 
-        Whether the entries are still the same is left to the caller, which asks once for all passes: every question
-        waits for the device.
+        The caller compares the entries, once for all passes, since every comparison waits for the device.
         """
         if number >= len(self.kept):
             return None
@@ -226,7 +225,7 @@ class Tangents(TorchFunctionMode):
 
 
 def _call(func: Any, args: tuple) -> tuple:
-    """Return what calls that share their value have in common: function, shapes, and where weights are in memory."""
+    """Return a key that calls with the same value share: function, shapes, and where weights are in memory."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     places = () if func is F.scaled_dot_product_attention else tuple(map(_place, tensors[1:]))
     return func, places, *(tuple(t.shape) for t in tensors)

@@ -4,9 +4,9 @@ PyTorch's own switches (the fast path of encoders, mkldnn, cudnn, the attention 
 another thread would compute with other kernels too, and two threads could leave a switch off for good. A
 `TorchFunctionMode` belongs to the thread that enters it.
 
-Three kinds of replacement are here. Recurrent kernels are written out as the linear maps and elementwise steps that the
-tape has rules for; such a function takes the kernel's own arguments and returns its result, or None where it declines
-(packed sequences): then the kernel is called as it is, and the parameters behind it get rows from a loop over samples.
+There are three kinds of replacement. Recurrent kernels are written out as linear maps and elementwise steps, for which
+the tape has rules. Such a function takes the kernel's own arguments and returns its result, or None where it declines
+(packed sequences): then the kernel is called as it is, and its parameters get rows from a loop over samples.
 Attention is written out as two products and a softmax, which can be differentiated forwards and twice. Batch norms with
 fixed statistics become one multiplication and one addition per channel: PyTorch computes the same numbers, but its
 backward pass on a CPU is several times as slow, and for a batch of one it is wrong (PyTorch 2.13) where the gradient or

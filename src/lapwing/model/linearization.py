@@ -65,16 +65,15 @@ def pull_all(f: Tensor, inputs: Sequence[Any], v: Tensor) -> tuple[Tensor | None
 
 
 class _Seed(torch.autograd.Function):
-    """A number whose derivative by f is whatever the list holds when the backward pass begins.
+    """A number whose derivative with respect to f is the tensor in the list when the backward pass begins.
 
-    So r directions enter a batched pass without being handed to `autograd.grad`, which would import sympy to look at
-    them.
+    In this way r directions enter a batched pass without being handed to `autograd.grad`, which would import sympy.
     """
 
     @staticmethod
     def forward(ctx: Any, f: Tensor, cotangents: list[Tensor]) -> Tensor:
         ctx.cotangents = cotangents
-        return f.new_zeros((), dtype=torch.float32)  # real, whatever f is
+        return f.new_zeros((), dtype=torch.float32)  # real, even if f is complex
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
@@ -87,8 +86,11 @@ class _Seed(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Digest:
-    """What to make of the gradients of some matrix blocks as soon as a pass brings them, so that they need not be kept:
-    their sums over the positions of a sample, or the sum of their outer products."""
+    """Summaries of gradients that replace them in memory, for some matrix blocks.
+
+    "sums" are sums over the positions of each sample, "grams" the sum of all outer products. They are made as soon as a
+    backward pass ends.
+    """
 
     kind: Literal["sums", "grams"]
     blocks: frozenset[int]
@@ -122,7 +124,7 @@ class Linearization:
         return self.recorded.params
 
     def shared(self, directions: int) -> int:
-        """Return how many of so many directions go into one backward pass."""
+        """Return how many directions share one backward pass, out of the number that is wanted."""
         if not self.plan.batched or self.recorded.create_graph:  # torch's batched double backward has gaps
             return 1
         return directions if directions * self._elements <= BATCHED_ELEMENTS else 1
@@ -216,7 +218,7 @@ class Linearization:
         return Gradients(tuple((torch.zeros(()).expand(r, *record.out.shape),) for record in self.recorded.records))
 
     def _reached(self, directions: Tensor) -> bool:
-        """Whether there is anything to go back from and to."""
+        """Whether a backward pass has directions to start from and records to reach."""
         return bool(self.recorded.records) and bool(len(directions)) and self.f.requires_grad
 
     def _bring_in(self, directions: Tensor, arriving: _Arriving) -> None:
@@ -253,9 +255,9 @@ class Linearization:
 
     @cached_property
     def early(self) -> dict[int, tuple[RowsRule, Call]]:
-        """Records whose rows are much smaller than the gradients they are made of (norm layers of images, of tokens).
+        """Records whose rows are much smaller than their gradients, such as norm layers of images or tokens.
 
-        Their rows are formed as soon as a pass brings the gradients, which need not be kept.
+        Their rows are formed as soon as a pass ends, and the gradients are dropped.
         """
         if self.recorded.create_graph:
             return {}
@@ -266,10 +268,10 @@ class Linearization:
         }
 
     def digested(self, digest: Digest | None) -> dict[int, int]:
-        """Return the records of which only the digest is needed, with its size for one direction of all samples.
+        """Return the records that are digested, each with the size of its digest for one direction of all samples.
 
-        These are records all of whose weights are in the digest's blocks, and whose digest is much smaller than their
-        gradients. (Products of several directions are one sum.)
+        All weights of such a record are in the digest's blocks, and its digest is much smaller than its gradients. (For
+        "grams", all directions share one sum.)
         """
         if digest is None or self.recorded.create_graph:
             return {}
@@ -300,7 +302,7 @@ class Linearization:
 
     @property
     def width(self) -> int:
-        """Numbers per sample that one direction brings to all records."""
+        """Gradient entries per sample and direction, over all records."""
         return self._elements // max(self.n, 1)
 
     @property
@@ -317,11 +319,11 @@ class Linearization:
 
 
 class _Arriving:
-    """Gradients of r directions while backward passes bring them in.
+    """Collects the gradients of r directions, one backward pass after the other.
 
-    Rows of norms are written into arrays for all directions as they arrive, and with a digest so is everything else:
-    small tensors of one pass that stay between the large ones of the next would make memory grow. Without a digest,
-    gradients of matrices stay as they came. With `whole`, nothing is formed early.
+    Rows of norms are written at once into arrays for all directions. With a digest everything else is too: small
+    tensors of one pass between the large ones of the next would fragment the memory. Without a digest, gradients of
+    matrices stay as they are. With `whole`, nothing is formed early.
     """
 
     def __init__(self, at: Linearization, r: int, digest: Digest | None = None, whole: bool = False) -> None:
@@ -339,7 +341,7 @@ class _Arriving:
         return self.rows.keys() | self.sums.keys()
 
     def take(self, found: tuple[Tensor | None, ...], r: int, scale: Tensor | None = None) -> None:
-        """Take what a pass of r directions found per record, still to be multiplied with `scale` (n,) per sample."""
+        """Take the gradients of a pass of r directions, one per record; `scale` (n,) is a factor per sample."""
         # a batch whose graph lost a record that the self-check saw; a plan that was not checked saw none
         if any(g is None and reaches for g, reaches in zip(found, self.at.plan.reaching, strict=False)):
             raise PlanChanged
@@ -358,7 +360,7 @@ class _Arriving:
         self.taken += r
 
     def gradients(self, scale: Tensor | None = None) -> Gradients:
-        """Return what all passes brought; `scale` is that of the first."""
+        """Return the gradients of all passes; `scale` is the factor per sample of the first pass."""
         records = self.at.recorded.records
         if self.digest is not None:
             written = tuple((self.written[k],) if k in self.written else () for k in range(len(records)))

@@ -97,7 +97,7 @@ class Roles:
                 share(t)
 
     def _find_out(self, inputs: Inputs, run: Forward, doubtful: list[Path]) -> None:
-        """Run a few samples with every doubtful tensor cut into samples, with one of them whole, and with all whole."""
+        """Run a few samples with all doubtful tensors cut, then with one of them whole, then with all of them whole."""
         n = batch_size(inputs)
         try:
             whole = run(inputs)
@@ -173,7 +173,7 @@ def _same(f: Tensor, few: Inputs, run: Forward) -> bool:
 
 
 def _spread(n: int, count: int) -> Tensor:
-    """Return indices of samples spread over the whole batch, with the last: where capacity is limited, it loses."""
+    """Return indices spread over the batch. The last is among them: layers with limited capacity drop that sample."""
     return torch.linspace(n - 1, 0, count).round().long().flip(0)
 
 
@@ -214,7 +214,7 @@ class Network:
 
     @cached_property
     def last_linear(self) -> nn.Linear | None:
-        """The plain linear layer whose weight, or weight and bias, are all that is selected; None for anything else."""
+        """The linear layer, if the selected parameters are its weight alone, or its weight and bias; else None."""
         names = self.params.names
         if self.params.index is not None or len(names) > 2 or not names[0].endswith("weight"):
             return None
@@ -241,7 +241,7 @@ class Network:
 
     @contextmanager
     def explaining(self, inputs: Inputs) -> Iterator[None]:
-        """Replace an error inside by a clear one, if the cause is that the network does not take these inputs."""
+        """Replace an error inside by a clear one if the cause is that the network does not take these inputs."""
         try:
             yield
         except LapwingError:
@@ -251,7 +251,7 @@ class Network:
             raise
 
     def settle(self, inputs: Inputs) -> None:
-        """Find out which inputs all samples share. Call it before a batch is cut into samples."""
+        """Find out which inputs all samples share. This must be called before a batch is cut into samples."""
         self._roles.settle(inputs, self._plain)
 
     def require_apart(self, inputs: Inputs, f: Tensor | None = None) -> None:
@@ -274,8 +274,8 @@ class Network:
     def at_each(self, weights: Tensor, inputs: Inputs) -> Tensor:
         """Return f at each row of weights (s, P), (s, n, *event, c).
 
-        Small batches run at several weights at once (`torch.func.vmap`), if a first trial gives what they give one by
-        one; everything else runs in a loop. With gradients enabled, they flow into the weights and the inputs.
+        Small batches run at several weights at once (`torch.func.vmap`) if a first trial gives the same outputs as a
+        loop; everything else runs in a loop. With gradients enabled, they flow into the weights and the inputs.
         """
         n = batch_size(inputs)
         with self.copied():
@@ -329,8 +329,8 @@ class Network:
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """Return f (n, *event, c) and J v for tangents (s, P), (s, n, *event, c).
 
-        Each product is one forward-mode pass. Where that disagrees with reverse mode, double backward is used, and
-        where that disagrees too, the rows of the tape.
+        Each product is one forward-mode pass. If forward mode disagrees with reverse mode, double backward is used, and
+        if that disagrees too, the rows of the tape.
         """
         with self.borrow():
             for name, push in (("forward mode", self.jvp_forward), ("double backward", self.jvp_double_backward)):
@@ -439,7 +439,7 @@ class Network:
         return anew
 
     def plan_of_first(self, inputs: Inputs) -> Plan:
-        """Return the plan made for the first inputs that asked for one; make it for these if there is none yet."""
+        """Return the plan of the first inputs for which this was called; on the first call, make it."""
         if "first" not in self._plans:
             with self.borrow():
                 self._plans["first"] = self.plan(detached(inputs))
@@ -478,8 +478,9 @@ class Network:
     def require_faithful(self, inputs: Inputs) -> None:
         """Refuse a network whose private copy gives other outputs than a plain call of the module.
 
-        An example is a network that looks itself up in a table by its identity, which has no entry for the copy. The
-        module is called only where that leaves no traces: in eval mode, without hooks, and if forward writes nothing.
+        An example is a network that looks itself up in a table by its identity: the table has no entry for the copy.
+        The module itself is called only if that leaves no traces: in eval mode, without hooks, and if forward writes
+        nothing.
         """
         parts = list(self.module.modules())
         if any(m.training or m._forward_hooks or m._forward_pre_hooks or written_by_forward(m) for m in parts):

@@ -215,7 +215,7 @@ def explicit_subnetwork(indices: Tensor | Sequence[int], within: Any = "all") ->
 
 
 def explicit_weights(indices: Tensor, total: int) -> Tensor:
-    """Return the positions that indices or a mask name in a flat vector of so many weights."""
+    """Return the positions of indices, or of a mask, in a flat vector of `total` weights."""
     if indices.dtype == torch.bool:
         if len(indices) != total:
             raise BadData(f"the mask of a subnetwork has {len(indices)} entries, but {total} weights are selected")
@@ -302,11 +302,13 @@ def choose_weights(values: Tensor, k: int, by: str, generator: torch.Generator |
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The order in which a rule sees the entries of a weight, (q, o, i): as a view whose strides show the order, or as
-    the positions of all entries in the flat vector."""
+    """The order in which a rule sees the entries of a weight, (q, o, i).
+
+    `seen` is a view of the weight whose strides show the order, or holds the position of each entry in the flat vector.
+    """
 
     seen: Tensor
-    written: bool  # whether `seen` holds positions rather than memory that is never read
+    written: bool  # whether `seen` holds positions; the memory of a view is never read
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -345,7 +347,7 @@ class Order:
 
 
 def orders(params: Params, name: str, views: Sequence[View]) -> list[Order]:
-    """Return the order in which each rule sees a weight. If all of them only make views, no position is written out."""
+    """Return the order in which each rule sees a weight; positions are written out only if a rule makes no view."""
     blank = torch.empty(params.shapes[params.names.index(name)], dtype=torch.uint8)
     seen = [view(blank) for view in views]
     memory = blank.untyped_storage().data_ptr()

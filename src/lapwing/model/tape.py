@@ -128,7 +128,7 @@ class Tape(TorchFunctionMode):
         return out
 
     def _shuffles(self, func: Callable, args: tuple, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether data decide which rows a result has. Then one batch does not show where samples are in another."""
+        """Whether data decide which rows a result has, so that the sample axis of one batch says nothing of another."""
         if any(t in self.shuffled for t in tensors):
             return True
         name = getattr(func, "__name__", "")
@@ -162,8 +162,9 @@ class Tape(TorchFunctionMode):
 def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
     """Return the edge at which the gradient of a result is read, and the result to hand on.
 
-    A view is read at its base: if the view were changed in place later, its own node would drop out of the graph. If a
-    view is more than a reshaped base, a copy is handed on; if the very tensor must be kept, there is no edge.
+    The gradient of a view is read at its base, since a later in-place change of the view would drop its node from the
+    graph. If a view is more than a reshaped base, a copy is handed on. If this very tensor must be kept, the edge is
+    None.
     """
     base = out._base
     if base is None:
@@ -201,7 +202,7 @@ def parameters_behind(node: Any) -> Iterator[Tensor]:
 def first_reached(
     finished: Pass, through: Callable[[Record], bool] = lambda _: False, start: tuple[Any, ...] | None = None
 ) -> list[Record]:
-    """Return the records met on the way back from the outputs (or from `start`), going through those of `through`."""
+    """Return the first records on the way back from the outputs, or from `start`. It may lead through other records."""
     met = _met(finished, through, (finished.outputs.grad_fn,) if start is None else start)
     return [record for _, record in met if record is not None]
 
@@ -211,7 +212,7 @@ def _met(
 ) -> Iterator[tuple[Any, Record | None]]:
     """Yield the autograd nodes on the way back from `start`, each with its record, if it has one.
 
-    The way ends at a record, unless it is one of `through`: then it goes on from the data that the record has read.
+    The way ends at a record, unless `through(record)` is true: then it goes on from the data that the record has read.
     """
     recorded = {record.edge.node: record for record in finished.records}
     seen, stack = set(), [*start]
@@ -257,7 +258,7 @@ class Step:
 class Block:
     """Parameters that share one block of the curvature: a weight matrix with its bias, or a few small tensors.
 
-    The rows of a "matrix" block are Σ_t left ⊗ right of shape (q, o, i); those of a "rows" block are written out; the
+    A "matrix" block has rows Σ_t left ⊗ right of shape (q, o, i), a "rows" block has rows that are written out, and the
     parameters of an "unused" block do not reach the outputs.
     """
 
@@ -266,7 +267,7 @@ class Block:
     places: Places  # positions in the whole flat vector, in the order of the block's own vector
     shape: tuple[int, int, int] | None = None
     bias: bool = False
-    uses: tuple[tuple[int, bool], ...] = ()  # (record, swapped): with the roles of left and right exchanged
+    uses: tuple[tuple[int, bool], ...] = ()  # (record, whether left and right change places there)
 
     @property
     def size(self) -> int:
@@ -289,10 +290,10 @@ class Plan:
     blocks: tuple[Block, ...]
     looped: tuple[str, ...]  # parameters whose rows come from a loop over samples
     batched: bool = False  # whether several directions may share one backward pass
-    distinct: int = 0  # different samples that it was made from: one alone does not show how a batch is laid out
+    distinct: int = 0  # different samples that the plan was made from: one does not show how a batch is laid out
     notes: tuple[str, ...] = ()
     dynamic: bool = False
-    width: int = 0  # numbers per sample that one direction brings to all records
+    width: int = 0  # gradient entries per sample and direction, over all records
     kept: int = 0  # numbers per sample and direction that stay in memory after a pass
     graph: int = 0  # bytes per sample that a forward pass keeps for its backward pass
     reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
@@ -308,7 +309,7 @@ class Plan:
         return {block.names: block for block in self.blocks}
 
     def under_way(self, directions: int) -> int:
-        """Return the numbers per sample in memory during the last of so many passes, whose results are kept."""
+        """Return how many numbers per sample are in memory during the last of several passes whose results are kept."""
         return max(directions, 1) * self.kept + self.width - self.kept
 
     @property
@@ -398,7 +399,7 @@ def source_of(tensor: Tensor, names: dict[int, str]) -> Source:
 
 
 def read_steps(whole: Pass, single: Pass, n: int, which: int, names: dict[int, str], rtol: float) -> tuple[Step, ...]:
-    """Find the sample axes of every record and choose how it is read."""
+    """Find the sample axis of every record, and choose how the record is read."""
     steps = []
     for record, alone in zip(whole.records, single.records, strict=True):
         sources = tuple(source_of(record.tensors[j], names) for j in record.live)
@@ -465,8 +466,8 @@ def raised(error: Exception) -> str:
 def locate(whole: Tensor, single: Tensor, n: int, which: int, rtol: float) -> Samples | None:
     """Find the sample axis of a tensor from a batch of n and from sample `which` alone; None if there is none.
 
-    The axis is the one whose size grew by n; where it is flattened together with others, values tell whether samples
-    are the outer or the inner index. Raises `LookupError` when sizes fit but the values of the sample do not.
+    The sample axis is n times as long for the batch. Where samples and positions are flattened into one axis, values
+    tell whether samples are the outer or the inner index. Raises `LookupError` if sizes fit but values do not.
     """
     if whole.ndim != single.ndim:
         raise LookupError("its number of dimensions depends on the batch")
@@ -567,7 +568,7 @@ def _view(record: Record, transposed: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _row_groups(steps: tuple[Step, ...], params: Params, looped: set[str], placed: set[str]) -> list[tuple[str, ...]]:
-    """Group the parameters with explicit rows: together if they meet in one operation or one looped module."""
+    """Group the parameters with explicit rows; parameters of one operation, or of one looped module, are a group."""
     rest = [name for name in params.names if name not in placed]
     leader = {name: name for name in rest}
 

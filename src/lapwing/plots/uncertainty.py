@@ -78,8 +78,8 @@ def separation(
 ) -> Figure:
     """Plot the histogram of a score on test items upwards and that on outside items downwards, on one axis.
 
-    The two cannot hide each other, whatever they share. The vertical axis grows like a root, so that few items among
-    many are still seen.
+    The two cannot hide each other. The vertical axis grows like a square root, so that a few items among many are still
+    visible.
 
     Examples:
         >>> inside, outside = la.predict(x).novelty, la.predict(noise).novelty
