@@ -69,7 +69,7 @@ class Prior:
         for any posterior under structure="full". It is exact for a Kronecker posterior with factored damping, whose
         precision is a product L ⊗ R (`la.damping("factored")`), and for layers with one output. For the other
         Kronecker and EKFAC posteriors the sum has no common eigenbasis: its diagonal is kept in the best of three bases
-        (`lapwing.linalg.eigenkronecker.add`), and the `neglected` of each block of `la.posterior.precision` says what
+        (`lapwing.linalg.kronecker.add`), and the `neglected` of each block of `la.posterior.precision` says what
         share was dropped.
 
         Examples:
