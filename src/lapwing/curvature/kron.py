@@ -138,8 +138,10 @@ class KronAccumulator(KroneckerSums):
     ) -> None:
         params = problem.network.params
         self.factor, self.note = factor, f"weight sharing: {sharing}"
-        self.separate = bias == "separate"
-        self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
+        self.separate, self.sharing, self.reduced = bias == "separate", sharing, sharing == "reduce"
+        self.blocks, self.layout = problem.plan.blocks, layout_of(problem)
+        own = [(k, block) for k, block in enumerate(self.blocks) if kept_as(block) == "kron"]
+        self.factored = [(k, block, swapped) for k, block in own for swapped in orientations(block)]
         zeros = partial(torch.zeros, dtype=params.dtype, device=params.device)
         self.tensors: dict[str, Tensor] = {}
         for k, block in enumerate(self.blocks):
@@ -147,15 +149,14 @@ class KronAccumulator(KroneckerSums):
                 self.tensors[f"{k}.dense"] = zeros(block.size, block.size)
             elif kept_as(block) == "diag":
                 self.tensors[f"{k}.diag"] = zeros(block.size)
-            else:
-                assert block.shape is not None
-                q, o, i = block.shape
-                for swapped in orientations(block):
-                    key = _key(k, swapped)
-                    self.tensors[f"{key}.left"] = zeros(q, o, o)
-                    self.tensors[f"{key}.right"] = zeros(q, i, i)
-                    for count in COUNTS:
-                        self.tensors[f"{key}.{count}"] = torch.zeros((), dtype=torch.float64, device=params.device)
+        for k, block, swapped in self.factored:
+            assert block.shape is not None
+            q, o, i = block.shape
+            key = _key(k, swapped)
+            self.tensors[f"{key}.left"] = zeros(q, o, o)
+            self.tensors[f"{key}.right"] = zeros(q, i, i)
+            for count in COUNTS:
+                self.tensors[f"{key}.{count}"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
     def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         return pass_over(
@@ -167,7 +168,7 @@ class KronAccumulator(KroneckerSums):
             inputs=self.inputs,
             state=self.tensors,
             digest=self.digest,
-            closed=self.closed if self.sharing == "expand" or not problem.event else None,
+            closed=None if self.reduced and problem.event else self.closed,
         )
 
     def closed(self, head: Head) -> None:
@@ -185,42 +186,32 @@ class KronAccumulator(KroneckerSums):
     @property
     def digest(self) -> Digest:
         """How gradients are summed as they arrive, so that they need not stay in memory."""
-        blocks = frozenset(k for k, block in enumerate(self.blocks) if kept_as(block) == "kron")
-        return Digest("sums" if self.sharing == "reduce" else "grams", blocks)
+        return Digest("sums" if self.reduced else "grams", frozenset(k for k, _, _ in self.factored))
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         if fresh is not None:
             self.inputs(jacobian, fresh)
         for k, block in enumerate(self.blocks):
-            if block.kind == "unused":
-                continue
             kept = kept_as(block)
-            if kept == "dense":
-                self.tensors[f"{k}.dense"] += jacobian.rows[k].gram()
-            elif kept == "diag":
-                self.tensors[f"{k}.diag"] += jacobian.rows[k].square_sum()
-            else:
-                assert isinstance(jacobian.rows, BlockRows)
-                for swapped in orientations(block):
-                    self.tensors[_of_gradients(k, swapped)] += jacobian.rows.gradient_gram(
-                        block, swapped, self.sharing == "reduce"
-                    )
-                    positions = jacobian.rows.positions(block, swapped, self.sharing == "reduce")
-                    self.tensors[f"{_key(k, swapped)}.outer"] += jacobian.n * jacobian.r * positions
+            if block.kind != "unused" and kept != "kron":
+                rows = jacobian.rows[k]
+                self.tensors[f"{k}.{kept}"] += rows.gram() if kept == "dense" else rows.square_sum()
+        for k, block, swapped in self.factored:
+            assert isinstance(jacobian.rows, BlockRows)
+            self.tensors[_of_gradients(k, swapped)] += jacobian.rows.gradient_gram(block, swapped, self.reduced)
+            positions = jacobian.rows.positions(block, swapped, self.reduced)
+            self.tensors[f"{_key(k, swapped)}.outer"] += jacobian.n * jacobian.r * positions
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """Add the input side, once per sample: it does not depend on the directions."""
         assert isinstance(jacobian.rows, BlockRows)
         assert fresh is not None
         weights = None if bool((fresh == 1).all()) else fresh
-        for k, block in enumerate(self.blocks):
-            if block.kind == "unused" or kept_as(block) != "kron":
-                continue
-            for swapped in orientations(block):
-                found, positions = jacobian.rows.input_gram(block, swapped, self.sharing == "reduce", weights)
-                self.tensors[_of_inputs(k, swapped)] += found
-                self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
-                self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
+        for k, block, swapped in self.factored:
+            found, positions = jacobian.rows.input_gram(block, swapped, self.reduced, weights)
+            self.tensors[_of_inputs(k, swapped)] += found
+            self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
+            self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
 
     def finish(self) -> BlockDiagonal:
         """Return the factors. Those of inputs are means, which replace their sums."""
@@ -234,7 +225,7 @@ class KronAccumulator(KroneckerSums):
         are large: nine neighboring pixels have nearly equal means, and the gradients of the keys of an attention sum
         to zero. Without the share, rounding would choose the eigenvectors there, and with them the moments.
         """
-        if self.sharing == "reduce" and problem.reader is None:
+        if self.reduced and problem.reader is None:
             few = problem.remembered_alone
             shared = self._shared(few)
             if shared:
@@ -251,9 +242,7 @@ class KronAccumulator(KroneckerSums):
             at = problem.network.linearize(problem.plan, problem.first.inputs)
             rows = at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)).rows
         assert isinstance(rows, BlockRows)
-        used = [(k, b) for k, b in enumerate(self.blocks) if b.kind != "unused" and kept_as(b) == "kron"]
-        every = [(k, block, swapped) for k, block in used for swapped in orientations(block)]
-        return [(k, swapped) for k, block, swapped in every if rows.positions(block, swapped, False) > 1]
+        return [(k, swapped) for k, block, swapped in self.factored if rows.positions(block, swapped, False) > 1]
 
     def _add_share(self, other: KronAccumulator, k: int, swapped: bool) -> None:
         """Add the factors of another accumulator, each scaled to `SHARE` of the trace of our own factor.
@@ -405,6 +394,10 @@ class MomentAccumulator(Accumulator):
             dtype = torch.float64 if kept_as(block) == "kron" else params.dtype
             self.tensors[str(k)] = torch.zeros(shape, dtype=dtype, device=params.device)
 
+    def fill(self, problem: Problem, label: str) -> Totals:
+        """Pass over the data once."""
+        return pass_over(problem, self.update, label=label, together=True, state=self.tensors, closed=self.closed)
+
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         for k, block in enumerate(self.blocks):
             if block.kind == "unused":
@@ -488,8 +481,7 @@ class EKFAC(Structure):
         first, remembering = sums_of(problem, self.sharing, basis), problem.remembering(SHOWN)
         first.fill(remembering, "fit (basis)", gradient=False)
         moments = MomentAccumulator(problem, eigenbasis(first, remembering))
-        totals = pass_over(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors,
-                           closed=moments.closed)  # fmt: skip
+        totals = moments.fill(problem, "fit (moments)")
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 
     def require(self, problem: Problem) -> None:
@@ -521,7 +513,6 @@ class EKFAC(Structure):
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add second moments in the basis of the first fit; a new fit on all data would have another basis."""
         moments = MomentAccumulator(problem, cast(BlockDiagonal, matrix))
-        totals = pass_over(problem, moments.update, label="update (moments)", together=True, state=moments.tensors,
-                           closed=moments.closed)  # fmt: skip
+        totals = moments.fill(problem, "update (moments)")
         note = "updated in the eigenbasis of the first fit (a new fit on all data would find another)"
         return Estimate(matrix + moments.finish(), totals, notes=(note,))
