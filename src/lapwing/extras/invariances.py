@@ -144,9 +144,11 @@ def learn_invariances(
                 found.append(value.item())
         if step > burnin:
             chosen = torch.randperm(n, generator=generator, device=place)[:PRIOR_SAMPLES].to(x.device)
-            tau = _precisions(
-                averaged, names, augmentation, (x[chosen], y[chosen]), family, groups, tau, copies, n, generator
-            )
+            parts = zip(x[chosen].split(64), y[chosen].split(64), strict=True)
+            with torch.no_grad():
+                batches = [(augmentation(part, copies, generator), labels) for part, labels in parts]
+            network = Network(averaged, Params.of(averaged, names), family.outputs)
+            tau = _precisions(network, batches, family, groups, tau, n)
         history.append(augmentation.ranges)
         bounds.append(sum(found) / len(found) if found else math.nan)
     averaged.eval()
@@ -154,24 +156,10 @@ def learn_invariances(
 
 
 def _precisions(
-    averaged: Averaged,
-    names: tuple[str, ...],
-    augmentation: Affine,
-    data: tuple[Tensor, Tensor],
-    family: Likelihood,
-    groups: Groups,
-    tau: Tensor,
-    copies: int,
-    n_data: float,
-    generator: torch.Generator,
+    network: Network, batches: list, family: Likelihood, groups: Groups, tau: Tensor, n_data: float
 ) -> Tensor:
     """Move the layerwise precisions one step towards the maximum of the evidence."""
-    with torch.no_grad():
-        batches = [
-            (augmentation(x, copies, generator), y) for x, y in zip(data[0].split(64), data[1].split(64), strict=True)
-        ]
-    network = Network(averaged, Params.of(averaged, names), family.outputs)
-    problem = pose(network, Batches(batches, averaged, network.params.device), family, progress=False)
+    problem = pose(network, Batches(batches, network.module, network.params.device), family, progress=False)
     curvature = estimate_curvature(problem, Kron(), n_data)
     return move(Belief(curvature, Prior(1.0), family), groups, tau).precision
 

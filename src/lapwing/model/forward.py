@@ -23,13 +23,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lapwing.model.calls import close, warnings_here
-from lapwing.model.kernels import differentiable_kernels, elementary_attention
+from lapwing.model.kernels import attention_weights, differentiable_kernels, elementary_attention
 from lapwing.model.linearization import pull
 from lapwing.model.params import Params
 
-_LEVEL: WeakKeyDictionary[nn.Module, int] = (
-    WeakKeyDictionary()
-)  # index into KERNELS of the first that works for a module
+_LEVEL: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # number of KERNELS that lack a derivative
 _TURN = threading.RLock()  # PyTorch has one forward-mode level per process: threads take turns
 if hasattr(os, "register_at_fork"):  # a forked process does not have the thread that may hold the lock
     os.register_at_fork(after_in_child=lambda: globals().update(_TURN=threading.RLock()))
@@ -40,11 +38,6 @@ Push = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 """Tangents (s, P) → f (n, *event, c) and J v (s, n, *event, c), or None where an operation has no such derivative."""
 
 KERNELS: tuple[Callable[[], Any], ...] = (nullcontext, elementary_attention, differentiable_kernels)
-
-
-def level(module: nn.Module) -> int:
-    """Return the first of `KERNELS` not yet seen to lack a derivative for this module; len(KERNELS) if all do."""
-    return _LEVEL.get(module, 0)
 
 
 def lacks_derivative(error: Exception) -> bool:
@@ -64,7 +57,7 @@ def push_forward(
 
     Values that are `known` from a pass over the same inputs are not computed again.
     """
-    for number in range(level(module), len(KERNELS)):
+    for number in range(_LEVEL.get(module, 0), len(KERNELS)):
         try:
             with KERNELS[number](), torch.no_grad(), forward_mode():
                 passes = [_dual_pass(run, values, tangent, known) for tangent in tangents]
@@ -327,7 +320,7 @@ def _attention(
             None if t is None else t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v, dk, dv)
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    weights = _weights(q, k, m, is_causal, scale)
+    weights = attention_weights(q, k, m, is_causal, scale)
     out = weights @ v if known is None else known
     terms = [None if dv is None else weights @ dv]
     slope: Tensor | None = None
@@ -342,20 +335,6 @@ def _attention(
         moved = torch.addcmul(moved, weights, moved.sum(-1, keepdim=True), value=-1)
         terms.append(moved @ v)
     return dual(out, *terms)
-
-
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Return softmax(Q Kᵀ·scale + mask); rows without a key are zero."""
-    scores = (q * scale) @ k.mT
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is None:
-        return scores.softmax(-1)
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    empty = (mask == -torch.inf).all(-1, keepdim=True)
-    weights = scores.add_(mask.clamp(min=torch.finfo(q.dtype).min)).softmax(-1)
-    return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights
 
 
 TANGENTS: dict[Any, Callable[..., Tensor | None]] = {

@@ -65,33 +65,40 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return softmax(Q Kᵀ·scale + mask) V like `scaled_dot_product_attention`; rows without a key give zero.
-
-    Returns None if there is dropout.
-    """
+    """Return `scaled_dot_product_attention` of the arguments, as products and a softmax; None if there is dropout."""
     if dropout_p:
         return None
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    return attention_weights(query, key, attn_mask, is_causal, scale) @ value
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    """Return softmax(Q Kᵀ·scale + mask), with zeros in rows without a key; `scale` is 1/√d by default."""
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is None:
-        return scores.softmax(-1) @ value
-    if attn_mask.dtype != torch.bool:
-        scores, attn_mask = scores + attn_mask, attn_mask > -torch.inf
-    weights = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min).softmax(-1)
-    empty = ~attn_mask.any(-1, keepdim=True)
-    return (weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights) @ value
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is None:
+        return scores.softmax(-1)
+    if mask.dtype != torch.bool:
+        scores, mask = scores + mask, mask > -torch.inf
+    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+    empty = ~mask.any(-1, keepdim=True)
+    return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights
+
+
+def performed(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Perform a call; a batch norm with fixed statistics by `fixed_batch_norm`."""
+    out = fixed_batch_norm(*args, **kwargs) if func is F.batch_norm else None
+    return func(*args, **kwargs) if out is None else out
 
 
 class FixedNorms(TorchFunctionMode):
     """Runs batch norms by `fixed_batch_norm` in passes that no tape records."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = fixed_batch_norm(*args, **(kwargs or {})) if func is F.batch_norm else None
-        return func(*args, **(kwargs or {})) if out is None else out
+        return performed(func, args, kwargs or {})
 
 
 def fixed_batch_norm(

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lapwing.errors import UnsupportedModel
 from lapwing.linalg import Layout, Places
 from lapwing.model.calls import Inputs, call, close, output_tensor, tensors_in
-from lapwing.model.kernels import WRITTEN_OUT, fixed_batch_norm
+from lapwing.model.kernels import WRITTEN_OUT, performed
 from lapwing.model.params import Params, orders, places_of
 from lapwing.model.rules import RULES, Call, MatrixRule, Rule, Samples
 
@@ -109,12 +109,12 @@ class Tape(TorchFunctionMode):
             )
         meets_data = any(t in self.data for t in tensors)
         if not live or not meets_data:
-            out = _performed(func, args, kwargs)
+            out = performed(func, args, kwargs)
             self._follow(out, tensors, meets_data, bool(live), meets_data and self._shuffles(func, args, tensors))
             return out
         versions = tuple(t._version for t in tensors)
         upstream = tuple(t.grad_fn for k, t in enumerate(tensors) if k not in live and t.grad_fn is not None)
-        out = _performed(func, args, kwargs)
+        out = performed(func, args, kwargs)
         shuffled = self._shuffles(func, args, tensors)
         inplace = any(out is t for t in tensors)
         # in-place operations other than sums overwrite what a rule would need; the walk over the graph finds these uses
@@ -175,15 +175,6 @@ def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
         return None, out
     copy = out.clone()
     return get_gradient_edge(copy), copy
-
-
-def _performed(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Perform a call, or one with the same result and cheaper derivatives."""
-    out = CHEAPER[func](*args, **kwargs) if func in CHEAPER else None
-    return func(*args, **kwargs) if out is None else out
-
-
-CHEAPER: dict[Callable, Callable] = {nn.functional.batch_norm: fixed_batch_norm}
 
 
 def parameters_behind(node: Any) -> Iterator[Tensor]:

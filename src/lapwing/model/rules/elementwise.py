@@ -19,10 +19,8 @@ from lapwing.model.rules.rule import Call, RowsRule, Samples
 def _reduce(g: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Sum (n, r, *rest) over the axes along which a tensor of this shape was broadcast, to (n, r, *shape)."""
     extra = g.ndim - 2 - len(shape)
-    if extra:
-        g = g.sum(tuple(range(2, 2 + extra)))
-    ones = tuple(2 + d for d, size in enumerate(shape) if size == 1 and g.shape[2 + d] != 1)
-    return g.sum(ones, keepdim=True) if ones else g
+    g = g.sum(tuple(range(2, 2 + extra))) if extra else g
+    return g.sum_to_size(*g.shape[:2], *shape)
 
 
 class Elementwise(RowsRule):
