@@ -139,6 +139,7 @@ def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
     laplace = posterior(model, scenario)
     _say("tuning prior and temperature on the validation part …")
     laplace = laplace.tune(validation)
+    assert laplace.tuning is not None
     report = evaluate(
         {"MAP": model, "MAP + temperature": scaled, "Laplace": laplace},
         (scenario.test.inputs, scenario.test.targets),
@@ -153,7 +154,7 @@ def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
     notes = (
         f"A network of {weights:,} weights. {counts}.",
         f"Temperature scaling found T = {scaled.temperature:.3f}. The posterior has the structure "
-        f"{laplace.curvature.structure.name}; tuning on the validation part chose: {chosen(laplace)}.",
+        f"{laplace.curvature.structure.name}; tuning on the validation part chose: {laplace.tuning.setting}.",
     )
     facts = {"seed": f"{seed}, of the split, the training and all draws", "command": "lapwing demo"}
     path = report.to_html(out / "report.html", heading=f"Lapwing demo: {scenario.title}", notes=notes, facts=facts)
@@ -180,11 +181,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def chosen(laplace: Laplace) -> str:
-    """Say what tuning chose."""
-    return str(laplace.tuning.setting) if laplace.tuning is not None else "nothing, it was not tuned"
 
 
 def train_network(scenario: Scenario, seed: int) -> nn.Module:

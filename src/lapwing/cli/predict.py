@@ -19,7 +19,6 @@ from lapwing.cli.data import require_order
 from lapwing.errors import BadData
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.laplace import Laplace
-from lapwing.predictive import Prediction
 from lapwing.predictive.table import columns_of
 from lapwing.storage import replacing
 
@@ -46,23 +45,21 @@ def _predict(options: argparse.Namespace) -> command.Answer:
     require_order(data, options.data)
     begin = time.perf_counter()
     names: dict[str, None] = {}
-    count = write_predictions(options.out, _named(_fields(la, data, options), names))
+    count = write_predictions(options.out, _fields(la, data, options, names))
     spent = time.perf_counter() - begin
     print(f"{count:,} predictions in {spent:.1f} s; written to {options.out}")
     return {"out": options.out, "items": count, "seconds": spent, "fields": list(names)}
 
 
-def _named(batches: Iterable[Fields], names: dict[str, None]) -> Iterator[Fields]:
-    """Yield the batches, and note the names of their fields."""
-    for fields in batches:
-        names.update(dict.fromkeys(fields))
-        yield fields
-
-
-def _fields(la: Laplace, data: Any, options: argparse.Namespace) -> Iterator[Fields]:
+def _fields(la: Laplace, data: Any, options: argparse.Namespace, names: dict[str, None]) -> Iterator[Fields]:
+    """Yield the fields that are written for each batch, one row per item, and note their names."""
     total = len(data) if hasattr(data, "__len__") else None
     for prediction in tqdm(la.predict_loader(data), "predict", total, disable=None, delay=1, leave=False):
-        yield fields_of(prediction, level=options.level, novelty=options.novelty)
+        fields = prediction.fields(options.level)
+        if options.novelty:
+            fields["novelty"] = prediction.novelty
+        names.update(dict.fromkeys(fields))
+        yield {name: value.detach().cpu() for name, value in fields.items()}
 
 
 def share(text: str) -> float:
@@ -71,14 +68,6 @@ def share(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value
-
-
-def fields_of(prediction: Prediction, *, level: float = 0.95, novelty: bool = False) -> Fields:
-    """Return the fields of a prediction that are written, by name, one row per item."""
-    fields = prediction.fields(level)
-    if novelty:
-        fields["novelty"] = prediction.novelty
-    return {name: value.detach().cpu() for name, value in fields.items()}
 
 
 def write_predictions(path: Path, batches: Iterable[Fields]) -> int:
