@@ -22,23 +22,9 @@ from lapwing.likelihoods.marginal import normal_crps, sample_crps
 from lapwing.model.calls import as_tensors
 
 __all__ = [
-    "Rejection",
-    "Reliability",
-    "accuracy",
-    "auroc",
-    "brier",
-    "coverage",
-    "crps",
-    "crps_samples",
-    "ece",
-    "entropy",
-    "fpr95",
-    "gaussian_nll",
-    "nll",
-    "rejection",
-    "reliability",
-    "rmse",
-]
+    "Rejection", "Reliability", "accuracy", "auroc", "brier", "coverage", "crps", "crps_samples", "ece", "entropy",
+    "fpr95", "gaussian_nll", "nll", "rejection", "reliability", "rmse",
+]  # fmt: skip
 
 
 def nll(probs: Tensor, targets: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from lapwing.evaluation.columns import (
     RESAMPLES,
     SCORES,
     SEED,
+    Column,
     Numbers,
     cell,
     column_of,
@@ -122,7 +123,8 @@ def sections_of(report: Numbers) -> list[dict[str, Any]]:
     groups = figures_of(report)
     pictures = [picture for group in groups for picture in group.pictures]
     drawn = {id(picture): svg_of(picture, place) for place, picture in enumerate(pictures, 1)}
-    sections = [_section("The numbers", "", tables=[score_table(report)])]
+    count = report.results[report.baseline].count
+    sections = [_section("The numbers", "", [model_table(report, SCORES, f"Scores on {count:,} test items")])]
     for group in groups:
         tables = [] if group.place is None else [outside_table(report, group.place)]
         items = []
@@ -135,7 +137,8 @@ def sections_of(report: Numbers) -> list[dict[str, Any]]:
     lists.append(_items(f"Test items whose truth {name} expected least", wrong))
     if any(each["examples"] for each in lists):
         sections.append(_section("Single items", "", items=lists))
-    sections.append(_section("Time and memory", "", tables=[cost_table(report)]))
+    costs = model_table(report, COST_COLUMNS, "Predicting the test set once")  # measured once, without intervals
+    sections.append(_section("Time and memory", "", [costs]))
     return sections
 
 
@@ -149,13 +152,12 @@ def _section(
     return {"title": name, "text": text, "tables": tables, "pictures": pictures, "items": items}
 
 
-def score_table(report: Numbers) -> Table:
-    """Return the scores of all models on the test items, with intervals and differences."""
+def model_table(report: Numbers, columns: Sequence[Column], caption: str) -> Table:
+    """Return the columns that the report has, one row per model, with intervals and differences."""
     known = {column.name for column in report.columns()}
-    columns = tuple(column.name for column in SCORES if column.name in known)
-    count = report.results[report.baseline].count
-    rows = tuple(Row((name,), tuple(number(report, name, c) for c in columns)) for name in report.results)
-    return Table(f"Scores on {count:,} test items", ("model",), tuple((title(c), MEANINGS[c]) for c in columns), rows)
+    names = [column.name for column in columns if column.name in known]
+    rows = tuple(Row((name,), tuple(number(report, name, c) for c in names)) for name in report.results)
+    return Table(caption, ("model",), tuple((title(c), MEANINGS[c]) for c in names), rows)
 
 
 def outside_table(report: Numbers, place: str) -> Table:
@@ -167,14 +169,6 @@ def outside_table(report: Numbers, place: str) -> Table:
             rows.append(Row((name, score_name(report, score)), tuple(number(report, name, c) for c in columns)))
     heads = tuple((name.upper(), MEANINGS[name]) for name in ("auroc", "fpr95"))
     return Table(f"{place} against the test items", ("model", "score"), heads, tuple(rows))
-
-
-def cost_table(report: Numbers) -> Table:
-    """Return seconds and peak memory, which are measured once and have no intervals."""
-    known = {column.name for column in report.columns()}
-    columns = tuple(column.name for column in COST_COLUMNS if column.name in known)
-    rows = tuple(Row((name,), tuple(number(report, name, c) for c in columns)) for name in report.results)
-    return Table("Predicting the test set once", ("model",), tuple((title(c), MEANINGS[c]) for c in columns), rows)
 
 
 def number(report: Numbers, name: str, column: str) -> Cell:
