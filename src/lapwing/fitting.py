@@ -53,7 +53,7 @@ from lapwing.model.watch import Watch, checksum
 from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive.mixture import Mixture
 from lapwing.predictive.predictive import Options
-from lapwing.saving import read, read_members, restore_curvature, restore_params, restore_prior, restore_temperature
+from lapwing.saving import read, read_members, restore_curvature, restore_params, restore_prior
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -314,11 +314,12 @@ def _restored(
 
     curvature = restore_curvature(tensors, header, params, posed, path)
     with intact(path):
+        temperature, tempers_prior = header["temperature"]
         belief = Belief(
             curvature,
             restore_prior(tensors, header, params),
             family,
-            restore_temperature(header),
+            Tempered(temperature, tempers_prior),
             header.get("logit_temperature", 1.0),
             header["damped"],
             header["repair"],

@@ -183,7 +183,11 @@ def load(folder: str | Path, model: nn.Module, *, adapter: str | None = None, **
     tensors, header = read_file(path)
     if "adapter" not in header:
         raise BadData(f"{str(path)!r} is not a posterior over an adapter: read it with lapwing.load(path, model)")
-    adapter = _active(model) if adapter is None else adapter
+    if adapter is None:
+        active = sorted(active_adapters(model))
+        if len(active) != 1:
+            raise UnsupportedModel(f"expected one active adapter, got {active} of {sorted(adapter_names(model))}")
+        (adapter,) = active
     names = {plain: name for name, (owner, plain) in adapter_tensors(model).items() if owner == adapter}
     if not names:
         raise UnsupportedModel(f"the model has no adapter {adapter!r}; its adapters are {sorted(adapter_names(model))}")
@@ -207,14 +211,6 @@ def load(folder: str | Path, model: nn.Module, *, adapter: str | None = None, **
     with tempfile.TemporaryDirectory() as place:
         write_file(Path(place) / FILE, tensors, header)
         return load_posterior(Path(place) / FILE, model, **options)
-
-
-def _active(model: nn.Module) -> str:
-    """Return the name of the one active adapter."""
-    active = sorted(active_adapters(model))
-    if len(active) != 1:
-        raise UnsupportedModel(f"expected one active adapter, got {active} of {sorted(adapter_names(model))}")
-    return active[0]
 
 
 def _renamed(tree: Any, names: Mapping[str, str]) -> Any:

@@ -276,7 +276,12 @@ def once_each(loader: Any) -> Any:
     else:
         return loader
     if type(loader) is not DataLoader:
-        return loader if not isinstance(sampler, DistributedSampler) else _refuse(loader)
+        if not isinstance(sampler, DistributedSampler):
+            return loader
+        raise UnsupportedOperation(
+            f"the training loader is a {type(loader).__name__} with a distributed sampler, which repeats items. Pass "
+            "LaplaceCallback(..., data=loader) with this process's share of the data."
+        )
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -288,13 +293,6 @@ def once_each(loader: Any) -> Any:
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
-    )
-
-
-def _refuse(loader: Any) -> Any:
-    raise UnsupportedOperation(
-        f"the training loader is a {type(loader).__name__} with a distributed sampler, which repeats items. Pass "
-        "LaplaceCallback(..., data=loader) with this process's share of the data."
     )
 
 

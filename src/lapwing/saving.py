@@ -18,7 +18,7 @@ from lapwing.errors import BadData, CorruptFile
 from lapwing.linalg import Layout, unpack_sound
 from lapwing.model import Params
 from lapwing.model.stored import describe_module, intact
-from lapwing.posterior import Prior, Tempered
+from lapwing.posterior import Prior
 from lapwing.storage import flaw_of_values, pack, prefixed, read_file, under, unpack
 
 ENTRIES: dict[str, Any] = {
@@ -188,11 +188,6 @@ def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], para
     prior = Prior.from_spec(under("prior.", tensors, params.device), header["prior"], params.size)
     prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
     return prior
-
-
-def restore_temperature(header: Mapping[str, Any]) -> Tempered:
-    T, prior = header["temperature"]
-    return Tempered(T, prior)
 
 
 def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module) -> Params:

@@ -487,21 +487,17 @@ def _finish(part: Path, path: Path) -> None:
 
 @contextmanager
 def _told(path: Path, numbers: tuple[int, ...] = ()) -> Iterator[None]:
-    """Raise `CannotWrite` in place of errors of the operating system, or of those with these `numbers`."""
+    """Raise `CannotWrite` in place of errors of safetensors and the operating system; `numbers` limits the latter."""
     try:
         yield
-    except SafetensorError as error:
-        raise CannotWrite(_words(path, error)) from error
-    except OSError as error:
-        if numbers and error.errno not in numbers:
+    except (SafetensorError, OSError) as error:
+        if numbers and isinstance(error, OSError) and error.errno not in numbers:
             raise
-        raise CannotWrite(_words(path, error)) from error
-
-
-def _words(path: Path, error: Exception) -> str:
-    kept = "; the older file of that name is unchanged" if path.is_file() else ""
-    advice = "Free some space, or choose a folder that you may write to"
-    return f"{str(path)!r} could not be written ({error}){kept}. {advice}."
+        kept = "; the older file of that name is unchanged" if path.is_file() else ""
+        raise CannotWrite(
+            f"{str(path)!r} could not be written ({error}){kept}. Free some space, or choose a folder that you may "
+            "write to."
+        ) from error
 
 
 def require_writable(folder: Path) -> None:
