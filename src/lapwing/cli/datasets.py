@@ -78,12 +78,8 @@ def digits() -> Dataset:
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
     """Read images (N, rows, columns) or labels (N,) from a gzipped idx file (LeCun's format, unsigned bytes)."""
-    if not path.exists():
-        around = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-        found = f"the folder holds {', '.join(around)}" if around else f"{path.parent} does not exist"
-        raise BadData(f"{path} is missing: {found}")
     try:
-        raw = gzip.decompress(path.read_bytes())
+        raw = gzip.decompress(existing(path).read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise CorruptFile(f"{path} is not a complete gzip file ({error}): copy it again") from error
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
@@ -94,6 +90,15 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     if values.size != np.prod(shape):
         raise CorruptFile(f"{path} holds {values.size} bytes where its header promises {shape}: copy it again")
     return values.reshape(shape)
+
+
+def existing(path: Path) -> Path:
+    """Return the path of a file; refuse one that is missing, and list the files beside it."""
+    if not path.exists():
+        around = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+        found = f"the folder holds {', '.join(around)}" if around else f"{path.parent} does not exist"
+        raise BadData(f"{path} is missing: {found}")
+    return path
 
 
 def dataset_of(pixels: NDArray[np.uint8], labels: NDArray) -> Dataset:

@@ -116,12 +116,16 @@ def _idx(name: str, title: str, outside: str, outside_name: str, generator: torc
 SCENARIOS: dict[str, Callable[[torch.Generator], Scenario]] = {"digits": digits, "mnist": mnist, "fashion": fashion}
 
 
-def run(data: str, out: Path, *, seed: int = 0) -> Report:
-    """Train, fit, tune and compare; print a table, write `out`/report.html and return the report."""
-    out.mkdir(parents=True, exist_ok=True)
-    scenario = SCENARIOS[data](torch.Generator().manual_seed(seed))
-    with one_thread():
-        return _compare(scenario, out, seed)
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: networks this small gain little from a second one, and on a busy machine waiting for it
+    makes them ten times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _say(text: str) -> None:
@@ -129,7 +133,11 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
+@one_thread()
+def run(data: str, out: Path, *, seed: int = 0) -> Report:
+    """Train, fit, tune and compare; print a table, write `out`/report.html and return the report."""
+    out.mkdir(parents=True, exist_ok=True)
+    scenario = SCENARIOS[data](torch.Generator().manual_seed(seed))
     sizes = (len(part) for part in (scenario.train, scenario.validation, scenario.test, scenario.outside))
     counts = "{:,} to train, {:,} to validate, {:,} to test; outside: {:,} of {}".format(*sizes, scenario.outside_name)
     _say(f"{scenario.title}: {counts}")
@@ -169,18 +177,6 @@ def posterior(model: nn.Module, scenario: Scenario) -> Laplace:
     if len(part) < n:
         _say(f"curvature from {len(part):,} of the training items, standing for {n:,}")
     return fit(model, (part.inputs, part.targets), "classification", n_data=n, progress=True)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread: networks this small gain little from a second one, and on a busy machine waiting for it
-    makes them ten times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def train_network(scenario: Scenario, seed: int) -> nn.Module:

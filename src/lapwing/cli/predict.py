@@ -31,7 +31,12 @@ def _predict_options(parser: argparse.ArgumentParser) -> None:
     command.add_posterior(parser)
     add("data", metavar="DATA", help=f"inputs: {command.DATA}; targets are not read")
     add("--out", type=Path, required=True, metavar="FILE", help="file to write: .csv, .npz or .safetensors")
-    add("--level", type=share, default=0.95, help="probability of the intervals in regression (default: %(default)s)")
+    add(
+        "--level",
+        type=command.share,
+        default=0.95,
+        help="probability of intervals in regression (default: %(default)s)",
+    )
     add("--novelty", action="store_true", help="add a score of how unlike the training data an input is; takes longer")
     command.add_reading(parser)
 
@@ -60,14 +65,6 @@ def _fields(la: Laplace, data: Any, options: argparse.Namespace, names: dict[str
             fields["novelty"] = prediction.novelty
         names.update(dict.fromkeys(fields))
         yield {name: value.detach().cpu() for name, value in fields.items()}
-
-
-def share(text: str) -> float:
-    """Read a number between 0 and 1."""
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
 
 
 def write_predictions(path: Path, batches: Iterable[Fields]) -> int:
