@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar, overload
+from typing import IO, Any, TypeVar, cast, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,7 +56,7 @@ _names: dict[type, str] = {}
 @overload
 def register(cls: C) -> C: ...
 @overload
-def register(*, name: str) -> Callable[[C], C]: ...
+def register(*, name: str | None) -> Callable[[C], C]: ...
 def register(cls: Any = None, *, name: str | None = None) -> Any:
     """Let objects of a class be saved and loaded, and let it be found by name: `fit(structure="tridiagonal")`.
 
@@ -81,11 +82,7 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
         >>> la = lapwing.fit(model, train_loader, "classification", factor="tenth")
     """
     if cls is None:
-        return lambda cls: _register(cls, name)
-    return _register(cls, name)
-
-
-def _register(cls: C, name: str | None) -> C:
+        return partial(register, name=name)
     name = name or cls.__name__.lower()
     for other, taken in [*_names.items()]:
         if cls.__name__ == other.__name__ or name == taken:
@@ -117,11 +114,7 @@ def name_of(cls: type) -> str:
 
 def named(kind: Kind[T]) -> dict[str, type[T]]:
     """Return the registered classes of a kind by their names in `fit`; of two with one name, the later."""
-    return {name: cls for cls, name in _names.items() if issubclass(cls, _type(kind))}
-
-
-def _type(kind: Kind[T]) -> Any:
-    return kind
+    return {name: cls for cls, name in _names.items() if issubclass(cls, cast(Any, kind))}
 
 
 def _class(name: Any, kind: Any) -> Any:
@@ -187,7 +180,7 @@ def _stored(cls: Any) -> list[Field]:
 def unpack(tensors: Mapping[str, Tensor], description: Any, kind: Kind[T]) -> T:
     """Make the object that `pack` described; `CorruptFile` where the description does not fit together."""
     if not isinstance(description, Mapping):
-        raise CorruptFile(f"a stored {_type(kind).__name__} is described by {description!r}. Save it again.")
+        raise CorruptFile(f"a stored {cast(Any, kind).__name__} is described by {description!r}. Save it again.")
     cls = _class(description.get("type"), kind)
     try:
         if hasattr(cls, "restore"):

@@ -262,8 +262,8 @@ def weight_chunks(sizes: Mapping[str, int], count: int, chunk: int) -> Iterator[
 def bootstrap_interval(value: float, samples: Tensor) -> tuple[float, float]:
     """Return a bias-corrected percentile interval (Efron 1981): NaN where the resamples do not vary or are not finite.
 
-    Resamples of a calibration error are larger than the error itself on average; the correction moves the percentiles
-    by as much. The value is always inside.
+    On average, resamples of a calibration error are larger than the error itself. The correction moves the percentiles
+    by this bias. The value is always inside the interval.
     """
     if not math.isfinite(value) or not bool(samples.isfinite().all()) or bool((samples == samples[0]).all()):
         return math.nan, math.nan
@@ -279,7 +279,7 @@ def bootstrap_interval(value: float, samples: Tensor) -> tuple[float, float]:
 def share_interval(value: float, count: int) -> tuple[float, float]:
     """Return the interval of a share that is 0 or 1 in all of `count` items (Clopper and Pearson 1934).
 
-    Every resample of such items is alike, and would claim certainty.
+    All resamples of such items are equal, so the bootstrap would claim certainty.
     """
     bound = ((1 - LEVEL) / 2) ** (1 / count)
     return (bound, 1.0) if value > 0.5 else (0.0, 1 - bound)

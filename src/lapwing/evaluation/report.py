@@ -155,7 +155,7 @@ class Report:
     def difference(self, name: str, column: str, baseline: str | None = None) -> Estimate:
         """Return how much a column of a model exceeds that of the baseline, with its 95 % interval, item by item.
 
-        Both models are scored on the same resamples, which removes what is hard or easy for both.
+        Both models are scored on the same resamples, so that items which are hard for both do not widen the interval.
 
         Examples:
             >>> value, low, high = report.difference("Laplace", "nll")  # below zero where Laplace is better
@@ -280,7 +280,7 @@ class Report:
         return html_table(["", *(title(c.name) for c in columns)], rows, note=note)
 
     def figures(self) -> dict[str, Figure]:
-        """Return the pictures by name. Those of single items show the last model, usually the one of interest.
+        """Return the pictures by name. Pictures of single items show the last model, usually the one of interest.
 
         Examples:
             >>> figures = report.figures()

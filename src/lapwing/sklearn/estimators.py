@@ -117,7 +117,7 @@ class _LaplaceEstimator(BaseEstimator, ABC):
         """Hold out a part that stops the training and a part that tunes the posterior, if they are large enough.
 
         They are two parts because errors on the data that stopped the training are too small. Without a part for
-        tuning, all that is held out stops the training.
+        tuning, all held-out data stop the training.
         """
         count = round(self.validation_fraction * len(x))
         if count < FEWEST:
@@ -161,7 +161,7 @@ class _LaplaceEstimator(BaseEstimator, ABC):
         """How many outputs a network needs."""
 
     def _posterior(self, train: Pair, stopping: Pair | None = None, tuning: Pair | None = None) -> Laplace:
-        """Fit the posterior, tune it on what was held out for that, and let it read all that was held out."""
+        """Fit the posterior, tune it on the part for tuning, and update it with all held-out data."""
         la = fit(
             self.module_, train, self._task, structure=self.structure, select=self.select, prior=self.prior,
             progress=False,
