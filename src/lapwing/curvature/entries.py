@@ -44,9 +44,7 @@ def head_places(problem: Problem) -> Tensor:
 
 def head_sums(problem: Problem) -> Tensor:
     """Return zeros for `Head.gram`, (pairs, i, i)."""
-    params, shape = problem.network.params, problem.plan.blocks[0].shape
-    assert shape is not None
-    _, o, i = shape
+    params, (_, o, i) = problem.network.params, problem.plan.blocks[0].shape
     return torch.zeros(o * (o + 1) // 2, i, i, dtype=params.dtype, device=params.device)
 
 

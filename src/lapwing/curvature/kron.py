@@ -41,7 +41,6 @@ LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary)
 def kept_as(block: Block) -> Literal["kron", "dense", "diag"]:
     """Return the form in which a Kronecker structure keeps a block."""
     if block.kind == "matrix":
-        assert block.shape is not None
         return "kron" if max(block.shape[1:]) <= LARGEST_FACTOR else "diag"
     return "dense" if block.kind == "rows" and block.size <= DENSE_ROWS else "diag"
 
@@ -55,7 +54,6 @@ def bytes_of(block: Block, itemsize: int) -> int:
     kept = kept_as(block)
     if kept != "kron":
         return (block.size**2 if kept == "dense" else block.size) * (itemsize + 16)
-    assert block.shape is not None
     q, o, i = block.shape
     return q * (o**2 + i**2) * (2 * itemsize + 16)
 
@@ -67,7 +65,7 @@ def kept_alike(problem: Problem, matrix: PSD) -> bool:
 
 
 def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "reduce"]:
-    """Choose "reduce" where positions are pooled into one output per sample, "expand" where each has its own loss."""
+    """Choose "reduce" if positions are pooled into one output per sample, "expand" if each position has a loss."""
     if sharing == "auto":
         return "expand" if problem.event else "reduce"
     return sharing
@@ -150,7 +148,6 @@ class KronAccumulator(KroneckerSums):
             elif kept_as(block) == "diag":
                 self.tensors[f"{k}.diag"] = zeros(block.size)
         for k, block, swapped in self.factored:
-            assert block.shape is not None
             q, o, i = block.shape
             key = _key(k, swapped)
             self.tensors[f"{key}.left"] = zeros(q, o, o)
@@ -214,7 +211,7 @@ class KronAccumulator(KroneckerSums):
             self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
 
     def finish(self) -> BlockDiagonal:
-        """Return the factors. Those of inputs are means, which replace their sums."""
+        """Return the factors. The factors of inputs are means, which replace their sums in memory."""
         names = tuple(", ".join(block.names) for block in self.blocks)
         return BlockDiagonal(self.layout, sharing_factors(self._block(k, b) for k, b in enumerate(self.blocks)), names)
 
@@ -308,12 +305,9 @@ def orientations(block: Block) -> tuple[bool, ...]:
 def _nearest_product(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return one product with the partial traces of Σ_k L_k ⊗ R_k, for a matrix used both ways (tied head)."""
     traces = [(_trace(left), _trace(right)) for left, right in pairs]
-    left = sum(p[0] * t[1] for p, t in zip(pairs, traces, strict=True))
-    right = sum(p[1] * t[0] for p, t in zip(pairs, traces, strict=True))
-    total = sum(a * b for a, b in traces)
-    assert isinstance(left, Tensor)
-    assert isinstance(right, Tensor)
-    assert isinstance(total, Tensor)
+    left = torch.stack([p[0] * t[1] for p, t in zip(pairs, traces, strict=True)]).sum(0)
+    right = torch.stack([p[1] * t[0] for p, t in zip(pairs, traces, strict=True)]).sum(0)
+    total = torch.stack([a * b for a, b in traces]).sum(0)
     return left, torch.where(total > 0, right / total, torch.zeros_like(right))
 
 
@@ -383,7 +377,7 @@ def _estimate(sums: KroneckerSums, totals: Totals) -> Estimate:
 
 
 class MomentAccumulator(Accumulator):
-    """Second moments E_ij = Σ_{n,r} (U_Gᵀ (Σ_t g aᵀ) U_A)²_ij of Kronecker blocks in a given basis; other sums."""
+    """Second moments E_ij = Σ_{n,r} (U_Gᵀ (Σ_t g aᵀ) U_A)²_ij of Kronecker blocks in a given basis; sums of others."""
 
     def __init__(self, problem: Problem, basis: BlockDiagonal) -> None:
         params = problem.network.params

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.closed import Closed, Reader, heads
-from lapwing.curvature.factor import Directions, Factor
+from lapwing.curvature.factor import Directions, Factor, larger
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.resume import Journal, OtherBatches
 from lapwing.curvature.shards import add_up, add_up_numbers
@@ -280,10 +280,7 @@ class Regrouped:
         if score is None:
             return directions.needed
         sizes = score.flatten(1).double().norm(dim=1)
-        ascending = sizes.sort().values
-        tolerance = torch.finfo(score.dtype).eps if factor.tolerance is None else factor.tolerance
-        most = int((ascending.cumsum(0) <= tolerance * sizes.sum()).sum())
-        matters = sizes >= (ascending[most] if most < len(sizes) else torch.inf)
+        matters = larger(sizes, torch.finfo(score.dtype).eps if factor.tolerance is None else factor.tolerance)
         return torch.maximum(directions.needed, matters.to(directions.needed))
 
     def full(self) -> Iterator[Group]:

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN, Factor
+from lapwing.curvature.factor import GGN, Factor, larger
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
@@ -83,8 +83,7 @@ class CurvatureProduct(Product):
         if batch.weights is not None:
             sizes = sizes * batch.weights.to(sizes)
         tolerance = torch.finfo(f.dtype).eps if factor.tolerance is None else factor.tolerance
-        order = sizes.argsort()
-        return order[sizes[order].cumsum(0) > tolerance * sizes.sum()].sort().values
+        return larger(sizes, tolerance).nonzero().flatten()
 
     def _generator(self, batch: Batch) -> torch.Generator:
         """Return a generator with which sampled factors draw the same directions at every pass."""

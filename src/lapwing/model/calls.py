@@ -213,7 +213,7 @@ def lists_values(tree: Any, n: int) -> bool:
 
 
 class Types(TorchFunctionMode):
-    """Remembers the floating-point types of what operations return while a pass runs."""
+    """Remembers the floating-point types of the results of all operations of a pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Types(TorchFunctionMode):
 
 
 def finite(t: Tensor) -> bool:
-    """Whether all values are finite. The sum of finite values hardly ever overflows, and costs a quarter."""
+    """Whether all values are finite. A finite sum shows it in a quarter of the time."""
     return bool(t.detach().sum().isfinite()) or bool(t.detach().isfinite().all())
 
 
@@ -443,7 +443,7 @@ def output_tensor(output: object) -> Tensor:
 
 
 def left_out(output: object) -> tuple[Tensor, ...]:
-    """Return the tensors beside the outputs in a tuple or list that have their shape, and that are not used."""
+    """Return the unused tensors of a tuple or list that have the shape of the outputs."""
     if not isinstance(output, (tuple, list)) or hasattr(output, "logits") or not output:
         return ()
     first, *others = output

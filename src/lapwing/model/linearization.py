@@ -157,7 +157,7 @@ class Linearization:
     def jacobian_and_vjp(
         self, directions: Tensor, v: Tensor, scale: Tensor, digest: Digest | None = None
     ) -> tuple[Jacobian, dict[str, Tensor | None]]:
-        """Return rows for directions of which the first is `scale` (n,) times v; and Σ vᵀ ∂f/∂θ from its pass."""
+        """Return rows for directions, the first of which is `scale` (n,) times v, and Σ vᵀ ∂f/∂θ from the same pass."""
         arriving = _Arriving(self, len(directions), digest)
         first, weights = self._joint(v)
         arriving.take(first, 1, scale)

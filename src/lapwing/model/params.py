@@ -104,8 +104,8 @@ class Params:
     def flatten(self, tensors: Iterable[Tensor | None]) -> Tensor:
         """Flatten one tensor per parameter, such as its gradient, to (total,); None stands for zeros."""
         pairs = zip(tensors, self.values, strict=True)
-        dense = (torch.zeros_like(value) if t is None else t.to_dense() for t, value in pairs)
-        return torch.cat([t.reshape(-1).to(self.dtype) for t in dense])
+        each = (torch.zeros_like(value) if t is None else t.to_dense() if t.is_sparse else t for t, value in pairs)
+        return torch.cat([t.reshape(-1).to(self.dtype) for t in each])
 
     def pick(self, whole: Tensor) -> Tensor:
         """Return the entries of vectors (…, total) that take part, (…, P)."""
@@ -405,7 +405,7 @@ def adapter_containers(module: nn.Module) -> tuple[str, ...]:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Map parameters and buffers of adapters to their adapter and to their name without the adapter's.
+    """Map the names of parameters and buffers of adapters to the adapter and to their name without the adapter's.
 
     `…q_proj.lora_A.default.weight` belongs to `default` and is called `…q_proj.lora_A.weight` without it.
     """

@@ -256,7 +256,7 @@ class Block:
     names: tuple[str, ...]
     kind: Literal["matrix", "rows", "unused"]
     places: Places  # positions in the whole flat vector, in the order of the block's own vector
-    shape: tuple[int, int, int] | None = None
+    shape: tuple[int, int, int] = (0, 0, 0)  # (groups, out, in) of a "matrix" block, with the bias as an input
     bias: bool = False
     uses: tuple[tuple[int, bool], ...] = ()  # (record, whether left and right change places there)
 
@@ -482,14 +482,9 @@ def make_plan(
     whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str], notes: tuple[str, ...], batched: bool
 ) -> Plan:
     """Group the selected parameters into blocks."""
-    looped = set(looped)
-    for step in steps:
-        if step.method == "loop":
-            looped |= step.names
-    blocks: list[Block] = []
-    matrices = _matrix_blocks(whole, steps, params, looped)
-    placed = {name for block in matrices for name in block.names}
-    blocks.extend(matrices)
+    looped = looped.union(*(step.names for step in steps if step.method == "loop"))
+    blocks = _matrix_blocks(whole, steps, params, looped)
+    placed = {name for block in blocks for name in block.names}
     used = {name for step in steps for name in step.names}
     for group in _row_groups(steps, params, looped, placed):
         kind: Literal["rows", "unused"] = "rows" if any(name in used or name in looped for name in group) else "unused"
