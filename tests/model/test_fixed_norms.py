@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lapwing
 from lapwing.errors import UnsupportedModel
-from lapwing.model import kernels
+from lapwing.model import tape
 from lapwing.model.kernels import fixed_batch_norm
 from lapwing.model.tape import run
 
@@ -95,7 +95,7 @@ def test_a_cheaper_operation_that_is_wrong_is_noticed(monkeypatch: pytest.Monkey
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2)).eval()
     data = torch.randn(20, 3, 5, 5), torch.arange(20) % 2
     lapwing.fit(model, data, "classification", structure="diag")
-    monkeypatch.setattr(kernels, "fixed_batch_norm", lambda x, *_, **__: 1.1 * x)
+    monkeypatch.setattr(tape, "fixed_batch_norm", lambda x, *_, **__: 1.1 * x)
     with pytest.raises(UnsupportedModel, match="other outputs for the same samples"):
         lapwing.fit(model, data, "classification", structure="diag")
 

@@ -88,19 +88,6 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal
     return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights
 
 
-def performed(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Perform a call; a batch norm with fixed statistics by `fixed_batch_norm`."""
-    out = fixed_batch_norm(*args, **kwargs) if func is F.batch_norm else None
-    return func(*args, **kwargs) if out is None else out
-
-
-class FixedNorms(TorchFunctionMode):
-    """Runs batch norms by `fixed_batch_norm` in passes that no tape records."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return performed(func, args, kwargs or {})
-
-
 def fixed_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,

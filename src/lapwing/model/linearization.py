@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from lapwing.linalg import DenseRows, Jacobian, Layout
 from lapwing.model.blockrows import BlockRows, Gradients, RecordedPass, small_rows
 from lapwing.model.calls import Inputs, batch_size, call, output_tensor, take, warnings_here, weighted
-from lapwing.model.kernels import FixedNorms
 from lapwing.model.params import Params
 from lapwing.model.rules import Call, RowsRule
-from lapwing.model.tape import Plan, PlanChanged
+from lapwing.model.tape import FixedNorms, Plan, PlanChanged
 
 BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
 SMALLER = 4  # how many times smaller than its gradients a result must be to be formed as soon as they arrive

@@ -41,11 +41,12 @@ from lapwing.model.calls import (
 )
 from lapwing.model.copies import borrowed, in_use, private, without_fast_path, written_by_forward
 from lapwing.model.forward import Recording, Values, agrees, push_forward
-from lapwing.model.kernels import FixedNorms, differentiable_kernels
+from lapwing.model.kernels import differentiable_kernels
 from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.params import Params
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
 from lapwing.model.tape import (
+    FixedNorms,
     Pass,
     Plan,
     PlanChanged,

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lapwing.errors import UnsupportedModel
 from lapwing.linalg import Layout, Places
 from lapwing.model.calls import Inputs, call, close, output_tensor, tensors_in
-from lapwing.model.kernels import WRITTEN_OUT, performed
+from lapwing.model.kernels import WRITTEN_OUT, fixed_batch_norm
 from lapwing.model.params import Params, orders, places_of
 from lapwing.model.rules import RULES, Call, MatrixRule, Rule, Samples
 
@@ -109,12 +109,12 @@ class Tape(TorchFunctionMode):
             )
         meets_data = any(t in self.data for t in tensors)
         if not live or not meets_data:
-            out = performed(func, args, kwargs)
+            out = _performed(func, args, kwargs)
             self._follow(out, tensors, meets_data, bool(live), meets_data and self._shuffles(func, args, tensors))
             return out
         versions = tuple(t._version for t in tensors)
         upstream = tuple(t.grad_fn for k, t in enumerate(tensors) if k not in live and t.grad_fn is not None)
-        out = performed(func, args, kwargs)
+        out = _performed(func, args, kwargs)
         shuffled = self._shuffles(func, args, tensors)
         inplace = any(out is t for t in tensors)
         # in-place operations other than sums overwrite what a rule would need; the walk over the graph finds these uses
@@ -157,6 +157,19 @@ class Tape(TorchFunctionMode):
                     self.shuffled[tensor] = True
             elif live and tensor.requires_grad:
                 self.derived[id(tensor)] = tensor
+
+
+class FixedNorms(TorchFunctionMode):
+    """Runs batch norms as a tape does, in passes that no tape records."""
+
+    def __torch_function__(self, func: Callable, types_: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _performed(func, args, kwargs or {})
+
+
+def _performed(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Perform a call; a batch norm with fixed statistics in a form with cheaper derivatives."""
+    out = fixed_batch_norm(*args, **kwargs) if func is nn.functional.batch_norm else None
+    return func(*args, **kwargs) if out is None else out
 
 
 def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
