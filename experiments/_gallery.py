@@ -34,6 +34,7 @@ COVERED = (
     ("001", "wide residual network, right and wrong classifications (Fig. 5, Table 2)", ("wide_resnet",)),
     ("001", "curvature from many augmented passes (section 5.4)", ("augmented_curvature",)),
     ("001", "evidence-weighted averaging, active learning (outlook)", ("evidence_averaging", "active_learning")),
+    ("001", "KFRA beside KFAC (appendices B, C and G)", ("kfra",)),
     ("000", "toy cubic by structure (Fig. 2)", ("toy_structures",)),
     ("000", "accuracy and entropy against T: LeNet-5, ResNet-20 (Figs. 3, 4)", ("temperature_curves",)),
     ("000", "the same out of distribution (Fig. 5), T and τ in Eq. 23–24", ("temperature_ood",)),
@@ -45,8 +46,13 @@ COVERED = (
     ("002", "heteroscedastic toy", ("heteroscedastic_toy",)),
     ("002", "CRISPR-Cas13 knockdown, beside homoscedastic and β-NLL networks", ("crispr",)),
     ("002", "the linearized model as a Gaussian process", ("function_space",)),
+    ("002", "training with the evidence: what it costs, UCI regression", ("online", "uci_regression")),
+    ("002", "the tuned linearized predictive on UCI classification", ("uci_classification",)),
     ("003", "matrix-free solves, samples and evidence against size", ("matrixfree", "growth")),
     ("003", "a low-rank curvature in three ways", ("lowrank",)),
+    ("003", "structures beside the exact GGN", ("structures",)),
+    ("003", "preconditioners of conjugate gradients", ("preconditioners",)),
+    ("003", "inputs of another kind", ("novel_inputs",)),
 )
 """The experiments of the papers: document, what is tried there, and the scripts that try it here."""
 

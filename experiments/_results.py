@@ -163,10 +163,10 @@ def gathered(runs: Sequence[Scores]) -> tuple[dict[str, dict[str, list[float]]],
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean over seeds, with the standard deviation where there are several."""
+    """Return the mean over seeds, with the standard deviation where there are several that are not all equal."""
     found = torch.tensor(list(values), dtype=torch.float64)
     mean = f"{found.mean():.{SHOWN}g}"
-    return mean if len(found) < 2 else f"{mean} ± {found.std():.2g}"
+    return mean if len(found) < 2 or bool((found == found[0]).all()) else f"{mean} ± {found.std():.2g}"
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -75,6 +75,8 @@ def dots(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
                 axes.plot([sum(values) / len(values)], [k], "|", color="black", ms=11)
             if min(map(min, found)) > 0 and max(map(max, found)) > 100 * min(map(min, found)):
                 axes.set_xscale("log")
+            else:
+                axes.locator_params(axis="x", nbins=4)  # labels of more overlap
             axes.set_title(column, loc="left", fontsize=9)
             axes.grid(axis="y", lw=0.3)
             axes.tick_params(labelsize=8)

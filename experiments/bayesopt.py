@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import lapwing
 
-ABOUT = {"paper": "", "minutes": None, "quick": 0.2, "page": "../tutorials/bayesian_optimization.md"}
+ABOUT = {"paper": "", "minutes": 5.6, "quick": 0.2, "page": "../botorch.md"}
 
 NOISE, START = 0.05, 10
 METHODS = ("random", "gp", "last layer", "all weights")

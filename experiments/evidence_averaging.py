@@ -27,7 +27,7 @@ from experiments import _networks as networks
 from lapwing import metrics
 from lapwing.baselines import DeepEnsemble
 
-ABOUT = {"paper": "001, section 6", "minutes": None}
+ABOUT = {"paper": "001, section 6", "minutes": None, "quick": 0.44}
 
 SHAPES = ((25,), (50,), (100,), (200,), (25, 25), (50, 50), (100, 100), (50, 50, 50))
 SETS = ("mnist", "fashion")
@@ -195,6 +195,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"train": 100, "test": 100, "members": 2, "steps": 20},
         quick={"train": 500, "test": 1000, "members": 4, "steps": 400},
+        seeds=3,
     )
     parser.add_argument("--train", type=int, default=1000, help="training images")
     parser.add_argument("--test", type=int, default=5000, help="test images")

@@ -38,7 +38,7 @@ from lapwing.evidence.scores import best_logit_temperature
 from lapwing.evidence.search import OPTIONAL
 from lapwing.evidence.settings import resolve_rule
 
-ABOUT = {"paper": "", "minutes": None, "quick": 0.2, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": 4, "quick": 0.2, "page": "tuning.md"}
 
 MADE_WITH = ("fashion", "fashion-short", "mnist")
 

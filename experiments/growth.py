@@ -27,7 +27,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "003", "minutes": 2, "page": "without_a_matrix.md", "picture": "../figures/growth.png"}
+ABOUT = {"paper": "003", "minutes": 2, "quick": 0.49, "page": "without_a_matrix.md", "picture": "../figures/growth.png"}
 
 warnings.filterwarnings("ignore")
 AXES = {
@@ -177,7 +177,7 @@ def main(given: Any) -> None:
 
 
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke={"axes": ["weights"], "points": 1}, quick={"points": 2})
+    parser = Experiment(__doc__, smoke={"axes": ["weights"], "points": 1}, quick={"points": 2}, seeds=3)
     parser.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES))
     parser.add_argument("--points", type=int, default=4, help="points of each axis")
     main(parser.parse_args())

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import lapwing
 from experiments import _datasets as datasets
 
-ABOUT = {"paper": "002, Part I: invariances", "minutes": 3.3, "page": "training.md"}
+ABOUT = {"paper": "002, Part I: invariances", "minutes": 3.3, "quick": 0.67, "page": "training.md"}
 
 
 def digits(part: str, size: int, angle: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -158,6 +158,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"angles": [90.0], "size": 100, "epochs": 1, "test": 100},
         quick={"size": 500, "epochs": 15, "test": 1000},
+        seeds=3,
     )
     parser.add_argument("--angles", nargs="+", type=float, default=[0.0, 90.0])
     parser.add_argument("--size", type=int, default=1000)

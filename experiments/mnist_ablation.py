@@ -36,7 +36,7 @@ from experiments.mnist_attacks import ETA, TARGET, Curves, along, averaged, figu
 from experiments import _datasets as datasets
 from lapwing import KFRA, attacks
 
-ABOUT = {"paper": "001, Figs. 6 and 7", "minutes": None}
+ABOUT = {"paper": "001, Figs. 6 and 7", "minutes": None, "quick": 0.28}
 
 NAMES = ("augmented, minibatch", "minibatch", "exact")
 
@@ -183,7 +183,10 @@ if __name__ == "__main__":
         },
     )  # fmt: skip
     add_options(parser)
-    parser.add_argument("--attacked", type=int, default=500, help="test images that are attacked")
-    parser.add_argument("--steps", type=int, default=50, help="of the targeted attack")
+    parser.set_defaults(
+        seeds=3, train=10_000, val=300, test=1000, width=128, epochs=15, curvature=500, passes=10, samples=15
+    )  # smaller than mnist_dropout, since attacks take many predictions
+    parser.add_argument("--attacked", type=int, default=100, help="test images that are attacked")
+    parser.add_argument("--steps", type=int, default=40, help="of the targeted attack")
     parser.add_argument("--sizes", type=int, default=11, help="step sizes of the untargeted attack, from 0 to 0.5")
     main(parser.parse_args())

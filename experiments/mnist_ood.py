@@ -25,7 +25,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 
-ABOUT = {"paper": "", "minutes": None, "quick": 0.3, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": 2.9, "quick": 0.3, "page": "tuning.md"}
 
 NAMES = ("mnist", "fashion", "kmnist", "notmnist")
 TRAIN, BATCH, PRIOR = 55_000, 128, 1.0
@@ -134,6 +134,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"train": 256, "validation": 100, "epochs": 1, "test": 100, "outside": 50},
         quick={"train": 10_000, "validation": 1000, "epochs": 5, "test": 1000, "outside": 300, "structure": "kron"},
+        seeds=3,
     )
     parser.add_argument("data", nargs="?", choices=("mnist", "fashion"), default="mnist")
     parser.add_argument("--activation", choices=("tanh", "relu"), default="tanh")

@@ -145,7 +145,7 @@ def judge(mean: Scores) -> list[Claim]:
 if __name__ == "__main__":
     parser = Experiment(
         __doc__, smoke={"points": 10, "train": 200, "test": 12, "rank": 8, "only": "matrix-free"},
-        quick={"points": 100, "train": 3000, "test": 100, "rank": 32},
+        quick={"points": 100, "train": 3000, "test": 100, "rank": 32}, seeds=3,
     )  # fmt: skip
     parser.add_argument("data", nargs="?", choices=["mnist", "cifar10"], default="mnist")
     parser.add_argument("--train", type=int, default=10_000, help="images that the MLP is trained on")

@@ -26,7 +26,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "002, Part I: evidence during training", "minutes": None, "quick": 0.2, "page": "training.md"}
+ABOUT = {"paper": "002, Part I: evidence during training", "minutes": 0.98, "quick": 0.2, "page": "training.md"}
 
 DECAYS = (0.0, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from experiments._arguments import Experiment
 from experiments._results import Claim, Scores, verdict
-from experiments._study import study, told
+from experiments._study import study
 from torch import Tensor, nn
 
 import lapwing
@@ -28,9 +28,10 @@ from lapwing.curvature.matrixfree import MatrixFree
 from lapwing.linalg import Diagonal
 from lapwing.linalg.solvers import Preconditioner, conjugate_gradients, nystrom
 
-ABOUT = {"paper": "003", "minutes": None, "quick": 0.6, "page": "without_a_matrix.md"}
+ABOUT = {"paper": "003", "minutes": 14, "quick": 0.6, "page": "without_a_matrix.md"}
 
 warnings.filterwarnings("ignore")
+TOLERANCE = 1e-4  # largest relative residual of a solve
 PRIORS = {"resnet20": 1.0, "llama": 1000.0}  # for the pretrained networks
 
 
@@ -98,7 +99,7 @@ def compare(
         made = time.process_time() - begin
         wide = None if solve is None else (lambda v, solve=solve: solve(v).double())
         found = conjugate_gradients(
-            op._apply, b, precondition=wide, tolerance=1e-4, iterations=iterations, unconverged="accept"
+            op._apply, b, precondition=wide, tolerance=TOLERANCE, iterations=iterations, unconverged="accept"
         )
         rows[f"{name}, {label}"] = {
             "iterations": float(found.iterations),
@@ -174,6 +175,7 @@ def digits(seed: int, given: argparse.Namespace) -> Scores:
 
 def judge(mean: Scores) -> list[Claim]:
     steps = {name: cells["iterations"] for name, cells in mean.items() if "iterations" in cells}
+    missed = {name for name in steps if mean[name].get("residual", 0.0) > TOLERANCE}
     plain = [name for name in steps if name.endswith(", none")]
     rows = {name: count for name, count in steps.items() if ", rows " in name}
     parts = [
@@ -181,12 +183,14 @@ def judge(mean: Scores) -> list[Claim]:
         for name in plain
         if rows
     ]
+    shown = {name: steps[name] for name in (*plain, *rows)}
+    counts = "; ".join(f"{name} {'not reached' if name in missed else f'{n:.3g}'}" for name, n in shown.items())
     return [
         Claim(
             "We can use Iterative Solvers!",
             "But Matrix-Vector Products are cheap",
-            f"Iterations of conjugate gradients to 1e-4, by preconditioner: {told(steps)}.",
-            verdict(max(steps[name] for name in plain) < 1000, *parts),
+            f"Iterations of conjugate gradients to 1e-4, without and with rows of one pass: {counts}.",
+            verdict(max(steps[name] for name in plain) < 1000 and not missed & set(plain), *parts),
             "two parts: fewer than 1,000 iterations without a preconditioner, and fewer with the sketch that a "
             "matrix-free fit makes of rows than without one, network by network and prior by prior.",
         )
@@ -200,7 +204,7 @@ def run(seed: int, given: argparse.Namespace) -> Scores:
 if __name__ == "__main__":
     parser = Experiment(
         __doc__, smoke={"what": "mlp", "data": 50, "epochs": 1, "iterations": 5, "ranks": [20]},
-        quick={"what": "mlp", "data": 200, "epochs": 20, "ranks": [50]},
+        quick={"what": "mlp", "data": 200, "epochs": 20, "ranks": [50]}, seeds=3,
     )  # fmt: skip
     parser.add_argument("what", nargs="?", choices=["mlp", "cnn", "spectrum", *PRIORS], help="all of digits without")
     parser.add_argument("prior", nargs="?", type=float, help="precision for resnet20 (1) and llama (1000)")
@@ -209,4 +213,11 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=40, help="of training on digits")
     parser.add_argument("--iterations", type=int, default=400, help="of block CG on digits, at most")
     parser.add_argument("--ranks", type=int, nargs="+", default=[50, 200], help="of sketches on digits")
-    study("preconditioners", ABOUT, "Preconditioners of conjugate gradients", run, judge, parser.parse_args())
+    given = parser.parse_args()
+    notes = [
+        "Changed after a result had been seen: a solve that stops at the largest number of iterations "
+        f"({given.iterations} on digits, 60 on pretrained networks) before the residual is reached counts as not "
+        "reached. It counted with that number before, as fewer than 1,000.",
+        "Data are digits: an MLP 64-64-64-10 and a small convolutional network, four right-hand sides.",
+    ][: 2 if given.what in (None, "mlp", "cnn") else 1]
+    study("preconditioners", ABOUT, "Preconditioners of conjugate gradients", run, judge, given, notes=notes)

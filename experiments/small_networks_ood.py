@@ -28,7 +28,7 @@ from lapwing import metrics
 from lapwing.evidence import Candidates, Setting, search, widest
 from lapwing.evidence.heldout import GramSweep
 
-ABOUT = {"paper": "", "minutes": None, "quick": 0.2, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": 1.9, "quick": 0.2, "page": "tuning.md"}
 
 SIZES = {"train": 20_000, "fit": 4_000, "held-out": 2_000, "test": 1_000, "outside": 300}
 EPOCHS = {"lenet": 8, "batchnorm": 5}
@@ -120,6 +120,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"train": 256, "fit": 64, "held_out": 40, "test": 40, "outside": 20, "epochs": 1},
         quick={"train": 4000, "fit": 500, "held_out": 300, "test": 300, "outside": 100, "epochs": 3},
+        seeds=3,
     )
     parser.add_argument("network", nargs="?", choices=tuple(EPOCHS), default="lenet")
     parser.add_argument("data", nargs="?", choices=("mnist", "fashion"), default="mnist")

@@ -1,6 +1,6 @@
 """What `GGN(tolerance=)` leaves out, and what that does to the curvature, the evidence and the predictions.
 
-    python -m experiments.tolerance [--images 512] [--seeds 3] [--out DIR]
+    python -m experiments.tolerance [--images 256] [--seeds 3] [--out DIR]
 
 The pretrained ResNet-20 on CIFAR-10 training images, drawn by the seed: for each tolerance the directions per sample,
 the share of the curvature in output space that is left out, what it is of the trace in weight space, the largest error
@@ -23,7 +23,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import GGN
 
-ABOUT = {"paper": "", "minutes": None, "quick": 0.4}
+ABOUT = {"paper": "", "minutes": 2.1, "quick": 0.4}
 
 PRIOR = 1_000.0
 
@@ -86,7 +86,7 @@ def judge(mean: Scores) -> list[Claim]:
 
 
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke={"images": 3, "test": 1}, quick={"images": 64, "test": 8})
-    parser.add_argument("--images", type=int, default=512)
+    parser = Experiment(__doc__, smoke={"images": 3, "test": 1}, quick={"images": 64, "test": 8}, seeds=3)
+    parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--test", type=int, default=16, help="test images to predict")
     study("tolerance", ABOUT, "What a tolerance of the curvature leaves out", run, judge, parser.parse_args())

@@ -26,7 +26,7 @@ import lapwing
 from experiments import _networks as networks
 from lapwing.baselines import HMC
 
-ABOUT = {"paper": "001, Figs. 1 and 8", "minutes": None}
+ABOUT = {"paper": "001, Figs. 1 and 8", "minutes": None, "quick": 1.1}
 
 STRUCTURES = {"Kronecker": "kron", "diagonal": "diag", "full": "full"}
 NOISE, PRIOR = 3.0, 1.0
@@ -287,12 +287,13 @@ if __name__ == "__main__":
         __doc__,
         smoke={"steps": 200, "samples": 20, "warmup": 10, "chains": 1, "per_decade": 1, "draws": 20, "depth": 3},
         quick={"samples": 150, "warmup": 150, "chains": 2, "depth": 7},
+        seeds=3,
     )
     parser.add_argument("--steps", type=int, default=3000, help="of Adam")
-    parser.add_argument("--samples", type=int, default=1000, help="HMC draws per chain")
-    parser.add_argument("--warmup", type=int, default=500)
+    parser.add_argument("--samples", type=int, default=300, help="HMC draws per chain")
+    parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--chains", type=int, default=4)
-    parser.add_argument("--depth", type=int, default=10, help="doublings of an HMC trajectory at most")
+    parser.add_argument("--depth", type=int, default=7, help="doublings of an HMC trajectory at most")
     parser.add_argument("--per-decade", type=int, default=2, help="candidates of prior and N per decade")
     parser.add_argument("--draws", type=int, default=500, help="networks behind the bands of a Laplace posterior")
     parser.add_argument("--factor", choices=("ggn", "mc"), default="ggn", help="of the diagonal and full curvature")
