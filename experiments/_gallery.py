@@ -35,6 +35,7 @@ COVERED = (
     ("001", "curvature from many augmented passes (section 5.4)", ("augmented_curvature",)),
     ("001", "evidence-weighted averaging, active learning (outlook)", ("evidence_averaging", "active_learning")),
     ("001", "KFRA beside KFAC (appendices B, C and G)", ("kfra",)),
+    ("001", "distilling the posterior into one forward pass (appendix D)", ("distill",)),
     ("000", "toy cubic by structure (Fig. 2)", ("toy_structures",)),
     ("000", "accuracy and entropy against T: LeNet-5, ResNet-20 (Figs. 3, 4)", ("temperature_curves",)),
     ("000", "the same out of distribution (Fig. 5), T and τ in Eq. 23–24", ("temperature_ood",)),

@@ -19,7 +19,7 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 
-ABOUT = {"paper": "", "minutes": 7, "quick": 0.3, "page": "training.md"}
+ABOUT = {"paper": "", "minutes": 1.4, "quick": 0.3, "page": "training.md"}
 
 TUNED = "fine-tuning"
 

@@ -28,7 +28,7 @@ from lapwing import metrics
 from lapwing.evidence import Candidates, Setting, search, widest
 from lapwing.evidence.heldout import GramSweep
 
-ABOUT = {"paper": "", "minutes": 1.9, "quick": 0.2, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": 1.6, "quick": 0.2, "page": "tuning.md"}
 
 SIZES = {"train": 20_000, "fit": 4_000, "held-out": 2_000, "test": 1_000, "outside": 300}
 EPOCHS = {"lenet": 8, "batchnorm": 5}
@@ -127,4 +127,8 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, help="of training; 8 of lenet, 5 of batchnorm")
     for name, count in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=count, help="images")
-    study("small_networks_ood", ABOUT, "When to tune the temperature", run, judge, parser.parse_args())
+    notes = [
+        "LeNet on MNIST was run with its first seed alone before it was run with three. The answer was “in part” then: "
+        "the default had an NLL of 0.0495, where T = 1 had 0.0452.",
+    ]
+    study("small_networks_ood", ABOUT, "When to tune the temperature", run, judge, parser.parse_args(), notes=notes)

@@ -34,7 +34,7 @@ from lapwing.predictive.linearized import Linearized
 
 ABOUT = {
     "paper": "003",
-    "minutes": 1.4,
+    "minutes": 1.3,
     "quick": 0.3,
     "page": "without_a_matrix.md",
     "picture": "../figures/structures.png",
