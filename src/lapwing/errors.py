@@ -167,7 +167,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def refuse_export(what: str) -> None:
-    """Raise while `torch.export` is tracing, for what takes decisions item by item that no file can hold."""
+    """Raise while `torch.export` is tracing: an exported file cannot take decisions item by item."""
     if torch.compiler.is_exporting():
         raise UnsupportedOperation(f"{what}: la.predict(x) and la.predictor(...) compute it")
 
@@ -202,10 +202,10 @@ def _brief(value: Any) -> str:
     return text if len(text) < 200 and "tensor(" not in text and "\n" not in text else f"{type(value).__name__}(…)"
 
 
-def require_whole(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadData(f"{name} must be a whole number of at least {least}, got {value!r}")
+def require_whole(name: str, value: object) -> None:
+    """Refuse anything but a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadData(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def positive(name: str, value: Any) -> float:
@@ -217,7 +217,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def require_generator(generator: Any, device: Any) -> None:
-    """Refuse a random generator of another device than that of the network."""
+    """Refuse a random generator on another device than the network."""
     if generator is not None and generator.device != device:
         raise BadData(
             f"the generator is on {str(generator.device)!r} and the network on {str(device)!r}; pass "

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import wraps
 from inspect import signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -52,7 +53,7 @@ from lapwing.model.watch import Watch, checksum
 from lapwing.posterior import Belief, Prior, Tempered, resolve_prior, resolve_temperature
 from lapwing.predictive.mixture import Mixture
 from lapwing.predictive.predictive import Options
-from lapwing.saving import read, read_members, restore_curvature, restore_params, restore_prior, restore_temperature
+from lapwing.saving import read, read_members, restore_curvature, restore_params, restore_prior
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -274,6 +275,14 @@ def load(
         return Mixture(each, weights if isinstance(weights, str) else torch.tensor(weights, dtype=torch.float64))
 
 
+def load_bytes(content: bytes, model: nn.Module, likelihood: Likelihood | None = None) -> Laplace:
+    """Read a posterior from the bytes of its file, as `load` does."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.lapwing"
+        path.write_bytes(content)
+        return load(path, model, likelihood=likelihood)
+
+
 def _restored(
     path: Path,
     tensors: dict[str, Tensor],
@@ -283,7 +292,7 @@ def _restored(
     likelihood: str | Likelihood | None,
     split: Callable[[Any], tuple] | None,
 ) -> Laplace:
-    """Make a posterior of the tensors and the header that a file holds of it."""
+    """Make a posterior from the tensors and the header of its file."""
     with intact(path):
         require_same_module(header, module, path)
         probe = restore_probe(tensors, header, module, path)
@@ -305,11 +314,12 @@ def _restored(
 
     curvature = restore_curvature(tensors, header, params, posed, path)
     with intact(path):
+        temperature, tempers_prior = header["temperature"]
         belief = Belief(
             curvature,
             restore_prior(tensors, header, params),
             family,
-            restore_temperature(header),
+            Tempered(temperature, tempers_prior),
             header.get("logit_temperature", 1.0),
             header["damped"],
             header["repair"],

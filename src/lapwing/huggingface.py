@@ -64,7 +64,7 @@ class LaplaceCallback(TrainerCallback):
     def __init__(
         self, likelihood: str | Likelihood, *, tune: bool | Mapping[str, Any] = True, data: Any = None, **options: Any
     ) -> None:
-        self.likelihood = resolve_likelihood(likelihood)  # what is wrong is said before the training, not after it
+        self.likelihood = resolve_likelihood(likelihood)  # wrong options are refused before the training
         resolve_structure(options.get("structure", "auto"))
         known = set(inspect.signature(fit).parameters) - {"model", "data", "likelihood"}
         unknown = sorted(set(options) - known)
@@ -107,9 +107,9 @@ def generate(
 ) -> list[Any]:
     """Generate with each of `samples` networks whose weights are drawn from the posterior: one result per network.
 
-    `inputs` (a dict, or the token ids alone) and `options` are what the model's own `generate` takes. Where the results
-    agree, the posterior is sure of the text; `la.predict(...).epistemic` tells the same per token. The networks are
-    those of `la.ensemble(samples)`; `generator` draws their weights, while `do_sample=True` draws tokens with torch's
+    `inputs` (a dict, or the token ids alone) and `options` are what the model's own `generate` takes. If the results
+    agree, the posterior is sure of the text; `la.predict(...).epistemic` says the same for each token. The networks
+    have the weights of `la.ensemble(samples)`, drawn with `generator`; `do_sample=True` draws tokens with torch's
     global generator.
 
     Examples:
@@ -160,9 +160,7 @@ def save(la: Laplace, folder: str | Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise BadData(f"there is no folder {str(folder)!r}: save the adapter first, model.save_pretrained(folder)")
-    with tempfile.TemporaryDirectory() as place:
-        la.save(Path(place) / FILE)
-        tensors, header = read_file(Path(place) / FILE)
+    tensors, header = la.stored()
     header = _renamed(header, {name: plain for name, (owner, plain) in tensors_of.items() if owner == adapter})
     header["adapter"] = _hashes(la.module, adapter)
     write_file(folder / FILE, tensors, header)
@@ -185,7 +183,11 @@ def load(folder: str | Path, model: nn.Module, *, adapter: str | None = None, **
     tensors, header = read_file(path)
     if "adapter" not in header:
         raise BadData(f"{str(path)!r} is not a posterior over an adapter: read it with lapwing.load(path, model)")
-    adapter = _active(model) if adapter is None else adapter
+    if adapter is None:
+        active = sorted(active_adapters(model))
+        if len(active) != 1:
+            raise UnsupportedModel(f"expected one active adapter, got {active} of {sorted(adapter_names(model))}")
+        (adapter,) = active
     names = {plain: name for name, (owner, plain) in adapter_tensors(model).items() if owner == adapter}
     if not names:
         raise UnsupportedModel(f"the model has no adapter {adapter!r}; its adapters are {sorted(adapter_names(model))}")
@@ -209,14 +211,6 @@ def load(folder: str | Path, model: nn.Module, *, adapter: str | None = None, **
     with tempfile.TemporaryDirectory() as place:
         write_file(Path(place) / FILE, tensors, header)
         return load_posterior(Path(place) / FILE, model, **options)
-
-
-def _active(model: nn.Module) -> str:
-    """Return the name of the one active adapter."""
-    active = sorted(active_adapters(model))
-    if len(active) != 1:
-        raise UnsupportedModel(f"expected one active adapter, got {active} of {sorted(adapter_names(model))}")
-    return active[0]
 
 
 def _renamed(tree: Any, names: Mapping[str, str]) -> Any:

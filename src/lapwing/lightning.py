@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lapwing.curvature import resolve_structure
 from lapwing.errors import BadData, UnsupportedOperation
-from lapwing.fitting import fit, load
+from lapwing.fitting import fit, load_bytes
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.calls import outside_inference
-from lapwing.storage import is_registered
+from lapwing.saving import bytes_of
+from lapwing.storage import is_registered, under
 
 try:
     with warnings.catch_warnings():
@@ -81,7 +81,7 @@ class LaplaceCallback(Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.likelihood = resolve_likelihood(likelihood)  # what is wrong is said before the training, not after it
+        self.likelihood = resolve_likelihood(likelihood)  # wrong options are refused before the training
         resolve_structure(options.get("structure", "auto"))
         _require_known(options, fit, "fit")
         _require_known(tune if isinstance(tune, Mapping) else {}, Laplace.tune, "la.tune")
@@ -104,14 +104,15 @@ class LaplaceCallback(Callback):
         self._module = pl_module
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._la = self._stored = None  # that of other weights
+        self._la = self._stored = None  # they belong to other weights
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         best = _best_path(trainer)
         checkpoint = None if best is None else _read(trainer, best)
         network = _network(pl_module, self.network)
         if checkpoint is not None:
-            network = _at(network, _own_state(checkpoint["state_dict"], self.network))
+            prefix = "" if self.network is None else f"{self.network}."
+            network = _at(network, under(prefix, checkpoint["state_dict"]))
         if self.data is None:
             loader = _only(trainer.train_dataloader, "training")
             data = Hooked(once_each(loader), trainer, pl_module, "training", _limit(trainer, loader))
@@ -126,7 +127,7 @@ class LaplaceCallback(Callback):
             trainer.strategy.barrier("lapwing")
 
     def _tuned(self, la: Laplace, trainer: Any, pl_module: Any) -> Laplace:
-        """The posterior tuned on the validation data, as far as that is asked for and possible."""
+        """Return the posterior, tuned on the validation data if that is wanted and possible."""
         limits = trainer.num_val_batches
         limit = (limits[0] if limits else 0) if isinstance(limits, list) else limits
         if self.tune is False or not limit:
@@ -143,7 +144,7 @@ class LaplaceCallback(Callback):
         return la.tune(data, **(self.tune if isinstance(self.tune, Mapping) else {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The file of the posterior as bytes, and the weights it belongs to where the module has others."""
+        """Return the file of the posterior as bytes, with its weights if the module has others."""
         la = self._la
         if la is None:
             return dict(self._stored or {})
@@ -275,7 +276,12 @@ def once_each(loader: Any) -> Any:
     else:
         return loader
     if type(loader) is not DataLoader:
-        return loader if not isinstance(sampler, DistributedSampler) else _refuse(loader)
+        if not isinstance(sampler, DistributedSampler):
+            return loader
+        raise UnsupportedOperation(
+            f"the training loader is a {type(loader).__name__} with a distributed sampler, which repeats items. Pass "
+            "LaplaceCallback(..., data=loader) with this process's share of the data."
+        )
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
@@ -290,15 +296,8 @@ def once_each(loader: Any) -> Any:
     )
 
 
-def _refuse(loader: Any) -> Any:
-    raise UnsupportedOperation(
-        f"the training loader is a {type(loader).__name__} with a distributed sampler, which repeats items. Pass "
-        "LaplaceCallback(..., data=loader) with this process's share of the data."
-    )
-
-
 def _limit(trainer: Any, loader: Any) -> int | None:
-    """How many batches a limit of the trainer leaves; None without one."""
+    """Return how many batches the trainer reads at most; None if there is no limit."""
     try:
         whole: float = len(loader)
     except TypeError:
@@ -307,7 +306,7 @@ def _limit(trainer: Any, loader: Any) -> int | None:
 
 
 def _only(loaders: Any, kind: str) -> Any:
-    """The one loader there is."""
+    """Return the only loader; refuse none or several."""
     if isinstance(loaders, list | tuple) and len(loaders) == 1:
         return loaders[0]
     if loaders is None or isinstance(loaders, list | tuple | dict):
@@ -325,10 +324,12 @@ def _first(loaders: Any) -> Any:
 
 
 def _network(module: nn.Module, name: str | None) -> nn.Module:
-    """The network inside a Lightning module."""
+    """Return the network inside a Lightning module."""
     if name is not None:
         return module.get_submodule(name)
-    if type(module).forward is nn.Module.forward or _is_lightnings(type(module).forward):
+    forward: Any = type(module).forward
+    inherited = forward.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    if forward is nn.Module.forward or inherited:
         raise BadData(
             f"{type(module).__name__} has no forward method of its own: define one that returns the outputs, or name "
             "the submodule that is the network: LaplaceCallback(..., network='model')"
@@ -336,18 +337,8 @@ def _network(module: nn.Module, name: str | None) -> nn.Module:
     return module
 
 
-def _is_lightnings(forward: Any) -> bool:
-    return forward.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
-
-
-def _own_state(state: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:
-    """The part of a module's state that belongs to a submodule."""
-    prefix = "" if name is None else f"{name}."
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-
-
 def _at(network: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """The network itself if it has this state, else a copy that has."""
+    """Return the network itself if it has this state, else a copy with it."""
     now = network.state_dict()
     if now.keys() == state.keys() and all(torch.equal(now[name].cpu(), state[name].cpu()) for name in now):
         return network
@@ -357,7 +348,7 @@ def _at(network: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _best_path(trainer: Any) -> str | None:
-    """The file of the best checkpoint of the first callback that has one."""
+    """Return the file of the best checkpoint of the first callback that has one."""
     paths = (getattr(each, "best_model_path", "") for each in trainer.checkpoint_callbacks)
     return next((path for path in paths if path), None)
 
@@ -371,23 +362,17 @@ def _read(trainer: Any, path: str) -> dict[str, Any]:
 
 
 def _bytes(la: Laplace) -> Tensor:
-    """The file of a posterior as a tensor of bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "posterior.lapwing"
-        la.save(path)
-        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    """Return the file of a posterior as a tensor of bytes."""
+    return torch.frombuffer(bytearray(bytes_of(la)), dtype=torch.uint8)
 
 
 @outside_inference
 def _restored(state: Mapping[str, Any], network: nn.Module, likelihood: Likelihood | None) -> Laplace:
-    """The posterior of a checkpoint for a network; the likelihood matters if files do not hold it."""
+    """Return the posterior of a checkpoint for a network; a likelihood is used only if files cannot hold it."""
     if "weights" in state:
         network = _at(network, state["weights"])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "posterior.lapwing"
-        path.write_bytes(state["posterior"].cpu().numpy().tobytes())
-        own = likelihood is not None and not is_registered(type(likelihood))
-        return load(path, network, likelihood=likelihood if own else None)
+    own = likelihood is not None and not is_registered(type(likelihood))
+    return load_bytes(state["posterior"].cpu().numpy().tobytes(), network, likelihood if own else None)
 
 
 def _require_known(options: Mapping[str, Any], function: Any, name: str) -> None:

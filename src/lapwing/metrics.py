@@ -22,23 +22,9 @@ from lapwing.likelihoods.marginal import normal_crps, sample_crps
 from lapwing.model.calls import as_tensors
 
 __all__ = [
-    "Rejection",
-    "Reliability",
-    "accuracy",
-    "auroc",
-    "brier",
-    "coverage",
-    "crps",
-    "crps_samples",
-    "ece",
-    "entropy",
-    "fpr95",
-    "gaussian_nll",
-    "nll",
-    "rejection",
-    "reliability",
-    "rmse",
-]
+    "Rejection", "Reliability", "accuracy", "auroc", "brier", "coverage", "crps", "crps_samples", "ece", "entropy",
+    "fpr95", "gaussian_nll", "nll", "rejection", "reliability", "rmse",
+]  # fmt: skip
 
 
 def nll(probs: Tensor, targets: Tensor) -> Tensor:
@@ -188,7 +174,7 @@ def crps(mean: Tensor, stddev: Tensor, targets: Tensor) -> Tensor:
 
 
 def crps_samples(samples: Tensor, targets: Tensor) -> Tensor:
-    """Return the same score from draws: E|X − y| − ½ E|X − X′| with samples (n, *batch), n ≥ 2.
+    """Return the score of `crps` from draws: E|X − y| − ½ E|X − X′| with samples (n, *batch), n ≥ 2.
 
     The second term averages over pairs of different draws (divided by n(n − 1)), which makes it unbiased.
 
@@ -292,7 +278,7 @@ class Rejection:
     def threshold(self, risk: float) -> float:
         """Return the threshold that answers most items with at most this risk on these data.
 
-        The risk on new data is about this one if they are like these, and these are many and held out.
+        The risk on new data is close to it only if these data are held out, many, and like the new data.
 
         Examples:
             >>> threshold = metrics.rejection(la.predict(x), y).threshold(risk=0.2)

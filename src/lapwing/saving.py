@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lapwing.errors import BadData, CorruptFile
 from lapwing.linalg import Layout, unpack_sound
 from lapwing.model import Params
 from lapwing.model.stored import describe_module, intact
-from lapwing.posterior import Prior, Tempered
+from lapwing.posterior import Prior
 from lapwing.storage import flaw_of_values, pack, prefixed, read_file, under, unpack
 
 ENTRIES: dict[str, Any] = {
@@ -27,6 +28,13 @@ ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("scalar", "damped", "repair"), bool),
     **dict.fromkeys(("tuned", "fingerprint"), str),
 }
+
+
+def bytes_of(la: Any) -> bytes:
+    """Return the file of a posterior as bytes, for files of other libraries that hold it."""
+    with TemporaryDirectory() as folder:
+        la.save(Path(folder) / "posterior.lapwing")
+        return (Path(folder) / "posterior.lapwing").read_bytes()
 
 
 def stored(la: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -100,7 +108,7 @@ def read_members(path: Path) -> tuple[list[tuple[dict[str, Tensor], dict[str, An
 
 
 def _require_header(header: Mapping[str, Any]) -> None:
-    """Refuse a header whose entries `write` cannot have made, even if the checksum fits."""
+    """Refuse a header whose entries `stored` cannot have made, even if the checksum fits."""
     for name, kind in ENTRIES.items():
         if not isinstance(header[name], kind) or (isinstance(header[name], bool) and kind is not bool):
             raise CorruptFile(f"its entry {name!r} is {header[name]!r}")
@@ -180,11 +188,6 @@ def restore_prior(tensors: Mapping[str, Tensor], header: Mapping[str, Any], para
     prior = Prior.from_spec(under("prior.", tensors, params.device), header["prior"], params.size)
     prior.resolve(params.names, params.sizes, device=params.device, index=params.index)
     return prior
-
-
-def restore_temperature(header: Mapping[str, Any]) -> Tempered:
-    T, prior = header["temperature"]
-    return Tempered(T, prior)
 
 
 def restore_params(tensors: Mapping[str, Tensor], header: Mapping[str, Any], module: torch.nn.Module) -> Params:

@@ -4,7 +4,7 @@ A file is safetensors with a JSON header and a checksum of both; there is no pic
 training and interrupted fits are such files. An object is stored as its tensors and a description in JSON (`pack`), by
 the fields of its class, which registers itself where it is defined (`register`). Every file is written atomically
 (`replacing`): nothing is left behind by a full disk or a killed process.
-What is read may have been changed by anyone: `flaw_of_values` and the like say in words what is wrong with numbers.
+Anyone may have changed a file: `flaw_of_values` and similar functions say in words what is wrong with its numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar, overload
+from typing import IO, Any, TypeVar, cast, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,7 +56,7 @@ _names: dict[type, str] = {}
 @overload
 def register(cls: C) -> C: ...
 @overload
-def register(*, name: str) -> Callable[[C], C]: ...
+def register(*, name: str | None) -> Callable[[C], C]: ...
 def register(cls: Any = None, *, name: str | None = None) -> Any:
     """Let objects of a class be saved and loaded, and let it be found by name: `fit(structure="tridiagonal")`.
 
@@ -67,10 +68,10 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
         @dataclass(frozen=True, eq=False)
         class Tridiagonal(PSD): ...
 
-    The fields of a dataclass are stored, but for those with `metadata={"cache": True}`, and given to the class again; a
-    field with `metadata={"later": True}` may lack in files that were written before it was added.
-    Any other class is restored with the attributes it had. Fields are tensors, numbers, strings, tuples of these, and
-    objects of registered classes.
+    The fields of a dataclass are stored and given to the class again. Fields with `metadata={"cache": True}` are not
+    stored; fields with `metadata={"later": True}` may be missing in files that are older than the field. Any other
+    class is restored with the attributes it had. Fields are tensors, numbers, strings, tuples of these, and objects of
+    registered classes.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -81,11 +82,7 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
         >>> la = lapwing.fit(model, train_loader, "classification", factor="tenth")
     """
     if cls is None:
-        return lambda cls: _register(cls, name)
-    return _register(cls, name)
-
-
-def _register(cls: C, name: str | None) -> C:
+        return partial(register, name=name)
     name = name or cls.__name__.lower()
     for other, taken in [*_names.items()]:
         if cls.__name__ == other.__name__ or name == taken:
@@ -96,7 +93,7 @@ def _register(cls: C, name: str | None) -> C:
 
 
 def _require_free(cls: type, other: type) -> None:
-    """Refuse a name of a class of Lapwing's own, for a class of the same kind that is not."""
+    """Refuse a user's class with the name of one of Lapwing's own classes of the same kind."""
     ours = [base.__module__.startswith("lapwing.") for base in (other, cls)]
     alike = any(base.__module__.startswith("lapwing.") for base in set(cls.__mro__) & set(other.__mro__))
     if alike and ours == [True, False]:
@@ -117,11 +114,7 @@ def name_of(cls: type) -> str:
 
 def named(kind: Kind[T]) -> dict[str, type[T]]:
     """Return the registered classes of a kind by their names in `fit`; of two with one name, the later."""
-    return {name: cls for cls, name in _names.items() if issubclass(cls, _type(kind))}
-
-
-def _type(kind: Kind[T]) -> Any:
-    return kind
+    return {name: cls for cls, name in _names.items() if issubclass(cls, cast(Any, kind))}
 
 
 def _class(name: Any, kind: Any) -> Any:
@@ -154,9 +147,9 @@ def _registered_name(cls: type) -> str:
 
 
 def describe(value: Any, tensors: dict[str, Tensor], key: str, name: Callable[[type], Any]) -> Any:
-    """JSON in which tensors are {"tensor": key} and objects {"type": name, field: ...}; a class may have its own way.
+    """Return JSON in which a tensor is {"tensor": key} and an object {"type": name, field: ...}.
 
-    That is a method `describe(tensors, key)`, with `restore(description, tensors)` for the way back.
+    A class may have its own way: a method `describe(tensors, key)`, and `restore(description, tensors)` to read it.
     """
     if isinstance(value, Tensor):
         tensors[key] = value.detach()
@@ -173,7 +166,7 @@ def describe(value: Any, tensors: dict[str, Tensor], key: str, name: Callable[[t
 
 
 def stored_fields(value: Any) -> dict[str, Any]:
-    """Return the fields that make an object: those of a dataclass without caches and defaults of None, else all."""
+    """Return the fields of a dataclass without caches and defaults of None, or all attributes of another object."""
     if not is_dataclass(value):
         return dict(vars(value)) if hasattr(value, "__dict__") else {}
     found = [(item, getattr(value, item.name)) for item in _stored(value)]
@@ -187,7 +180,7 @@ def _stored(cls: Any) -> list[Field]:
 def unpack(tensors: Mapping[str, Tensor], description: Any, kind: Kind[T]) -> T:
     """Make the object that `pack` described; `CorruptFile` where the description does not fit together."""
     if not isinstance(description, Mapping):
-        raise CorruptFile(f"a stored {_type(kind).__name__} is described by {description!r}. Save it again.")
+        raise CorruptFile(f"a stored {cast(Any, kind).__name__} is described by {description!r}. Save it again.")
     cls = _class(description.get("type"), kind)
     try:
         if hasattr(cls, "restore"):
@@ -246,7 +239,7 @@ def nbytes(value: Any) -> int:
 
 
 def once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Leave out tensors that share the memory of another one, and return the name of that one for each."""
+    """Return the tensors that share no memory, and for each of the others the name of the one it shares memory with."""
     seen: dict[Any, str] = {}
     names = {k: seen.setdefault((v.data_ptr(), v.shape, v.stride(), v.dtype, v.device), k) for k, v in tensors.items()}
     return {k: v for k, v in tensors.items() if names[k] == k}, {k: own for k, own in names.items() if own != k}
@@ -308,7 +301,7 @@ def _require_format(header: Any, path: Path, damaged: str) -> None:
 
 
 def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
-    """SHA-256 of header and tensors: safetensors itself does not notice a flipped byte."""
+    """Return the SHA-256 of header and tensors: safetensors itself does not notice a flipped byte."""
     digest = hashlib.sha256(json.dumps({k: v for k, v in header.items() if k != "digest"}, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name}|{tensors[name].dtype}|{tuple(tensors[name].shape)}|".encode())
@@ -351,7 +344,7 @@ def load_tree(path: Path) -> Any:
 
 
 def lean(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the tree as JSON, with {kind: ...} for tensors and for whatever JSON does not tell apart."""
+    """Return the tree as JSON, with {kind: ...} for tensors, dicts, tuples and dtypes, which JSON does not have."""
     if isinstance(tree, Tensor):
         name = str(len(tensors))
         tensors[name] = tree
@@ -487,21 +480,17 @@ def _finish(part: Path, path: Path) -> None:
 
 @contextmanager
 def _told(path: Path, numbers: tuple[int, ...] = ()) -> Iterator[None]:
-    """Raise `CannotWrite` in place of errors of the operating system, or of those with these `numbers`."""
+    """Raise `CannotWrite` in place of errors of safetensors and the operating system; `numbers` limits the latter."""
     try:
         yield
-    except SafetensorError as error:
-        raise CannotWrite(_words(path, error)) from error
-    except OSError as error:
-        if numbers and error.errno not in numbers:
+    except (SafetensorError, OSError) as error:
+        if numbers and isinstance(error, OSError) and error.errno not in numbers:
             raise
-        raise CannotWrite(_words(path, error)) from error
-
-
-def _words(path: Path, error: Exception) -> str:
-    kept = "; the older file of that name is unchanged" if path.is_file() else ""
-    advice = "Free some space, or choose a folder that you may write to"
-    return f"{str(path)!r} could not be written ({error}){kept}. {advice}."
+        kept = "; the older file of that name is unchanged" if path.is_file() else ""
+        raise CannotWrite(
+            f"{str(path)!r} could not be written ({error}){kept}. Free some space, or choose a folder that you may "
+            "write to."
+        ) from error
 
 
 def require_writable(folder: Path) -> None:

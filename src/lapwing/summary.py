@@ -1,4 +1,4 @@
-"""The text of `la.summary()`: what was fitted, how, and what to know about it."""
+"""The text of `la.summary()`: what was fitted and how, with notes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUNDS = {  # how a structure's evidence compares with that of the full GGN
 
 
 def summary(la: Any) -> str:
-    """Describe a Laplace object: what was fitted, how, and what to know about it."""
+    """Describe a Laplace object: what was fitted and how, with notes."""
     lines = [f"Laplace posterior over {la.params.size:,} weights of {type(la.module).__name__}"]
     lines += [f"  {name:<12} {value}" for name, value in facts(la).items()]
     lines.append(f"  log-likelihood at the weights  {float(la.log_likelihood):.6g}")
@@ -34,7 +34,7 @@ def summary(la: Any) -> str:
 
 
 def facts(la: Any) -> dict[str, str]:
-    """Return what is known of a Laplace object without any work, by name."""
+    """Return facts about a Laplace object by name, without any computation."""
     curvature = la.curvature
     scaled = f", logits divided by {la.logit_temperature:.4g}" if la.logit_temperature != 1.0 else ""
     return {
@@ -47,14 +47,14 @@ def facts(la: Any) -> dict[str, str]:
 
 
 def html(la: Any) -> str:
-    """Describe a Laplace object as a small table for notebooks, from what is known without any work."""
+    """Describe a Laplace object as a small table for notebooks, without any computation."""
     rows = list(facts(la).items()) + ([("tuned by", la.tuned)] if la.tuned else [])
     rows += [("note", note) for note in (*la.curvature.notes, *(la.tuning.messages if la.tuning else ()))]
     return html_table((), rows, f"Laplace posterior over {la.params.size:,} weights of {type(la.module).__name__}")
 
 
 def _distance_line(la: Any) -> list[str]:
-    """Say how far the weights are from the mode, where that is known without work and matters."""
+    """Say how far the weights are from the mode, if that matters and needs no iterative solve."""
     if la.curvature.gradient is None or la.posterior.precision.iterative:
         return []
     gain = la.stationarity
@@ -67,7 +67,7 @@ def _distance_line(la: Any) -> list[str]:
 
 
 def _evidence_line(la: Any) -> str:
-    """The log evidence, with its standard error where it is an estimate; a summary starts no estimate."""
+    """Return the log evidence as text, with its standard error if it is an estimate; a summary starts no estimate."""
     precision, bound = la.posterior.precision, la.curvature.structure.bound
     if not precision.iterative:
         return f"{float(la.log_evidence()):.6g}{BOUNDS[bound]}{_variational_line(la)}"

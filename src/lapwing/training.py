@@ -52,7 +52,7 @@ class Trained:
         return self.laplace.module
 
     def table(self, rows: int = 20) -> str:
-        """Return the history of the evidence as text, with at most so many rows.
+        """Return the history of the evidence as text, with about `rows` rows at most.
 
         Examples:
             >>> print(lapwing.train(model, train_loader, "classification", epochs=2).table())
@@ -143,16 +143,12 @@ def train(
     training = Training(module, source, online, stepper, rate, plan, val, folder, progress)
     online, history, stopped = training.run()
     seen = Subset(data, None if samples is None else FIT * samples, None)
+    last = "diag" if structure == BATCH else structure  # the bound of one batch has no matrix
     la = fit(
-        module, seen, online.likelihood, structure=_final(structure), factor=factor, select=select,
+        module, seen, online.likelihood, structure=last, factor=factor, select=select,
         prior=online.belief.prior, n_data=size, split=split, generator=generator, progress=progress,
     )  # fmt: skip
     return Trained(replace(la, tuned=_told(online)), online, history, stopped)
-
-
-def _final(structure: str | Structure) -> str | Structure:
-    """Return the structure of the posterior at the end: diagonal for "batch", whose bound has no matrix."""
-    return "diag" if structure == BATCH else structure
 
 
 def _told(online: Online) -> str:

@@ -93,8 +93,6 @@ class Request:
             )
         if self.chosen == "validation" and self.data is None:
             raise BadData("method='validation' needs held-out data: tune(val_loader)")
-        if self.chosen == "loo" and self.data is None:
-            raise BadData("method='loo' needs the training data: tune(train_loader, method='loo')")
         if self.data is not None:
             require_one_process("tune with data")
 
@@ -110,12 +108,15 @@ def tune(predictive: Predictive, request: Request, require_unchanged: Callable[[
         if not (request.alone and grid is None and belief.likelihood.has_logits):
             return tuning
         require_unchanged()
-        known = None if sharded() else predictive.options.data  # every process has its own shard, and all must agree
+        known = _training_data(predictive)
         held = None if known is None else predictive.held_out(known, most=LOO_DATA)
         return keep_if_shown(tuning, belief, groups, held, memory=predictive.options.memory)
     require_unchanged()
     if request.chosen == "loo":
-        return tune_loo(belief, groups, predictive.held_out(request.data), learn=learn, grid=grid)
+        data = _training_data(predictive) if request.data is None else request.data
+        if data is None:
+            raise BadData("method='loo' needs the training data: tune(train_loader, method='loo')")
+        return tune_loo(belief, groups, predictive.held_out(data), learn=learn, grid=grid)
     choices: dict[str, Any] = {"learn": learn, "grid": grid, "rule": resolve_rule(request.rule)}
     if request.predictive == "sampled":
         return tune_sampled(predictive, groups, request.data, link=request.link, **choices)
@@ -129,6 +130,14 @@ def tune(predictive: Predictive, request: Request, require_unchanged: Callable[[
         draws=predictive.pushed(labeled) if by_draws else None,
         **choices,
     )
+
+
+def _training_data(predictive: Predictive) -> Any:
+    """Return the data of the fit, where they can be read again.
+
+    Under `torchrun` every process has its own shard, and tuning has to agree on all, so there are none.
+    """
+    return None if sharded() else predictive.options.data
 
 
 def _by_evidence(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lapwing
 from lapwing.curvature import GGN, pose
 from lapwing.curvature.matrixfree import MatrixFree
-from lapwing.likelihoods import Categorical, Gaussian
+from lapwing.likelihoods import Gaussian
 from lapwing.linalg import DenseRows, Diagonal
 from lapwing.linalg.operator import Operator
 from lapwing.linalg.solvers import Sketch
@@ -323,15 +323,6 @@ def test_products_are_autograds(name: str) -> None:
     torch.testing.assert_close(
         found.transposed(lambda batch, f: torch.ones_like(f)[None], 1)[0], dense.sum(0), rtol=1e-9, atol=1e-9
     )
-
-
-def test_hessian_products_are_the_hessian() -> None:
-    found, model, data = products("conv classification")
-    full = lapwing.fit(model, data, "classification", structure="full", factor=lapwing.Hessian(), prior=1e3)
-    v = torch.randn(3, full.params.size, dtype=torch.float64)
-    likelihood = Categorical()
-    image = found.hessian(v, lambda batch, f: -likelihood.log_prob(f, batch.targets).sum())
-    torch.testing.assert_close(image, v @ full.curvature.dense(), rtol=1e-8, atol=1e-8)
 
 
 def test_a_joined_operator_is_the_sum() -> None:

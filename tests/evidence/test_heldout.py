@@ -5,6 +5,7 @@ Settings that differ in a common factor of their precisions: interpolated losses
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +147,31 @@ def test_a_fine_grid_scores_as_predictions_of_each_setting_do(structure: str) ->
         assert tuning.scores[k].item() == pytest.approx(truth, abs=1e-3)
 
 
+@pytest.mark.parametrize("structure", ["kron", "full"])
+@pytest.mark.parametrize("wrong", [0.0, 0.02, 0.3])
+def test_a_look_at_a_few_samples_changes_no_choice(structure: str, wrong: float) -> None:
+    """Also where a few wrong labels among easy ones decide, and of settings that are not hopeless no score."""
+    net = dense.build(lambda: nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)))
+    x = dense.randn(700, 3, seed=1)
+    with torch.no_grad():
+        net[2].weight.mul_(12.0)
+        y = net(x).argmax(-1)
+    hit = torch.rand(700, generator=dense.seeded(2)) < wrong
+    y = torch.where(hit, torch.randint(4, (700,), generator=dense.seeded(3)), y)
+    la = lapwing.fit(net, (x[:200], y[:200]), "classification", structure=structure, select="last_layer")
+    values = tuple(torch.logspace(-4, 4, 120, dtype=torch.float64).tolist())
+    held = (x[200:], y[200:])
+    tuning = la.tune(held, learn=("prior",), grid={"prior": values}).tuning
+    own = [k for k, each in enumerate(tuning.settings) if not each.deterministic][:120]
+    truth = torch.tensor([-la.replace(prior=v).predict(held[0]).log_prob(held[1]).mean().item() for v in values[::6]])
+    found = tuning.scores[own][::6].to(truth)
+    assert found.argmin() == truth.argmin() or truth[found.argmin()] - truth.min() < 1e-3
+    near = truth < truth.min() + 0.005
+    torch.testing.assert_close(found[near], truth[near], rtol=0, atol=1e-3)
+    torch.testing.assert_close(found, truth, rtol=0.3, atol=0.02)  # the others are estimates
+    assert any("estimates from 96 of the data" in each for each in tuning.messages)
+
+
 def test_a_line_that_is_not_smooth_gets_more_nodes_and_then_every_setting() -> None:
     """Losses with a steep step: an interpolation from few settings is refused, whatever it costs."""
     line = [Setting(torch.tensor([tau], dtype=torch.float64)) for tau in torch.logspace(-2, 3, 102).tolist()]
@@ -159,6 +185,7 @@ def test_a_line_that_is_not_smooth_gets_more_nodes_and_then_every_setting() -> N
             return torch.sigmoid((u[:, None] - torch.tensor([0.0, 1.0, 3.0])) / width)
 
         sweep = SimpleNamespace(exact_losses=losses)
+        sweep._refined = partial(Sweep._refined, sweep)
         found = Sweep._along(sweep, line)  # type: ignore[arg-type]
         count = len(asked)
         return found, losses(line), count

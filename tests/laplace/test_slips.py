@@ -44,3 +44,23 @@ def test_a_device_that_is_not_here(device: str) -> None:
     la, _ = fitted()
     with pytest.raises(BadData, match=f"no device '{device}' here"):
         la.to(device)
+
+
+def test_a_wrong_argument_is_an_error_of_this_library() -> None:
+    la, _ = fitted()
+    noisy = lapwing.fit(nn.Linear(3, 1), (torch.randn(20, 3), torch.randn(20, 1)), "regression", progress=False)
+    p, x = noisy.predict(torch.randn(2, 3)), torch.randn(2, 3)
+    wrong = {
+        "interval level": lambda: p.interval(95),
+        "quantile levels": lambda: p.quantile(50),
+        "at='mode'": lambda: la.log_evidence(at="mode"),
+        "which is not in learn": lambda: noisy.tune(method="evidence", learn="prior", grid={"noise": [1.0]}),
+        "candidates must be positive": lambda: la.tune((x, torch.arange(2)), grid={"prior": [-1.0]}),
+        "expected vectors of length 8": lambda: la.posterior.precision.matvec(torch.ones(3)),
+        "weights='some'": lambda: lapwing.Mixture([la, la], weights="some").predict(x),
+        "must be positive": lambda: lapwing.Prior.from_weight_decay(-1.0, 20),
+        "as many precisions": lambda: lapwing.Prior.per_block(torch.ones(3), la.curvature.names),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(lapwing.LapwingError, match=message):
+            call()

@@ -158,11 +158,22 @@ def test_a_choice_of_no_posterior_is_still_one_after_loading(tmp_path):
     assert "log evidence" not in again.summary()
 
 
-def test_methods_without_their_data_are_refused() -> None:
-    la = lapwing.fit(nn.Linear(2, 2), (torch.randn(8, 2), torch.arange(8) % 2), "classification", structure="full")
+def test_methods_without_their_data_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    la = lapwing.fit(model, (torch.randn(8, 2), torch.arange(8) % 2), "classification", structure="full")
     with pytest.raises(lapwing.BadData, match="needs held-out data"):
         la.tune(method="validation")
+    la.save(tmp_path / "model.lapwing")
     with pytest.raises(lapwing.BadData, match="needs the training data"):
-        la.tune(method="loo")
+        lapwing.load(tmp_path / "model.lapwing", model).tune(method="loo")
     with pytest.raises(lapwing.BadData):
         la.tune([])
+
+
+def test_leave_one_out_reads_the_data_of_the_fit_again() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(30, 2), torch.randn(30, 1)
+    la = lapwing.fit(nn.Linear(2, 1), data, "regression", structure="full", progress=False)
+    alone, given = la.tune(method="loo").tuning, la.tune(data, method="loo").tuning
+    assert str(alone.setting) == str(given.setting)
+    assert alone.score == given.score

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lapwing import IncompatiblePrior, NotPositiveDefinite
 from lapwing.linalg import PSD, Diagonal, EigenKronecker, Kronecker, SimultaneousKronecker
-from lapwing.linalg.eigenkronecker import nearest_product
+from lapwing.linalg.commonbasis import nearest_product
 from lapwing.testing.matrices import Draw
 
 Q, O, I = 2, 3, 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lapwing.linalg import BlockDiagonal, Dense, DenseRows, Diagonal, Layout
-from lapwing.linalg.eigenkronecker import EigenKronecker
+from lapwing.linalg.kronecker import EigenKronecker
 from lapwing.linalg.rows import MatrixRows
 
 EYE = torch.eye(2, dtype=torch.float64)

@@ -3,12 +3,21 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from tests import dense
 from torch import Tensor
 
-from lapwing.predictive.pairs import Pairs, expected_entropy, expected_sigmoid, matched_points, narrowness, pairs_of_one
+from lapwing.predictive.pairs import (
+    FewPairs,
+    Pairs,
+    expected_entropy,
+    expected_sigmoid,
+    matched_points,
+    narrowness,
+    pairs_of_one,
+)
 from lapwing.predictive.softmax import CLOSE, DenseSpread, SharedSpread, expected_softmax
 
 
@@ -51,6 +60,52 @@ def test_one_item_in_plain_numbers_is_what_tensors_give(classes: int) -> None:
         found = pairs_of_one(mean[k].tolist(), p, apart)
         for ours, theirs in zip(found, (probs[k], entropy[k], error[k]), strict=True):
             torch.testing.assert_close(torch.tensor(ours).double(), theirs, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("classes", [3, 10, 24, 63])
+def test_a_few_items_in_numpy_are_what_tensors_give(classes: int) -> None:
+    """Of the same logits, the very narrow, the very wide, ties and a masked class among them."""
+    mean, root = items(60, classes, seed=5)
+    mean[0, 1], mean[1] = -1e9, 0.0
+    root[2:6] *= torch.tensor([0.0, 1e-3, 10.0, 100.0], dtype=torch.float64)[:, None, None]
+    mean[6], root[6] = -50 * torch.arange(classes), 5 * root[6]
+    spread = DenseSpread(root @ root.mT)
+    pairs = Pairs.of(mean, spread.apart)
+    narrow = (each.float().numpy() for each in (mean, pairs.apart))
+    with np.errstate(all="ignore"):
+        center, apart = narrow
+        few = FewPairs.of(center, pairs.pivot[:, 0].numpy(), apart)
+        points = matched_points(classes, 2, 2021, torch.float64)
+        places, root = torch.arange(0, 60, 2), spread.root(pairs.pivot)
+        found = few.with_points(places.numpy(), root[places].float().numpy(), points.float().numpy(), 3.0)
+    want = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound())
+    for ours, theirs in zip((*few.alone, few.own, few.entropy), (*want, pairs.own, pairs.entropy), strict=True):
+        finite = theirs.float().isfinite()  # a bound on the error may be beyond float32
+        torch.testing.assert_close(torch.tensor(ours).double()[finite], theirs[finite], rtol=2e-5, atol=5e-6)
+    rare = (pairs.own > 1e-30) & (pairs.own < 1e-6)  # which keep their relative accuracy
+    torch.testing.assert_close(torch.tensor(few.own).double()[rare], pairs.own[rare], rtol=2e-4, atol=0)
+    *want, error = pairs.with_points(root[places], points, 3.0, places)
+    sure = error.isfinite()
+    assert torch.equal(torch.tensor(found[2]).isfinite(), sure)
+    for ours, theirs in zip(found, (*want, error), strict=True):
+        torch.testing.assert_close(torch.tensor(ours).double()[sure], theirs[sure], rtol=2e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize("classes", [3, 10])
+def test_probabilities_of_few_items_do_not_depend_on_the_way(classes: int) -> None:
+    """NumPy serves few items in float32, PyTorch all others: pairs, points of both stages and levels are the same."""
+    mean, root = items(64, classes, 20)
+    found, want = (
+        expected_softmax(mean.to(dtype), DenseSpread((root @ root.mT).to(dtype)), None)
+        for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(found.probs.double(), want.probs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=0, atol=2e-4)
+    torch.testing.assert_close(found.error.double(), want.error, rtol=2e-2, atol=2e-6)
+    torch.testing.assert_close(found.log_probs.double(), want.log_probs, rtol=1e-3, atol=1e-3)
+    for k in range(0, 64, 8):  # what an item gets does not depend on its batch
+        alone = expected_softmax(mean[k : k + 2].float(), DenseSpread((root @ root.mT)[k : k + 2].float()), None)
+        torch.testing.assert_close(alone.probs, found.probs[k : k + 2], rtol=0, atol=2e-6)
 
 
 def items(n: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:

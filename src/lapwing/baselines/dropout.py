@@ -111,7 +111,7 @@ def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 def _require_masks(model: nn.Module) -> None:
-    """Refuse dropout that only the inside of a layer knows."""
+    """Refuse layers with dropout inside, which cannot be switched on from outside."""
     for name, part in model.named_modules():
         inside = isinstance(part, nn.MultiheadAttention | nn.RNNBase) and part.dropout > 0
         if inside:

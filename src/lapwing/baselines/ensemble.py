@@ -22,8 +22,8 @@ from lapwing.predictive import Prediction
 class DeepEnsemble:
     """The average prediction of several trained networks (Lakshminarayanan et al. 2017).
 
-    The networks may differ in architecture. One network alone is a network without uncertainty about its weights, as a
-    thing that predicts. The networks are read when they predict, not copied.
+    The networks may differ in architecture. One network alone predicts without uncertainty about its weights. The
+    networks are read when they predict, not copied.
 
     Examples:
         >>> others = [nn.Linear(4, 3) for _ in range(2)]  # trained, in practice

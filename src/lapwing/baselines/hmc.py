@@ -28,8 +28,8 @@ class HMC(WeightDistribution):
     """Weights (S, P) drawn from the posterior itself by NUTS (Hoffman and Gelman 2014), from Pyro (extra `baselines`).
 
     `r_hat` and `ess` (P,) are the split R-hat and the effective sample size of every weight. Weights that can trade
-    places never mix, and need not: judge by `output_r_hat` and `output_ess`, those of the network's outputs at training
-    inputs. A fit warns where an R-hat of the outputs exceeds 1.05.
+    places never mix, and need not. Judge by `output_r_hat` and `output_ess`, the same numbers for the network's outputs
+    at training inputs. A fit warns if an R-hat of the outputs exceeds 1.05.
 
     Examples:
         >>> network, data = network.double(), (inputs.double(), targets.double())
@@ -105,25 +105,22 @@ class HMC(WeightDistribution):
             draws = torch.stack(found)  # (chains, samples, P)
             outputs = _outputs(task, kept[0], draws)
         network = Weighted.of(task.module, task.params, task.likelihood, task.convention)
-        hmc = cls(
-            network,
-            draws.flatten(0, 1),
-            split_gelman_rubin(draws.double(), 0, 1),
-            effective_sample_size(draws.double(), 0, 1),
-            split_gelman_rubin(outputs, 0, 1),
-            effective_sample_size(outputs, 0, 1),
-            divergences,
-        )
-        hmc._warn()
-        return hmc
-
-    def _warn(self) -> None:
-        worst = self.output_r_hat.max().item()
+        found_r_hat = split_gelman_rubin(outputs, 0, 1)
+        worst = found_r_hat.max().item()
         if not worst <= CONVERGED:
             warn(
                 f"the chains have not mixed: an R-hat of the outputs is {worst:.3g} ({CONVERGED} is aimed at). Use "
                 "more samples and warmup."
             )
+        return cls(
+            network,
+            draws.flatten(0, 1),
+            split_gelman_rubin(draws.double(), 0, 1),
+            effective_sample_size(draws.double(), 0, 1),
+            found_r_hat,
+            effective_sample_size(outputs, 0, 1),
+            divergences,
+        )
 
     def summary(self) -> str:
         """Return one line: how many draws, R-hat and effective sample size of outputs and weights, divergences."""
@@ -167,9 +164,9 @@ class Known(torch.autograd.Function):
 def _potential(task: Task, batches: list[Batch]) -> Callable[[Tensor], Tensor]:
     """Return −log p(D, θ) as a function of the flat weights, up to a constant; inside `task.running`.
 
-    Small networks spend most of a step outside of arithmetic: in calls of modules, and in autograd's records. The
-    function and its gradient are therefore traced once and replayed as a list of operations. Tracing refuses a network
-    that branches on values of tensors, which runs as it is.
+    Small networks spend most of a step outside of arithmetic: in calls of modules, and in autograd's records. So the
+    function and its gradient are traced once and replayed as a list of operations. A network that branches on values of
+    tensors cannot be traced and runs as it is.
     """
     start = task.params.flat
     with torch.no_grad():

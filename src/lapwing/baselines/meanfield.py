@@ -88,7 +88,7 @@ class Bound:
         return total / self.draws + self.divergence(mean, deviation) / self.task.n_data
 
     def divergence(self, mean: Tensor, deviation: Tensor) -> Tensor:
-        """KL(q ‖ prior), 0-d."""
+        """Return KL(q ‖ prior), 0-d."""
         ratio = deviation.square() * self.task.precision
         return 0.5 * (ratio - 1 - ratio.log()).sum() + self.task.distance(mean)
 

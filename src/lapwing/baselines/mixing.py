@@ -56,7 +56,7 @@ def mixed(
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """A module that runs at other weights than its own; everything else of it stays as it was at the fit.
+    """A module that runs at other weights than its own, with everything else as it was at the fit.
 
     `rest` holds copies of buffers and of parameters that are not among `params`.
     """

@@ -121,12 +121,10 @@ class Task:
         """Return the outputs of a batch at weights by name, one row per sample; inside `running`."""
         return self.likelihood.outputs(output_tensor(call(in_use(self.module), batch.inputs, values)))
 
-    def nll(
-        self, batch: Batch, values: dict[str, Tensor], *, targets: Tensor | None = None
-    ) -> tuple[Tensor, float]:
+    def nll(self, batch: Batch, values: dict[str, Tensor], *, targets: Tensor | None = None) -> tuple[Tensor, float]:
         """Return Σ −log p(y | f) of a batch at weights by name, and how many data it stands for; inside `running`.
 
-        `targets`, if given, are those of the batch as `likelihood.targets` returned them, which checks them.
+        `targets`, if given, are the targets of the batch after `likelihood.targets` has checked them.
         """
         f = self.outputs(batch, values)
         y = self.likelihood.targets(f.detach(), batch.targets) if targets is None else targets

@@ -136,7 +136,7 @@ def require_other(options: argparse.Namespace, but: str = "") -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return an answer as JSON knows it: tensors as lists, paths as texts, numbers that are not finite as null."""
+    """Turn an answer into JSON types: tensors into lists, paths into texts, infinite numbers and NaN into null."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, Tensor):
@@ -148,12 +148,25 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def positive(text: str) -> int:
-    """Read a whole number above zero."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above zero")
-    return value
+def number(kind: type, low: float, high: float, words: str) -> Callable[[str], Any]:
+    """Return a function that reads an `int` or `float` between two bounds; the bounds themselves are refused."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low < value < high:
+            raise argparse.ArgumentTypeError(f"{text} is not {words}")
+        return value
+
+    return read
+
+
+positive = number(int, 0, math.inf, "a whole number above zero")
+above_zero = number(float, 0, math.inf, "a number above zero")
+seed = number(int, -1, 2**63, "a whole number between 0 and 2**63")
+share = number(float, 0, 1, "a number between 0 and 1")
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -168,19 +181,3 @@ def memory(text: str) -> int:
         if text.upper().endswith(unit):
             number, factor = text[: -len(unit)], size
     return int(above_zero(number) * factor) or 1
-
-
-def above_zero(text: str) -> float:
-    """Read a finite number above zero."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above zero and finite")
-    return value
-
-
-def seed(text: str) -> int:
-    """Read a whole number that fits 64 bits."""
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2**63")
-    return value

@@ -35,7 +35,7 @@ class Dataset:
         return len(self.targets)
 
     def __getitem__(self, index: slice | Tensor) -> "Dataset":
-        """A part of the data: a slice, a mask or a tensor of indices."""
+        """Return a part of the data, for a slice, a mask or a tensor of indices."""
         return Dataset(self.inputs[index], self.targets[index])
 
     def split(self, *sizes: int, generator: torch.Generator | None = None) -> tuple["Dataset", ...]:
@@ -48,7 +48,7 @@ class Dataset:
 
 
 def folder() -> Path:
-    """The folder named by LAPWING_DATA."""
+    """Return the folder named by LAPWING_DATA."""
     name = os.environ.get("LAPWING_DATA", "")
     if not name:
         raise BadData("LAPWING_DATA is not set: let it name the folder that holds mnist/, notmnist/, cifar10/, …")
@@ -66,7 +66,7 @@ def images(name: str, split: str = "test") -> Dataset:
 
 
 def digits() -> Dataset:
-    """The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn."""
+    """Return the 1,797 handwritten digits of 8×8 pixels that come with scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -77,7 +77,7 @@ def digits() -> Dataset:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """Images (N, rows, columns) or labels (N,) of a gzipped idx file (LeCun's format, unsigned bytes)."""
+    """Read images (N, rows, columns) or labels (N,) from a gzipped idx file (LeCun's format, unsigned bytes)."""
     try:
         raw = gzip.decompress(existing(path).read_bytes())
     except (OSError, EOFError, zlib.error) as error:
@@ -93,6 +93,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
 
 def existing(path: Path) -> Path:
+    """Return the path of a file; refuse one that is missing, and list the files beside it."""
     if not path.exists():
         around = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
         found = f"the folder holds {', '.join(around)}" if around else f"{path.parent} does not exist"

@@ -24,7 +24,7 @@ from lapwing.laplace import Laplace
 
 
 def lenet(classes: int = 10) -> nn.Sequential:
-    """LeNet-5 for 28×28 images of one channel (LeCun et al. 1998, with ReLU and max pooling); 61,706 parameters."""
+    """Return LeNet-5 for 28×28 images of one channel, 61,706 weights (LeCun et al. 1998, with ReLU and max pooling)."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -34,7 +34,7 @@ def lenet(classes: int = 10) -> nn.Sequential:
 
 
 def small_cnn(classes: int = 10) -> nn.Sequential:
-    """Two convolutions and two linear layers for 8×8 images of one channel: the network of `lapwing demo`."""
+    """Return the network of `lapwing demo`: two convolutions and two linear layers for 8×8 images of one channel."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -69,9 +69,9 @@ class Scenario:
 
 
 def digits(generator: torch.Generator) -> Scenario:
-    """Digits 0 to 7 of scikit-learn's 8×8 digits; 8 and 9 are never trained on."""
+    """Return digits 0 to 7 of scikit-learn's 8×8 digits to train on, with 8 and 9 outside."""
     data = datasets.digits()
-    # few to train on, so that there is doubt to express, and enough held out to tune by and to test with
+    # few items to train on, so that predictions are uncertain, and enough held out to tune and to test
     train, validation, test = data[data.targets < 8].split(300, 400, generator=generator)
     return Scenario(
         title="Handwritten digits 0–7 (8×8)",
@@ -87,12 +87,12 @@ def digits(generator: torch.Generator) -> Scenario:
 
 
 def mnist(generator: torch.Generator) -> Scenario:
-    """MNIST, with the letters of notMNIST outside."""
+    """Return MNIST, with the letters of notMNIST outside."""
     return _idx("mnist", "MNIST", "notmnist", "notMNIST", generator)
 
 
 def fashion(generator: torch.Generator) -> Scenario:
-    """Fashion-MNIST, with the digits of MNIST outside."""
+    """Return Fashion-MNIST, with the digits of MNIST outside."""
     return _idx("fashion", "Fashion-MNIST", "mnist", "MNIST", generator)
 
 
@@ -116,12 +116,16 @@ def _idx(name: str, title: str, outside: str, outside_name: str, generator: torc
 SCENARIOS: dict[str, Callable[[torch.Generator], Scenario]] = {"digits": digits, "mnist": mnist, "fashion": fashion}
 
 
-def run(data: str, out: Path, *, seed: int = 0) -> Report:
-    """Train, fit, tune and compare; print a table, write `out`/report.html and return the report."""
-    out.mkdir(parents=True, exist_ok=True)
-    scenario = SCENARIOS[data](torch.Generator().manual_seed(seed))
-    with one_thread():
-        return _compare(scenario, out, seed)
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: networks this small gain little from a second one, and on a busy machine waiting for it
+    makes them ten times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _say(text: str) -> None:
@@ -129,7 +133,11 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
+@one_thread()
+def run(data: str, out: Path, *, seed: int = 0) -> Report:
+    """Train, fit, tune and compare; print a table, write `out`/report.html and return the report."""
+    out.mkdir(parents=True, exist_ok=True)
+    scenario = SCENARIOS[data](torch.Generator().manual_seed(seed))
     sizes = (len(part) for part in (scenario.train, scenario.validation, scenario.test, scenario.outside))
     counts = "{:,} to train, {:,} to validate, {:,} to test; outside: {:,} of {}".format(*sizes, scenario.outside_name)
     _say(f"{scenario.title}: {counts}")
@@ -139,6 +147,7 @@ def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
     laplace = posterior(model, scenario)
     _say("tuning prior and temperature on the validation part …")
     laplace = laplace.tune(validation)
+    assert laplace.tuning is not None
     report = evaluate(
         {"MAP": model, "MAP + temperature": scaled, "Laplace": laplace},
         (scenario.test.inputs, scenario.test.targets),
@@ -153,7 +162,7 @@ def _compare(scenario: Scenario, out: Path, seed: int) -> Report:
     notes = (
         f"A network of {weights:,} weights. {counts}.",
         f"Temperature scaling found T = {scaled.temperature:.3f}. The posterior has the structure "
-        f"{laplace.curvature.structure.name}; tuning on the validation part chose: {chosen(laplace)}.",
+        f"{laplace.curvature.structure.name}; tuning on the validation part chose: {laplace.tuning.setting}.",
     )
     facts = {"seed": f"{seed}, of the split, the training and all draws", "command": "lapwing demo"}
     path = report.to_html(out / "report.html", heading=f"Lapwing demo: {scenario.title}", notes=notes, facts=facts)
@@ -168,23 +177,6 @@ def posterior(model: nn.Module, scenario: Scenario) -> Laplace:
     if len(part) < n:
         _say(f"curvature from {len(part):,} of the training items, standing for {n:,}")
     return fit(model, (part.inputs, part.targets), "classification", n_data=n, progress=True)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread: networks this small gain little from a second one, and on a busy machine waiting for it
-    makes them ten times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def chosen(laplace: Laplace) -> str:
-    """Say what tuning chose."""
-    return str(laplace.tuning.setting) if laplace.tuning is not None else "nothing, it was not tuned"
 
 
 def train_network(scenario: Scenario, seed: int) -> nn.Module:

@@ -18,13 +18,13 @@ from lapwing.cli.command import Command
 from lapwing.cli.data import Rows, require_readable, suited
 from lapwing.cli.models import some
 from lapwing.curvature import GGN, Auto, MatrixFree, Problem, Structure, available_memory, pose, resolve_structure
+from lapwing.curvature.curvature import in_words
 from lapwing.curvature.kron import kept_as
 from lapwing.errors import BadData, LapwingError, TooLarge, UnsupportedOperation
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model import Batches, Network, Params, last_layer, select_names
 from lapwing.model.calls import call, output_tensor
 from lapwing.model.copies import borrowed
-from lapwing.model.products import Products
 from lapwing.storage import named
 
 ASSUMED = 10_000  # samples, where there are no data
@@ -51,7 +51,8 @@ def _run(options: argparse.Namespace) -> command.Answer:
     found: dict[str, Any] = {}
 
     def tell(title: str, lines: list[str]) -> None:
-        _print(title, lines)
+        for k, line in enumerate(lines):
+            print(f"{title if not k else '':8} {line}".rstrip())
         found[title] = lines
 
     tell("model", _model_lines(model))
@@ -78,11 +79,6 @@ def _run(options: argparse.Namespace) -> command.Answer:
         "next": _next(options, choice),
         "text": found,
     }
-
-
-def _print(title: str, lines: list[str]) -> None:
-    for k, line in enumerate(lines):
-        print(f"{title if not k else '':8} {line}".rstrip())
 
 
 def _model_lines(model: nn.Module) -> list[str]:
@@ -194,10 +190,10 @@ def _prices(problem: Problem) -> dict[str, tuple[int | None, Structure, str]]:
 def _structure_lines(problem: Problem, prices: Mapping[str, tuple[int | None, Structure, str]]) -> list[str]:
     """List the memory of each structure, the smallest first."""
     picked = type(Auto().chosen(problem)[0])
-    lines = [f"estimates for the curvature and its decomposition; the budget is {_bytes(problem.memory)}"]
+    lines = [f"estimates for the curvature and its decomposition; the budget is {in_words(problem.memory)}"]
     for name, (needed, structure, obstacle) in prices.items():
         reads = "reads the data for every product" if structure.reads_data else f"reads the data {structure.passes()} ×"
-        size = "?" if needed is None else _bytes(needed)
+        size = "?" if needed is None else in_words(needed)
         mark = " ← auto" if type(structure) is picked else ""
         lines.append(f"{name:12} {size:>9}  {reads}{obstacle}{mark}")
     return lines
@@ -215,18 +211,14 @@ def _obstacle(problem: Problem, structure: Structure, needed: int | None) -> str
     return ""
 
 
-def _bytes(count: int) -> str:
-    """Write bytes as the messages of `fit` do."""
-    if count >= 1e12:
-        return f"{count / 1e9:,.0f} GB"
-    return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
-
-
 def _gradient_of_a_batch(problem: Problem) -> float:
     """Time a gradient of one batch, in seconds."""
-    batch = next(iter(problem.batches))
-    products = Products(problem.network, problem.batches, False)
-    return min(_gradient_seconds(products, batch.inputs) for _ in range(2))
+    batch, taken = next(iter(problem.batches)), []
+    for _ in range(2):
+        begin = time.perf_counter()
+        problem.products.vjp(batch.inputs, lambda f: torch.ones_like(f)[None])
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
 
 
 def _time_lines(problem: Problem, seconds: float) -> list[str]:
@@ -244,12 +236,6 @@ def _time_lines(problem: Problem, seconds: float) -> list[str]:
 
 def _seconds(count: float) -> str:
     return f"{count:,.0f} s" if count >= 10 else f"{count:.2g} s"
-
-
-def _gradient_seconds(products: Products, inputs: Any) -> float:
-    begin = time.perf_counter()
-    products.vjp(inputs, lambda f: torch.ones_like(f)[None])
-    return time.perf_counter() - begin
 
 
 def chosen(
@@ -291,7 +277,7 @@ def _selected(options: argparse.Namespace, problem: Problem, structure: Structur
         return (asked if isinstance(asked, str) else ",".join(asked)), "you said so"
     if structure.reads_data or structure.name == "diag":
         return "last_layer", (
-            f"the Kronecker factors of all {problem.network.params.size:,} weights exceed {_bytes(problem.memory)}"
+            f"the Kronecker factors of all {problem.network.params.size:,} weights exceed {in_words(problem.memory)}"
         )
     passes = structure.passes() * problem.factor.width(problem.outputs)
     whole = seconds * (problem.batches.length or 1) * passes

@@ -25,7 +25,10 @@ def _fit_options(parser: argparse.ArgumentParser) -> None:
     add("data", metavar="DATA", help=f"the training data: {command.DATA}")
     _add_output(parser)
     command.add_fit(parser, required=True)
-    _add_factor(parser)
+    kinds, factors = sorted(named(Structure)), sorted(["auto", *named(Factor)])
+    add("--structure", choices=kinds, default="auto", help="form of the curvature (default: %(default)s)")
+    add("--factor", choices=factors, default="ggn", help="how the curvature is computed (default: %(default)s)")
+    add("--tolerance", type=float, metavar="SHARE", help="share of the GGN to leave out; 1e-3 is several times faster")
     add("--prior", type=float, default=1.0, metavar="TAU", help="prior precision of the weights (default: %(default)s)")
     add("--temperature", type=float, default=1.0, metavar="T", help="power of the likelihood (default: %(default)s)")
     add("--noise", type=float, metavar="SD", help="standard deviation of the noise in regression (default: estimated)")
@@ -115,15 +118,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE", help="file to write, such as model.lapwing")
     add("--force", action="store_true", help="replace FILE if it exists")
-
-
-def _add_factor(parser: argparse.ArgumentParser) -> None:
-    """Add structure and factor of the curvature."""
-    add = parser.add_argument
-    kinds, factors = sorted(named(Structure)), sorted(["auto", *named(Factor)])
-    add("--structure", choices=kinds, default="auto", help="form of the curvature (default: %(default)s)")
-    add("--factor", choices=factors, default="ggn", help="how the curvature is computed (default: %(default)s)")
-    add("--tolerance", type=float, metavar="SHARE", help="share of the GGN to leave out; 1e-3 is several times faster")
 
 
 def _add_tuning(parser: argparse.ArgumentParser) -> None:

@@ -115,7 +115,11 @@ def read_object(text: str) -> Any:
     if not place or not name:
         raise BadData(f"{text!r} names no object: write path/to/file.py:name or package.module:name")
     _let_import(Path.cwd())
-    module = _file_module(Path(place)) if place.endswith(".py") else _named_module(place)
+    module = (
+        _file_module(Path(place))
+        if place.endswith(".py")
+        else guarded(lambda: importlib.import_module(place), f"importing {place}")
+    )
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -178,11 +182,6 @@ def _file_module(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _named_module(name: str) -> ModuleType:
-    found: ModuleType = guarded(lambda: importlib.import_module(name), f"importing {name}")
-    return found
 
 
 def _names(module: ModuleType, limit: int = 12) -> str:

@@ -19,7 +19,6 @@ from lapwing.cli.data import require_order
 from lapwing.errors import BadData
 from lapwing.evaluation.evaluate import evaluate
 from lapwing.laplace import Laplace
-from lapwing.predictive import Prediction
 from lapwing.predictive.table import columns_of
 from lapwing.storage import replacing
 
@@ -32,7 +31,12 @@ def _predict_options(parser: argparse.ArgumentParser) -> None:
     command.add_posterior(parser)
     add("data", metavar="DATA", help=f"inputs: {command.DATA}; targets are not read")
     add("--out", type=Path, required=True, metavar="FILE", help="file to write: .csv, .npz or .safetensors")
-    add("--level", type=share, default=0.95, help="probability of the intervals in regression (default: %(default)s)")
+    add(
+        "--level",
+        type=command.share,
+        default=0.95,
+        help="probability of intervals in regression (default: %(default)s)",
+    )
     add("--novelty", action="store_true", help="add a score of how unlike the training data an input is; takes longer")
     command.add_reading(parser)
 
@@ -46,39 +50,21 @@ def _predict(options: argparse.Namespace) -> command.Answer:
     require_order(data, options.data)
     begin = time.perf_counter()
     names: dict[str, None] = {}
-    count = write_predictions(options.out, _named(_fields(la, data, options), names))
+    count = write_predictions(options.out, _fields(la, data, options, names))
     spent = time.perf_counter() - begin
     print(f"{count:,} predictions in {spent:.1f} s; written to {options.out}")
     return {"out": options.out, "items": count, "seconds": spent, "fields": list(names)}
 
 
-def _named(batches: Iterable[Fields], names: dict[str, None]) -> Iterator[Fields]:
-    """Yield the batches, and note the names of their fields."""
-    for fields in batches:
-        names.update(dict.fromkeys(fields))
-        yield fields
-
-
-def _fields(la: Laplace, data: Any, options: argparse.Namespace) -> Iterator[Fields]:
+def _fields(la: Laplace, data: Any, options: argparse.Namespace, names: dict[str, None]) -> Iterator[Fields]:
+    """Yield the fields that are written for each batch, one row per item, and note their names."""
     total = len(data) if hasattr(data, "__len__") else None
     for prediction in tqdm(la.predict_loader(data), "predict", total, disable=None, delay=1, leave=False):
-        yield fields_of(prediction, level=options.level, novelty=options.novelty)
-
-
-def share(text: str) -> float:
-    """Read a number between 0 and 1."""
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
-def fields_of(prediction: Prediction, *, level: float = 0.95, novelty: bool = False) -> Fields:
-    """Return the fields of a prediction that are written, by name, one row per item."""
-    fields = prediction.fields(level)
-    if novelty:
-        fields["novelty"] = prediction.novelty
-    return {name: value.detach().cpu() for name, value in fields.items()}
+        fields = prediction.fields(options.level)
+        if options.novelty:
+            fields["novelty"] = prediction.novelty
+        names.update(dict.fromkeys(fields))
+        yield {name: value.detach().cpu() for name, value in fields.items()}
 
 
 def write_predictions(path: Path, batches: Iterable[Fields]) -> int:
@@ -88,7 +74,7 @@ def write_predictions(path: Path, batches: Iterable[Fields]) -> int:
 
 
 def writer_for(path: Path) -> Callable[[Path, Iterable[Fields]], int]:
-    """The writer of a file's kind."""
+    """Return the writer for the suffix of a file."""
     if path.suffix not in WRITERS:
         raise BadData(f"predictions are written as {', '.join(WRITERS)}, not as {path.name!r}")
     return WRITERS[path.suffix]
@@ -119,24 +105,17 @@ def _write_csv(path: Path, batches: Iterable[Fields]) -> int:
     return count
 
 
-def _write_npz(path: Path, batches: Iterable[Fields]) -> int:
-    whole = _joined(batches)
-    np.savez(path, **{name: value.numpy() for name, value in whole.items()})  # type: ignore[arg-type]
-    return len(next(iter(whole.values())))
-
-
-def _write_safetensors(path: Path, batches: Iterable[Fields]) -> int:
-    whole = _joined(batches)
-    save_file(whole, path)
-    return len(next(iter(whole.values())))
-
-
-def _joined(batches: Iterable[Fields]) -> dict[str, Tensor]:
+def _write_whole(path: Path, batches: Iterable[Fields]) -> int:
     parts = list(batches)
-    return {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+    whole = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+    if path.suffix == ".npz":
+        np.savez(path, **{name: value.numpy() for name, value in whole.items()})  # type: ignore[arg-type]
+    else:
+        save_file(whole, path)
+    return len(next(iter(whole.values())))
 
 
-WRITERS = {".csv": _write_csv, ".npz": _write_npz, ".safetensors": _write_safetensors}
+WRITERS = {".csv": _write_csv, ".npz": _write_whole, ".safetensors": _write_whole}
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lapwing.curvature.factor import NOTICED, Factor
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batch, Network, PlanChanged
+from lapwing.model.calls import weighted
 from lapwing.model.features import Features
 
 TOGETHER = 4096  # samples whose curvature is added at a time: smaller batches wait for each other
@@ -27,7 +28,7 @@ PANEL = 16  # inputs per product: the curvature is symmetric, and only one half 
 
 
 class Posed(Protocol):
-    """What is read here of a `Problem`."""
+    """The part of a `Problem` that this file needs."""
 
     @property
     def network(self) -> Network: ...
@@ -61,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Reads the data of a problem through its features, and keeps these where they are read more than once."""
+    """Reads the features of a problem's data, and keeps them in memory if they are needed again."""
 
     features: Features
     keep: bool
@@ -166,20 +167,20 @@ class Head:
         return values.repeat_interleave(self.positions) if self.positions > 1 else values
 
     def total(self) -> Tensor:
-        """Σ Λ, (o, o)."""
+        """Return Σ Λ, (o, o)."""
         part = self.part
         if self.directions is not None:
-            rows = self._back(self.directions).reshape(-1, self.features.shape[0])
+            rows = self.features.back(self.directions).reshape(-1, self.features.shape[0])
             return rows.mT @ rows
         found = self.likelihood.curvature_sum(part.f, part.y, part.weights)
         tail = self.features.tail
         return found if tail is None else tail.mT.to(found) @ found @ tail.to(found)
 
     def diagonal(self, basis: Tensor | None = None) -> Tensor:
-        """The diagonal of UᵀΛU of every row for a basis U (o, k), (m, k)."""
+        """Return the diagonal of UᵀΛU for every row, (m, k), with a basis U (o, k) or the identity."""
         part, tail = self.part, self.features.tail
         if self.directions is not None:
-            g = self._back(self.directions)
+            g = self.features.back(self.directions)
             return (g if basis is None else g @ basis.to(g)).square().sum(0).to(part.a)
         if tail is not None:
             basis = tail if basis is None else tail.to(basis) @ basis
@@ -200,7 +201,7 @@ class Head:
             yield root @ root.mT, a[few]
 
     def gram(self) -> Tensor:
-        """Σ Λ_op a_i a_j for pairs o ≥ p, (pairs, i, i).
+        """Return Σ Λ_op a_i a_j for pairs o ≥ p, (pairs, i, i).
 
         Where the rows of Λ add up to zero (softmax), the pairs o = p follow from the others.
         """
@@ -224,10 +225,10 @@ class Head:
         return whole[tuple(torch.tril_indices(o, o, device=total.device))]
 
     def _roots(self) -> Tensor:
-        """S (m, o, r) with S Sᵀ = Λ."""
+        """Return S (m, o, r) with S Sᵀ = Λ."""
         part, tail = self.part, self.features.tail
         if self.directions is not None:
-            return self._back(self.directions).movedim(0, -1).to(part.a)
+            return self.features.back(self.directions).movedim(0, -1).to(part.a)
         root = self.likelihood.factor(part.f, part.y)
         root = root.reshape(len(part.f), -1, *root.shape[-2:])
         if part.weights is not None:
@@ -236,17 +237,11 @@ class Head:
         return root if tail is None else tail.mT.to(root) @ root
 
     def gradient(self) -> Tensor:
-        """Σ φ·∇ log p by the weights of the layer, flat, (o · (i + 1),) with the bias as the last column."""
+        """Return Σ φ·∇ log p by the weights of the layer, flat, (o · (i + 1),), with the bias as the last column."""
         part, likelihood = self.part, self.likelihood
         score = likelihood.score(part.f, part.y) * likelihood.common_factor.detach().to(part.f)
-        if part.weights is not None:
-            score = score * part.weights.to(score).reshape(-1, *(1,) * (score.ndim - 1))
-        g = self.features.back(score)
+        g = self.features.back(weighted(score, part.weights))
         return (g.reshape(len(self.a), -1).to(self.a).mT @ self.a).double().reshape(-1)
-
-    def _back(self, directions: Tensor) -> Tensor:
-        """Directions in the outputs of the layer, (r, n, o)."""
-        return self.features.back(directions)
 
 
 Closed = Callable[[Head], None]

@@ -32,7 +32,7 @@ OTHER_OPERATIONS = "the new data use other operations of the network than the da
 
 
 class Accumulator(ABC):
-    """Sums over data, kept as named tensors, so that those of processes and of interrupted fits add up exactly."""
+    """Sums over data as named tensors, which add up exactly over processes and interrupted fits."""
 
     tensors: dict[str, Tensor]
 
@@ -73,7 +73,7 @@ class Structure(ABC):
     mergeable = False  # whether it consists of sums, so that interrupted fits can go on and processes add up
     closed_form = False  # whether the curvature of a last layer comes from its inputs, without a backward pass
     reads_data = False  # whether the matrix is in its products with the data, which loading then needs again
-    bound: Literal["exact", "lower", "upper"] | None = None  # how its evidence compares with that of the full matrix
+    bound: Literal["exact", "lower", "upper"] | None = None  # of the evidence with the full matrix
 
     @abstractmethod
     def bytes(self, plan: Plan, itemsize: int) -> int:
@@ -123,7 +123,7 @@ class Structure(ABC):
         return pack(matrix)
 
     def restored(self, tensors: Mapping[str, Tensor], description: Any, problem: Problem) -> PSD:
-        """Rebuild a matrix from a file, for structures that read the data of the fit again; others need no problem."""
+        """Rebuild a matrix from a file; only structures that read the data of the fit again define this."""
         raise UnsupportedOperation(f"structure={self.name!r} does not read the data of the fit again")
 
     def moved(self, matrix: PSD, network: Network, device: torch.device | str) -> PSD:
@@ -142,8 +142,8 @@ class Structure(ABC):
         needed = self.bytes(plan, itemsize)
         if needed > problem.memory:
             raise TooLarge(
-                f"structure={self.name!r} for {params.size:,} weights needs {_gigabytes(needed)}; the budget is "
-                f"{_gigabytes(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
+                f"structure={self.name!r} for {params.size:,} weights needs {in_words(needed)}; the budget is "
+                f"{in_words(problem.memory)}. {self.alternatives(plan, itemsize, problem.memory)}"
             )
         if params.index is not None and not self.subnetworks:
             raise UnsupportedOperation(
@@ -161,7 +161,7 @@ class Structure(ABC):
     def alternatives(self, plan: Plan, itemsize: int, memory: int) -> str:
         structures = named(Structure)
         fits = [s for s in (structures[name]() for name in CHEAPER) if s.bytes(plan, itemsize) <= memory]
-        ways = ", ".join(f"structure={s.name!r} ({_gigabytes(s.bytes(plan, itemsize))})" for s in fits)
+        ways = ", ".join(f"structure={s.name!r} ({in_words(s.bytes(plan, itemsize))})" for s in fits)
         return f"Use {ways + ', ' if ways else ''}select='last_layer' or fewer weights, or raise memory=."
 
 
@@ -243,12 +243,15 @@ def shrunk(plan: Plan, size: int) -> Plan:
     return replace(plan, blocks=(Block(("subnetwork",), "rows", Places.range(0, size)),))
 
 
-def _gigabytes(count: int) -> str:
+def in_words(count: int) -> str:
+    """Write a number of bytes in MB or GB."""
+    if count >= 1e12:
+        return f"{count / 1e9:,.0f} GB"
     return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
 
 
 def blocks_of(problem: Problem) -> tuple[Block, ...]:
-    """Return the blocks in which rows come: those of the plan, or one for a subnetwork."""
+    """Return the blocks into which rows are divided: the blocks of the plan, or one block for a subnetwork."""
     params = problem.network.params
     return problem.plan.blocks if params.index is None else shrunk(problem.plan, params.size).blocks
 
@@ -312,7 +315,7 @@ class Curvature:
         )
 
     def fingerprint(self) -> str:
-        """Return a text that differs between curvatures, to compare those of several processes."""
+        """Return a text that differs between curvatures, to compare the results of several processes."""
         numbers = [self.n_data, self.seen, *self.statistics.reshape(-1).tolist()]
         return f"{self.structure!r} {self.factor!r} {numbers} {float(self.matrix.diagonal().sum())}"
 
@@ -356,7 +359,7 @@ def extend_curvature(problem: Problem, curvature: Curvature) -> Curvature:
 
 
 def _in_blocks_of(curvature: Curvature, problem: Problem) -> Problem:
-    """Return the problem with the blocks that the curvature has: those of the tape, or those of a loop over samples."""
+    """Return the problem with the blocks of the curvature, which come from the tape or from a loop over samples."""
     without = replace(problem, plan=dynamic_plan(problem.network.params, "a loop over samples, as in the fit"))
     for same in (problem, without):
         if curvature.layout.same_as(layout_of(same)) and curvature.structure.continues(curvature.matrix, same):
@@ -383,7 +386,7 @@ def _robustly(
             return problem, estimate(problem)
     except PlanChanged:
         problem.batches.require_reiterable("a network whose operations change from batch to batch")
-        if problem.reader is not None:  # what follows the last layer is another for these data: read the tape instead
+        if problem.reader is not None:  # these data take another way from the last layer: use the tape instead
             with problem.network.borrow():
                 first = next(iter(problem.batches)).inputs
                 plan = problem.network.plan(first)

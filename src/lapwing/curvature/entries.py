@@ -6,6 +6,7 @@ They also serve a `MatrixFactor`, which computes the whole matrix by itself, suc
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class MatrixFactor(Factor):
 
     @abstractmethod
     def matrix(self, problem: Problem) -> tuple[Tensor, Totals]:
-        """Pass over the data once: the curvature (P, P) and the totals."""
+        """Pass over the data once; return the curvature (P, P) and the totals."""
 
     def width(self, outputs: int) -> int:
         return 0
@@ -43,9 +44,7 @@ def head_places(problem: Problem) -> Tensor:
 
 def head_sums(problem: Problem) -> Tensor:
     """Return zeros for `Head.gram`, (pairs, i, i)."""
-    params, shape = problem.network.params, problem.plan.blocks[0].shape
-    assert shape is not None
-    _, o, i = shape
+    params, (_, o, i) = problem.network.params, problem.plan.blocks[0].shape
     return torch.zeros(o * (o + 1) // 2, i, i, dtype=params.dtype, device=params.device)
 
 
@@ -209,7 +208,7 @@ class Hessian(MatrixFactor):
     definite = False
 
     def matrix(self, problem: Problem) -> tuple[Tensor, Totals]:
-        """Σ_n φ·∇²_θ(−log p(y_n | f_n)), (P, P)."""
+        """Return Σ_n φ·∇²_θ(−log p(y_n | f_n)), (P, P), and the totals of the pass."""
         params, likelihood = problem.network.params, problem.likelihood
         needed = params.size**2 * torch.finfo(params.dtype).bits // 8
         if needed > problem.memory:
@@ -235,23 +234,15 @@ class Hessian(MatrixFactor):
 
 
 def _derivatives(problem: Problem, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient (P,) and Hessian (P, P) of a loss."""
+    """Return the gradient (P,) and the Hessian (P, P) of a loss."""
     params = problem.network.params
     leaves = list(problem.network.leaves().values())
 
-    def flat(found: tuple) -> Tensor:
-        whole = torch.cat(
-            [torch.zeros_like(p).flatten() if g is None else g.reshape(-1) for g, p in zip(found, leaves, strict=True)]
-        ).to(params.dtype)
-        return whole if params.index is None else whole[params.index]
-
-    slope = flat(torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True))
+    slope = params.pick(params.flatten(torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)))
     rows = []
     for entry in slope:
-        found = (
-            torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True)
-            if entry.requires_grad
-            else (None,) * len(leaves)
-        )
-        rows.append(flat(found).detach())
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if entry.requires_grad:
+            found = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True)
+        rows.append(params.pick(params.flatten(found)).detach())
     return slope.detach().double(), torch.stack(rows)

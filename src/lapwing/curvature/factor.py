@@ -124,7 +124,7 @@ class Factor(ABC):
 
     @abstractmethod
     def width(self, outputs: int) -> int:
-        """How many directions a sample with so many outputs has (an upper bound, for memory).
+        """Return how many directions a sample with this number of outputs has at most.
 
         Examples:
             >>> lapwing.GGN().width(10), lapwing.MCFisher(samples=2).width(10)
@@ -205,11 +205,7 @@ class GGN(Factor):
         ranked = sizes if scale is None else torch.cat([torch.full_like(sizes[:, :1], torch.inf), sizes[:, 1:]], 1)
         order = ranked.sort(dim=-1, descending=True, stable=True).indices
         sizes = sizes.gather(-1, order)
-        total = float(sizes.sum())
-        tolerance = torch.finfo(f.dtype).eps if self.tolerance is None else self.tolerance
-        ascending = sizes.flatten().sort().values
-        most = int((ascending.cumsum(0) <= tolerance * total).sum())
-        kept = sizes >= (ascending[most] if most < len(ascending) else torch.inf)  # equal sizes: all or none
+        kept = larger(sizes, torch.finfo(f.dtype).eps if self.tolerance is None else self.tolerance)
         if reach is not None and self.tolerance is None:
             rare = _matter_to_some_weight(sizes, kept, reach)
             kept |= rare[:, None] & (sizes > 0)
@@ -217,7 +213,7 @@ class GGN(Factor):
             kept[:, 0] = kept.any(1)
             scale = torch.where(kept[:, 0], scale, 0.0)
         dropped = float(sizes[~kept].sum())
-        return Directions(root, kept.sum(1), tuple(f.shape[1:-1]), order, scale, total, dropped)
+        return Directions(root, kept.sum(1), tuple(f.shape[1:-1]), order, scale, float(sizes.sum()), dropped)
 
     def directions(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None
@@ -241,9 +237,21 @@ class GGN(Factor):
         return outputs
 
 
+def larger(sizes: Tensor, share: float) -> Tensor:
+    """Return a mask of the sizes to keep: the smallest are left out while they hold at most this share of the sum.
+
+    Equal sizes are kept or left out together.
+    """
+    ascending = sizes.flatten().sort().values
+    most = int((ascending.cumsum(0) <= share * sizes.sum()).sum())
+    return sizes >= (ascending[most] if most < len(ascending) else torch.inf)
+
+
 def _matter_to_some_weight(sizes: Tensor, kept: Tensor, reach: Tensor) -> Tensor:
-    """Return a mask (n,) of samples whose dropped directions (`sizes` (n, k), not `kept`) matter to some weight: they
-    hold more than `MISSED` of its curvature in this batch, and more than `NOTICED`."""
+    """Return a mask (n,) of samples whose dropped directions (`sizes` (n, k), not `kept`) matter to some weight.
+
+    They hold more than `MISSED` of the weight's curvature in this batch, and more than `NOTICED`.
+    """
     lost = (sizes * ~kept).sum(1)
     rare = lost * reach.abs().amax(1).double().square() > NOTICED
     if bool(rare.any()):

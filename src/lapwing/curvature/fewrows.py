@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapwing.curvature.curvature import Accumulator, Estimate, Structure
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.onepass import Totals, pass_over
+from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.product import CurvatureProduct, totals_of, whole_factor
 from lapwing.errors import BadData, TooLarge, UnsupportedOperation, require_whole
@@ -22,12 +22,13 @@ from lapwing.linalg import PSD, Jacobian
 from lapwing.linalg import LowRank as LowRankMatrix
 from lapwing.linalg.krylov import largest_eigenpairs
 from lapwing.linalg.solvers import Sketch, nystrom
-from lapwing.model import Batch, Batches, Plan, batch_size, take
-from lapwing.model.products import Products
+from lapwing.model import Batches, Plan, batch_size, take
+from lapwing.model.batches import as_it_is
 from lapwing.storage import register
 
 BLOCK = 16  # starts of block Lanczos
 OVERSAMPLE = 10  # random directions beyond the rank
+WIDTH = 4096  # weights at a time in products of rows
 
 
 class LowRankAccumulator(Accumulator):
@@ -71,10 +72,10 @@ class LowRankAccumulator(Accumulator):
         return LowRankMatrix(basis, values, rows.new_zeros(rows.shape[1]))
 
 
-def _gram(rows: Tensor, width: int = 4096) -> Tensor:
+def _gram(rows: Tensor) -> Tensor:
     """Return R Rᵀ in float64, summed from products of narrow pieces in the dtype of the rows."""
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
-    for piece in rows.split(width, dim=1):
+    for piece in rows.split(WIDTH, dim=1):
         total += piece @ piece.T
     return total
 
@@ -82,7 +83,7 @@ def _gram(rows: Tensor, width: int = 4096) -> Tensor:
 @register(name="lowrank")
 @dataclass(frozen=True, eq=False)
 class LowRank(Structure):
-    """Uᵀ diag(d) U with `rank` rows: exact once the rank reaches that of the curvature, a lower bound before.
+    """Uᵀ diag(d) U with `rank` rows: exact if the curvature has at most this rank, a lower bound otherwise.
 
     `method`: "rows" keeps the leading subspace of the rows seen so far, in one pass; "lanczos" (block Lanczos, fully
     re-orthogonalized) and "nystrom" (randomized range finding) use products only, for networks with so many outputs
@@ -117,15 +118,13 @@ class LowRank(Structure):
         return self._sweep(problem, LowRankAccumulator(problem, self.rank))
 
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
-        """Start from the rows of the first fit: what it dropped stays dropped."""
+        """Continue from the rows of the first fit; rows that it dropped stay dropped."""
         if self.method != "rows":
             return self._by_products(problem, matrix)
         matrix = cast(LowRankMatrix, matrix)
         accumulator = LowRankAccumulator(problem, self.rank)
         accumulator.absorb(matrix.basis * matrix.values.sqrt().to(matrix.basis)[:, None])
-        accumulator.tensors["dropped"] = accumulator.tensors["dropped"] + state["dropped"].to(
-            accumulator.tensors["dropped"]
-        )
+        accumulator.tensors["dropped"] += state["dropped"].to(accumulator.tensors["dropped"])
         return self._sweep(problem, accumulator)
 
     def _sweep(self, problem: Problem, accumulator: LowRankAccumulator) -> Estimate:
@@ -137,9 +136,7 @@ class LowRank(Structure):
         return Estimate(matrix, totals, {"dropped": dropped}, (f"rank {self.rank} drops {share:.2%} of the trace",))
 
     def _by_products(self, problem: Problem, before: PSD | None) -> Estimate:
-        product = CurvatureProduct(
-            problem, Products(problem.network, problem.batches, problem.progress), None, self.seed
-        )
+        product = CurvatureProduct(problem, None, self.seed)
         rank = min(self.rank, product.size)
         generator = torch.Generator(product.device).manual_seed(self.seed)
 
@@ -207,14 +204,14 @@ class Functional(Structure):
             require_whole("points", self.points)
 
     def bytes(self, plan: Plan, itemsize: int) -> int:
-        """Memory of one row and its float64 copy; `needed` counts the rows of a problem."""
+        """Return the bytes of one row and its float64 copy; `needed` counts the rows of a problem."""
         return sum(block.size for block in plan.blocks) * (itemsize + 8)
 
     def needed(self, problem: Problem) -> int | None:
         return None if problem.length is None else self._memory(problem, problem.length)
 
     def _memory(self, problem: Problem, data: int) -> int:
-        """Bytes of the rows of so many data, a working copy, and the kernel."""
+        """Return the bytes of the rows of the data, a working copy, and the kernel."""
         rows, params = self._rows(problem, data), problem.network.params
         return 2 * rows * params.size * params.dtype.itemsize + 3 * 8 * rows**2
 
@@ -224,8 +221,7 @@ class Functional(Structure):
     def passes(self) -> int:
         return 2
 
-    def _require_memory(self, problem: Problem) -> None:
-        """Count the data, and refuse more rows than the memory holds."""
+    def estimate(self, problem: Problem) -> Estimate:
         data = _count(problem.batches)
         needed = self._memory(problem, data)
         if needed > problem.memory:
@@ -236,8 +232,6 @@ class Functional(Structure):
                 "rows, or raise memory=."
             )
 
-    def estimate(self, problem: Problem) -> Estimate:
-        self._require_memory(problem)
         accumulator = RowsAccumulator(problem)
         if self.points is None:
             totals = pass_over(problem, accumulator.update)
@@ -261,9 +255,9 @@ class Nystrom(Structure):
 
     The span of the leading eigenvectors v_k = J̃ᵀu_k/√d_k of the kernel on random Jacobian rows; then one pass of
     `rank` JVPs adds up Σ φᵀΛφ with φ(x) = J(x)v. ELLA sets the variance outside the span to zero, which is
-    over-confident away from its random rows; here the prior's variance stays there, so that variances are never below
-    ELLA's. The evidence is an upper bound of that of the full GGN, because the eigenvalues of a compressed matrix are
-    never larger.
+    over-confident away from its random rows. Here the prior's variance stays there, so that variances are never below
+    ELLA's. The log evidence is an upper bound of the log evidence with the full GGN, because the eigenvalues of a
+    compressed matrix are never larger.
 
     Examples:
         >>> la = lapwing.fit(model, train_loader, "classification", structure=lapwing.Nystrom(rank=20))
@@ -293,23 +287,16 @@ class Nystrom(Structure):
 
     def estimate(self, problem: Problem) -> Estimate:
         basis = self._basis(problem)
-        products = Products(problem.network, problem.batches, problem.progress)
-        core, totals = _project(problem, products, basis)
-        values, turn = torch.linalg.eigh((core + core.T) / 2)
-        matrix = LowRankMatrix(turn.T.to(basis) @ basis, values.clamp(min=0), basis.new_zeros(basis.shape[1]))
         note = f"Nyström: a subspace of {len(basis)} directions, only the prior outside it"
-        return Estimate(matrix, totals, notes=(note,))
+        return Estimate(compressed(basis, _project(problem, basis)), totals_of(problem), notes=(note,))
 
     def extend(self, problem: Problem, matrix: Any, state: dict[str, Tensor]) -> Estimate:
         """Add data inside the subspace of the first fit."""
-        products = Products(problem.network, problem.batches, problem.progress)
-        core, totals = _project(problem, products, matrix.basis)
-        values, turn = torch.linalg.eigh(core + torch.diag(matrix.values.double()))
-        grown = LowRankMatrix(turn.T.to(matrix.basis) @ matrix.basis, values.clamp(min=0), matrix.shift)
-        return Estimate(grown, totals)
+        core = _project(problem, matrix.basis) + torch.diag(matrix.values.double())
+        return Estimate(compressed(matrix.basis, core), totals_of(problem))
 
     def _basis(self, problem: Problem) -> Tensor:
-        """Orthonormal rows V (k, P) from Jacobian rows at random data."""
+        """Return orthonormal rows V (k, P) from Jacobian rows at random data."""
         first = next(iter(problem.batches))
         outputs = problem.network.forward(first.inputs)[0].numel()
         points = self.points or max(2, -(-2 * self.rank // outputs))
@@ -327,16 +314,22 @@ class Nystrom(Structure):
         return sketch.basis[: self.rank]
 
 
-def _project(problem: Problem, products: Products, basis: Tensor) -> tuple[Tensor, Totals]:
-    """Σ (J V)ᵀ φΛ (J V), (k, k) float64, and the totals."""
+def compressed(basis: Tensor, core: Tensor) -> LowRankMatrix:
+    """Return Vᵀ C V for orthonormal rows V (k, P) and a core C (k, k), whose negative eigenvalues are rounding."""
+    values, turn = torch.linalg.eigh((core + core.T) / 2)
+    return LowRankMatrix(turn.T.to(basis) @ basis, values.clamp(min=0), basis.new_zeros(basis.shape[1]))
+
+
+def _project(problem: Problem, basis: Tensor) -> Tensor:
+    """Return Σ (J V)ᵀ φΛ (J V), (k, k) float64."""
     core = torch.zeros(len(basis), len(basis), dtype=torch.float64, device=basis.device)
-    for batch, f, inside in products.jacobian(basis, label="fit (Nyström)"):
+    for batch, f, inside in problem.products.jacobian(basis, label="fit (Nyström)"):
         y = problem.prepare(batch, f)
         image = problem.likelihood.curvature_product(f, y, inside)
         if batch.weights is not None:
             image = image * batch.weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
         core += inside.flatten(1).double() @ image.flatten(1).double().T
-    return core, totals_of(problem)
+    return core
 
 
 def _count(batches: Batches) -> int:
@@ -347,7 +340,7 @@ def subset(batches: Batches, points: int, seed: int) -> Batches:
     """Draw `points` data without replacement, as batches of their own."""
     total = _count(batches)
     chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:points].sort().values
-    return Batches(list(_cut(batches, chosen)), batches.module, batches.device, _as_it_is)
+    return Batches(list(_cut(batches, chosen)), batches.module, batches.device, as_it_is)
 
 
 def _cut(batches: Batches, chosen: Tensor) -> Iterator[tuple]:
@@ -357,13 +350,6 @@ def _cut(batches: Batches, chosen: Tensor) -> Iterator[tuple]:
         here = chosen[(chosen >= start) & (chosen < start + size)] - start
         start += size
         if len(here):
-            yield _taken(batch, here.to(batches.device), size)
-
-
-def _taken(batch: Batch, rows: Tensor, size: int) -> tuple:
-    weights = None if batch.weights is None else batch.weights[rows]
-    return take(batch.inputs, rows, size), take(batch.targets, rows, size), weights
-
-
-def _as_it_is(raw: tuple) -> tuple:
-    return raw
+            rows = here.to(batches.device)
+            weights = None if batch.weights is None else batch.weights[rows]
+            yield take(batch.inputs, rows, size), take(batch.targets, rows, size), weights

@@ -41,7 +41,6 @@ LARGEST_FACTOR = 8192  # a weight matrix with a longer side (a large vocabulary)
 def kept_as(block: Block) -> Literal["kron", "dense", "diag"]:
     """Return the form in which a Kronecker structure keeps a block."""
     if block.kind == "matrix":
-        assert block.shape is not None
         return "kron" if max(block.shape[1:]) <= LARGEST_FACTOR else "diag"
     return "dense" if block.kind == "rows" and block.size <= DENSE_ROWS else "diag"
 
@@ -51,23 +50,22 @@ KINDS = {"kron": (True, False), "dense": (False, False), "diag": (False, True)}
 
 
 def bytes_of(block: Block, itemsize: int) -> int:
-    """Memory of a block: its factors, their spectra and work in float64."""
+    """Return the bytes of a block: its factors, their spectra and work in float64."""
     kept = kept_as(block)
     if kept != "kron":
         return (block.size**2 if kept == "dense" else block.size) * (itemsize + 16)
-    assert block.shape is not None
     q, o, i = block.shape
     return q * (o**2 + i**2) * (2 * itemsize + 16)
 
 
 def kept_alike(problem: Problem, matrix: PSD) -> bool:
-    """Whether the blocks of a matrix have the forms in which a Kronecker structure keeps those of the problem."""
+    """Whether each block of a matrix has the form in which a Kronecker structure keeps that block of the problem."""
     pairs = zip(problem.plan.blocks, matrix.diagonal_blocks(), strict=True)
     return all((own.factored, own.is_diagonal) == KINDS[kept_as(block)] for block, own in pairs)
 
 
 def resolve_sharing(sharing: Sharing, problem: Problem) -> Literal["expand", "reduce"]:
-    """Choose "reduce" where positions are pooled into one output per sample, "expand" where each has its own loss."""
+    """Choose "reduce" if positions are pooled into one output per sample, "expand" if each position has a loss."""
     if sharing == "auto":
         return "expand" if problem.event else "reduce"
     return sharing
@@ -98,8 +96,10 @@ class KroneckerSums(Accumulator):
     def finish(self) -> BlockDiagonal: ...
 
     def basis(self, problem: Problem) -> BlockDiagonal:
-        """Return factors whose eigenvectors are a basis for the curvature. The sums may be gone afterwards; the
-        problem remembers `SHOWN` samples."""
+        """Return factors whose eigenvectors are a basis for the curvature. The sums may be used up afterwards.
+
+        The problem remembers `SHOWN` samples.
+        """
         return self.finish()
 
     def sums_behind(self, matrix: BlockDiagonal, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -136,8 +136,10 @@ class KronAccumulator(KroneckerSums):
     ) -> None:
         params = problem.network.params
         self.factor, self.note = factor, f"weight sharing: {sharing}"
-        self.separate = bias == "separate"
-        self.blocks, self.layout, self.sharing = problem.plan.blocks, layout_of(problem), sharing
+        self.separate, self.sharing, self.reduced = bias == "separate", sharing, sharing == "reduce"
+        self.blocks, self.layout = problem.plan.blocks, layout_of(problem)
+        own = [(k, block) for k, block in enumerate(self.blocks) if kept_as(block) == "kron"]
+        self.factored = [(k, block, swapped) for k, block in own for swapped in orientations(block)]
         zeros = partial(torch.zeros, dtype=params.dtype, device=params.device)
         self.tensors: dict[str, Tensor] = {}
         for k, block in enumerate(self.blocks):
@@ -145,15 +147,13 @@ class KronAccumulator(KroneckerSums):
                 self.tensors[f"{k}.dense"] = zeros(block.size, block.size)
             elif kept_as(block) == "diag":
                 self.tensors[f"{k}.diag"] = zeros(block.size)
-            else:
-                assert block.shape is not None
-                q, o, i = block.shape
-                for swapped in orientations(block):
-                    key = _key(k, swapped)
-                    self.tensors[f"{key}.left"] = zeros(q, o, o)
-                    self.tensors[f"{key}.right"] = zeros(q, i, i)
-                    for count in COUNTS:
-                        self.tensors[f"{key}.{count}"] = torch.zeros((), dtype=torch.float64, device=params.device)
+        for k, block, swapped in self.factored:
+            q, o, i = block.shape
+            key = _key(k, swapped)
+            self.tensors[f"{key}.left"] = zeros(q, o, o)
+            self.tensors[f"{key}.right"] = zeros(q, i, i)
+            for count in COUNTS:
+                self.tensors[f"{key}.{count}"] = torch.zeros((), dtype=torch.float64, device=params.device)
 
     def fill(self, problem: Problem, label: str = "fit", gradient: bool = True) -> Totals:
         return pass_over(
@@ -165,7 +165,7 @@ class KronAccumulator(KroneckerSums):
             inputs=self.inputs,
             state=self.tensors,
             digest=self.digest,
-            closed=self.closed if self.sharing == "expand" or not problem.event else None,
+            closed=None if self.reduced and problem.event else self.closed,
         )
 
     def closed(self, head: Head) -> None:
@@ -183,45 +183,35 @@ class KronAccumulator(KroneckerSums):
     @property
     def digest(self) -> Digest:
         """How gradients are summed as they arrive, so that they need not stay in memory."""
-        blocks = frozenset(k for k, block in enumerate(self.blocks) if kept_as(block) == "kron")
-        return Digest("sums" if self.sharing == "reduce" else "grams", blocks)
+        return Digest("sums" if self.reduced else "grams", frozenset(k for k, _, _ in self.factored))
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         if fresh is not None:
             self.inputs(jacobian, fresh)
         for k, block in enumerate(self.blocks):
-            if block.kind == "unused":
-                continue
             kept = kept_as(block)
-            if kept == "dense":
-                self.tensors[f"{k}.dense"] += jacobian.rows[k].gram()
-            elif kept == "diag":
-                self.tensors[f"{k}.diag"] += jacobian.rows[k].square_sum()
-            else:
-                assert isinstance(jacobian.rows, BlockRows)
-                for swapped in orientations(block):
-                    self.tensors[_of_gradients(k, swapped)] += jacobian.rows.gradient_gram(
-                        block, swapped, self.sharing == "reduce"
-                    )
-                    positions = jacobian.rows.positions(block, swapped, self.sharing == "reduce")
-                    self.tensors[f"{_key(k, swapped)}.outer"] += jacobian.n * jacobian.r * positions
+            if block.kind != "unused" and kept != "kron":
+                rows = jacobian.rows[k]
+                self.tensors[f"{k}.{kept}"] += rows.gram() if kept == "dense" else rows.square_sum()
+        for k, block, swapped in self.factored:
+            assert isinstance(jacobian.rows, BlockRows)
+            self.tensors[_of_gradients(k, swapped)] += jacobian.rows.gradient_gram(block, swapped, self.reduced)
+            positions = jacobian.rows.positions(block, swapped, self.reduced)
+            self.tensors[f"{_key(k, swapped)}.outer"] += jacobian.n * jacobian.r * positions
 
     def inputs(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         """Add the input side, once per sample: it does not depend on the directions."""
         assert isinstance(jacobian.rows, BlockRows)
         assert fresh is not None
         weights = None if bool((fresh == 1).all()) else fresh
-        for k, block in enumerate(self.blocks):
-            if block.kind == "unused" or kept_as(block) != "kron":
-                continue
-            for swapped in orientations(block):
-                found, positions = jacobian.rows.input_gram(block, swapped, self.sharing == "reduce", weights)
-                self.tensors[_of_inputs(k, swapped)] += found
-                self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
-                self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
+        for k, block, swapped in self.factored:
+            found, positions = jacobian.rows.input_gram(block, swapped, self.reduced, weights)
+            self.tensors[_of_inputs(k, swapped)] += found
+            self.tensors[f"{_key(k, swapped)}.rows"] += fresh.sum() * positions
+            self.tensors[f"{_key(k, swapped)}.inner"] += len(fresh) * positions
 
     def finish(self) -> BlockDiagonal:
-        """Return the factors. Those of inputs are means, which replace their sums."""
+        """Return the factors. The factors of inputs are means, which replace their sums in memory."""
         names = tuple(", ".join(block.names) for block in self.blocks)
         return BlockDiagonal(self.layout, sharing_factors(self._block(k, b) for k, b in enumerate(self.blocks)), names)
 
@@ -232,7 +222,7 @@ class KronAccumulator(KroneckerSums):
         are large: nine neighboring pixels have nearly equal means, and the gradients of the keys of an attention sum
         to zero. Without the share, rounding would choose the eigenvectors there, and with them the moments.
         """
-        if self.sharing == "reduce" and problem.reader is None:
+        if self.reduced and problem.reader is None:
             few = problem.remembered_alone
             shared = self._shared(few)
             if shared:
@@ -249,13 +239,13 @@ class KronAccumulator(KroneckerSums):
             at = problem.network.linearize(problem.plan, problem.first.inputs)
             rows = at.jacobian(at.f.detach().new_zeros(0, *at.f.shape)).rows
         assert isinstance(rows, BlockRows)
-        used = [(k, b) for k, b in enumerate(self.blocks) if b.kind != "unused" and kept_as(b) == "kron"]
-        every = [(k, block, swapped) for k, block in used for swapped in orientations(block)]
-        return [(k, swapped) for k, block, swapped in every if rows.positions(block, swapped, False) > 1]
+        return [(k, swapped) for k, block, swapped in self.factored if rows.positions(block, swapped, False) > 1]
 
     def _add_share(self, other: KronAccumulator, k: int, swapped: bool) -> None:
-        """Add the factors of another accumulator, each scaled to `SHARE` of the trace of the own one, and at least to
-        the rounding of a sum over as many positions."""
+        """Add the factors of another accumulator, each scaled to `SHARE` of the trace of our own factor.
+
+        The share is at least the rounding of a sum over as many positions.
+        """
         own, its = (sums._count(k, swapped) for sums in (self, other))
         for name, most in ((_of_inputs(k, swapped), own / its), (_of_gradients(k, swapped), own)):
             added = other.tensors[name] * most
@@ -315,12 +305,9 @@ def orientations(block: Block) -> tuple[bool, ...]:
 def _nearest_product(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return one product with the partial traces of Σ_k L_k ⊗ R_k, for a matrix used both ways (tied head)."""
     traces = [(_trace(left), _trace(right)) for left, right in pairs]
-    left = sum(p[0] * t[1] for p, t in zip(pairs, traces, strict=True))
-    right = sum(p[1] * t[0] for p, t in zip(pairs, traces, strict=True))
-    total = sum(a * b for a, b in traces)
-    assert isinstance(left, Tensor)
-    assert isinstance(right, Tensor)
-    assert isinstance(total, Tensor)
+    left = torch.stack([p[0] * t[1] for p, t in zip(pairs, traces, strict=True)]).sum(0)
+    right = torch.stack([p[1] * t[0] for p, t in zip(pairs, traces, strict=True)]).sum(0)
+    total = torch.stack([a * b for a, b in traces]).sum(0)
     return left, torch.where(total > 0, right / total, torch.zeros_like(right))
 
 
@@ -390,7 +377,7 @@ def _estimate(sums: KroneckerSums, totals: Totals) -> Estimate:
 
 
 class MomentAccumulator(Accumulator):
-    """Second moments E_ij = Σ_{n,r} (U_Gᵀ (Σ_t g aᵀ) U_A)²_ij of Kronecker blocks in a given basis; other sums."""
+    """Second moments E_ij = Σ_{n,r} (U_Gᵀ (Σ_t g aᵀ) U_A)²_ij of Kronecker blocks in a given basis; sums of others."""
 
     def __init__(self, problem: Problem, basis: BlockDiagonal) -> None:
         params = problem.network.params
@@ -400,6 +387,10 @@ class MomentAccumulator(Accumulator):
             shape = (block.size, block.size) if kept_as(block) == "dense" else (block.size,)
             dtype = torch.float64 if kept_as(block) == "kron" else params.dtype
             self.tensors[str(k)] = torch.zeros(shape, dtype=dtype, device=params.device)
+
+    def fill(self, problem: Problem, label: str) -> Totals:
+        """Pass over the data once."""
+        return pass_over(problem, self.update, label=label, together=True, state=self.tensors, closed=self.closed)
 
     def update(self, jacobian: Jacobian, fresh: Tensor | None) -> None:
         for k, block in enumerate(self.blocks):
@@ -454,7 +445,7 @@ class EKFAC(Structure):
 
     With the eigenvectors U_G and U_A of the factors of `Kron` and the gradient matrices D of each sample and direction,
     the diagonal is E_ij = Σ ((U_Gᵀ D U_A)_ij)². The trace of the curvature is exact, and the evidence is a lower bound
-    of that of the block-diagonal curvature.
+    of the evidence with the block-diagonal curvature.
 
     It takes two passes over the data. `basis` is the factor of the first pass; any orthonormal basis is valid. None
     takes the factor of the fit, but for the exact GGN of a classifier the smallest directions, with 1e-3 of the
@@ -484,8 +475,7 @@ class EKFAC(Structure):
         first, remembering = sums_of(problem, self.sharing, basis), problem.remembering(SHOWN)
         first.fill(remembering, "fit (basis)", gradient=False)
         moments = MomentAccumulator(problem, eigenbasis(first, remembering))
-        totals = pass_over(problem, moments.update, label="fit (moments)", together=True, state=moments.tensors,
-                           closed=moments.closed)  # fmt: skip
+        totals = moments.fill(problem, "fit (moments)")
         return Estimate(moments.finish(), totals, notes=(f"basis with {first.note}", *notes))
 
     def require(self, problem: Problem) -> None:
@@ -517,7 +507,6 @@ class EKFAC(Structure):
     def extend(self, problem: Problem, matrix: PSD, state: dict[str, Tensor]) -> Estimate:
         """Add second moments in the basis of the first fit; a new fit on all data would have another basis."""
         moments = MomentAccumulator(problem, cast(BlockDiagonal, matrix))
-        totals = pass_over(problem, moments.update, label="update (moments)", together=True, state=moments.tensors,
-                           closed=moments.closed)  # fmt: skip
+        totals = moments.fill(problem, "update (moments)")
         note = "updated in the eigenbasis of the first fit (a new fit on all data would find another)"
         return Estimate(matrix + moments.finish(), totals, notes=(note,))

@@ -25,7 +25,6 @@ from lapwing.linalg.operator import Operator, Solver
 from lapwing.linalg.rows import chunks
 from lapwing.linalg.solvers import Sketch, nystrom
 from lapwing.model import Network, Plan
-from lapwing.model.products import Products
 from lapwing.storage import first_flaw, flaw_of_scalar, flaw_of_values, register
 
 NEGLIGIBLE = 1e-4  # share of the curvature in output space, then of the trace of rows, that the sketch leaves out
@@ -110,7 +109,7 @@ class MatrixFree(Structure):
             tqdm.write(self.cost(problem), file=sys.stderr)
         totals, (sketch, trace) = totals_of(problem), self._sketch(problem)
         kept = replace(problem, first=None, rest=None)
-        product = CurvatureProduct(kept, Products(problem.network, problem.batches, problem.progress), None, self.seed)
+        product = CurvatureProduct(kept, None, self.seed)
         if self._how(problem) == "nystrom":
             like = torch.empty(0, product.size, dtype=product.dtype, device=product.device)
             # not the seed of the probes: probes inside the sketch's own range would see no remainder
@@ -123,10 +122,9 @@ class MatrixFree(Structure):
         """Say what a fit costs in bytes, products and seconds; one gradient of the first batch is timed."""
         itemsize = torch.finfo(problem.network.params.dtype).bits // 8
         megabytes = self.bytes(problem.plan, itemsize) / 1e6
-        products = Products(problem.network, problem.batches, False)
         batch = next(iter(problem.batches))
         begin = time.perf_counter()
-        products.vjp(batch.inputs, lambda f: f[None])
+        problem.products.vjp(batch.inputs, lambda f: f[None])
         seconds, length = time.perf_counter() - begin, problem.batches.length
         whole = f"{seconds * length:,.3g} s" if length else f"{seconds:.3g} s for each batch"
         return (
@@ -142,7 +140,7 @@ class MatrixFree(Structure):
         return "nystrom" if self.sketch == "rows" and many else self.sketch
 
     def _sketch(self, problem: Problem) -> tuple[Sketch, float]:
-        """Pass over the rows once: their leading subspace without negligible rows, and the trace of all of them."""
+        """Pass over the rows once; return their leading subspace without negligible rows, and the trace of all rows."""
         params = problem.network.params
         if self._how(problem) != "rows":
             return Sketch.empty(torch.empty(0, params.size, dtype=params.dtype, device=params.device)), 0.0
@@ -168,8 +166,7 @@ class MatrixFree(Structure):
         """Rebuild the matrix that `stored` wrote, for the same network and data, without a pass over them."""
         sketch = Sketch(tensors["basis"], tensors["values"])
         _require_sound(sketch, tensors)
-        products = Products(problem.network, problem.batches, problem.progress)
-        product = CurvatureProduct(problem, products, tensors.get("diagonal"), self.seed)
+        product = CurvatureProduct(problem, tensors.get("diagonal"), self.seed)
         if sketch.basis.shape[-1] != product.size:
             raise BadData(
                 f"the file holds vectors of {sketch.basis.shape[-1]} weights, the selection has {product.size}"
@@ -182,9 +179,7 @@ class MatrixFree(Structure):
         product, tensors = cast(CurvatureProduct, own.product), {k: v.to(device) for k, v in _tensors(own).items()}
         batches = replace(product.problem.batches, device=torch.device(device))
         problem = replace(product.problem, network=network, batches=batches)
-        fresh = CurvatureProduct(
-            problem, Products(network, batches, problem.progress), tensors.get("diagonal"), product.seed
-        )
+        fresh = CurvatureProduct(problem, tensors.get("diagonal"), product.seed)
         return Operator(fresh, Sketch(tensors["basis"], tensors["values"]), tensors["factor"], solver=own.solver)
 
     def _notes(self, matrix: Operator, totals: Totals, trace: float) -> tuple[str, ...]:
@@ -228,7 +223,7 @@ def _require_sound(sketch: Sketch, tensors: Mapping[str, Tensor]) -> None:
 
 
 def require_same_data(problem: Problem, statistics: Tensor, seen: float) -> None:
-    """Refuse data whose number or log-likelihood is not that of the fit: one forward pass."""
+    """Refuse data with another number or log-likelihood than the data of the fit; takes one forward pass."""
     count, total = 0.0, torch.zeros_like(statistics)
     for batch in problem.batches:
         f = problem.network.forward(batch.inputs)

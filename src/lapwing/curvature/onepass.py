@@ -1,7 +1,7 @@
 """One pass over the data, for every structure: run a batch, choose directions in output space, hand over rows.
 
-A backward pass costs the same for every sample of a batch, needed or not. Confident classifiers need nine directions
-for a few samples and none for most, so samples that need equally many directions wait for each other and share a batch.
+A backward pass costs the same for every sample of a batch, whether the sample needs it or not. Confident classifiers
+need nine directions for a few samples and none for most. So samples that need equally many directions share a batch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.closed import Closed, Reader, heads
-from lapwing.curvature.factor import Directions, Factor
+from lapwing.curvature.factor import Directions, Factor, larger
 from lapwing.curvature.problem import Problem
 from lapwing.curvature.resume import Journal, OtherBatches
 from lapwing.curvature.shards import add_up, add_up_numbers
 from lapwing.errors import BadData
 from lapwing.linalg import Jacobian
-from lapwing.model import Batch, BlockRows, Digest, Linearization, Plan, batch_size, take, tensors_in
+from lapwing.model import Batch, BlockRows, Digest, Linearization, Params, Plan, batch_size, take, tensors_in
 from lapwing.model.batches import parts_of, sharded
-from lapwing.model.calls import Inputs, concatenate, key_of, lists_values, per_sample
+from lapwing.model.calls import Inputs, concatenate, key_of, lists_values, per_sample, weighted
 
 Update = Callable[[Jacobian, Tensor | None], None]
 """Takes rows, and the weights (n,) of the samples if these are the first rows of their batch."""
@@ -60,12 +60,13 @@ def pass_over(
     - `factor` replaces that of the problem.
     - `row_bytes` is the memory that the structure itself needs per row.
     - `gradient` asks for the gradient of the log-likelihood, which exact factors have.
-    - `inputs` sees every sample once, without directions, where the sample has to wait for others.
+    - `inputs` sees every sample that has to wait for others: once, without directions.
     - `together` hands over all directions of few samples rather than few directions of all samples.
-    - `state` holds the tensors that `update` adds to. They are summed over processes, and an interrupted pass goes on
-      from a journal where the problem has one.
+    - `state` holds the tensors that `update` adds to. They are summed over processes. If the problem has a journal, an
+      interrupted pass goes on from it.
     - `rows` makes the rows in place of `Linearization.jacobian`; no sample waits then.
-    - `closed` takes the samples of a last layer instead of rows, where the problem has one: no backward pass then.
+    - `closed` takes the samples of a last layer instead of rows, without any backward pass, if the problem has a
+      reader.
     - `digest` names the blocks of which the structure wants no rows, only what `BlockRows.gradient_gram` gives.
 
         totals = pass_over(problem, accumulator.update, state=accumulator.tensors)
@@ -88,9 +89,8 @@ def pass_over(
         resume.journal(label, problem.plan.signature).path.unlink(missing_ok=True)
         sums = run()
     if state is not None and sharded():
-        if scored and sums.gradient is None:  # no sample of this shard needed a direction
-            params = problem.network.params
-            sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+        if scored:  # also where no sample of this shard needed a direction
+            sums.gradient_of(problem.network.params)
         sums.add_up(state, problem.plan)
     return sums.totals()
 
@@ -102,14 +102,11 @@ def _closed_pass(problem: Problem, reader: Reader, factor: Factor, closed: Close
     with torch.no_grad():
         for head in heads(problem, reader, factor, label):
             f, y, weights = head.part.f, head.part.y, head.part.weights
-            statistics = likelihood.statistics(f, y, weights)
-            sums.statistics = statistics if sums.statistics is None else sums.statistics + statistics
+            sums.statistics = sums.statistics + likelihood.statistics(f, y, weights)
             sums.seen += likelihood.count(f, y, weights)
             closed(head)
             if scored:
-                if sums.gradient is None:
-                    sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
-                sums.gradient[places.to(params.device)] += head.gradient()
+                sums.gradient_of(params)[places.to(params.device)] += head.gradient()
     return sums
 
 
@@ -134,7 +131,7 @@ class Pieces:
         return max(4 * (plan.kept if self.together else plan.width) + self.row_bytes, 1)
 
     def samples(self, directions: int) -> int:
-        """How many samples to run at once: their gradients, their graph and their directions fit into memory."""
+        """Return how many samples to run at once, so that gradients, graph and directions fit into memory."""
         problem, rows = self.problem, self.cap // self.row
         together = 4 * problem.plan.under_way(directions) + directions * self.row_bytes
         root = 4 * directions * (problem.outputs // max(1, math.prod(problem.event)))
@@ -148,14 +145,16 @@ class Pieces:
         )
 
     def directions(self, at: Linearization, count: int) -> int:
-        """How many directions to process at once: they fit, and share a backward pass or are small."""
+        """Return how many directions to process at once: they fit, and share a backward pass or are small."""
         row = max(self._direction(at), 1)
         length = max(1, self.cap // row)
         return length if self.together else max(1, min(length, max(at.shared(count), SMALL // row)))
 
     def _direction(self, at: Linearization) -> int:
-        """Bytes per direction of all samples. Where gradients are digested, few of them stay, so that explicit rows and
-        the direction itself count too."""
+        """Return the bytes per direction of all samples.
+
+        If gradients are digested, few of them stay in memory, and explicit rows and the direction itself count too.
+        """
         if self.digest is None:
             return at.n * self.row
         explicit = sum(block.size for block in at.plan.blocks if block.kind == "rows")
@@ -177,13 +176,19 @@ class Sums:
     """Sums of a pass that is still running."""
 
     def __init__(self) -> None:
-        self.statistics: Tensor | None = None
+        self.statistics = torch.zeros((), dtype=torch.float64)
         self.gradient: Tensor | None = None
         self.seen = self.curvature = self.dropped = 0.0
         self.samples = self.directions = 0
 
+    def gradient_of(self, params: Params) -> Tensor:
+        """Return the gradient so far, (P,): zeros at first."""
+        if self.gradient is None:
+            self.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+        return self.gradient
+
     def add(self, statistics: Tensor, chosen: Directions) -> None:
-        self.statistics = statistics if self.statistics is None else self.statistics + statistics
+        self.statistics = self.statistics + statistics
         self.curvature += chosen.total
         self.dropped += chosen.dropped
         self.samples += len(chosen.needed)
@@ -191,20 +196,17 @@ class Sums:
 
     def join(self, other: Sums) -> None:
         """Add the sums of another pass, without gradients."""
-        assert other.statistics is not None
-        self.statistics = other.statistics if self.statistics is None else self.statistics + other.statistics
+        self.statistics = self.statistics + other.statistics
         for name in ("seen", "curvature", "dropped", "samples", "directions"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def add_up(self, state: Mapping[str, Tensor], plan: Plan) -> None:
         """Add up these totals and the tensors of `state` over all processes."""
-        assert self.statistics is not None
         add_up({**state, **{f"total {name}": t for name, t in vars(self).items() if isinstance(t, Tensor)}}, plan)
         numbers = {name: v for name, v in vars(self).items() if isinstance(v, int | float)}
         vars(self).update(add_up_numbers(numbers, self.statistics.device))
 
     def totals(self) -> Totals:
-        assert self.statistics is not None
         notes: tuple[str, ...] = ()
         if self.dropped > 1e-6 * self.curvature:
             notes = (
@@ -242,8 +244,11 @@ class Group:
 
 @dataclass(eq=False)
 class Regrouped:
-    """Samples that wait, by the number of directions they need, by whether the first direction is the score, and by the
-    shapes, names and other arguments of their inputs."""
+    """Samples that wait until there are enough of their kind.
+
+    Samples are of one kind if they need equally many directions, if the first direction is the score for all or none,
+    and if shapes, names and other arguments of their inputs agree.
+    """
 
     size: int = 1  # samples per group: as many as the largest batch so far has
     waiting: dict[tuple, list[Group]] = field(default_factory=dict)
@@ -271,14 +276,11 @@ class Regrouped:
         return True
 
     def _with_scores(self, directions: Directions, score: Tensor | None, factor: Factor) -> Tensor:
-        """Directions per sample, at least one where the sample matters to the gradient of the log-likelihood."""
+        """Return the directions per sample, at least one if it matters to the gradient of the log-likelihood."""
         if score is None:
             return directions.needed
         sizes = score.flatten(1).double().norm(dim=1)
-        ascending = sizes.sort().values
-        tolerance = torch.finfo(score.dtype).eps if factor.tolerance is None else factor.tolerance
-        most = int((ascending.cumsum(0) <= tolerance * sizes.sum()).sum())
-        matters = sizes >= (ascending[most] if most < len(sizes) else torch.inf)
+        matters = larger(sizes, torch.finfo(score.dtype).eps if factor.tolerance is None else factor.tolerance)
         return torch.maximum(directions.needed, matters.to(directions.needed))
 
     def full(self) -> Iterator[Group]:
@@ -410,7 +412,7 @@ class _Pass:
                 self._run(self.waiting.full())
 
     def _admitted(self, batch: Batch, at: Linearization) -> bool:
-        """Let samples wait (the structure sees their inputs now) or process them; return whether they wait."""
+        """Let samples wait, after the structure has seen their inputs, or process them; return whether they wait."""
         directions, score, fresh = self._directions(batch, at.f, self.sums)
         if self.rows is None and self.waiting.admit(batch.inputs, directions, score, self.factor, batch.number):
             if self.inputs is not None:
@@ -428,7 +430,7 @@ class _Pass:
                 self._feed(network.linearize(plan, part.inputs), part.directions, part.score, None, where)
 
     def _directions(self, batch: Batch, f: Tensor, sums: Sums) -> tuple[Directions, Tensor | None, Tensor]:
-        """Directions, scores and weights (n,) of a batch, added to the sums; samples without a target weigh 0."""
+        """Return directions, scores and weights (n,) of a batch, and add them to the sums; no target means weight 0."""
         problem, likelihood = self.problem, self.problem.likelihood
         y, f = problem.prepare(batch, f), f.detach()
         with torch.no_grad():
@@ -438,7 +440,7 @@ class _Pass:
             directions = self.factor.choose(likelihood, f, y, batch.weights, problem.generator, **asked)
             score = None
             if self.scored:  # φ·∇_f log p(y | f)
-                score = _weighted(likelihood.score(f, y) * likelihood.common_factor.detach().to(f), batch.weights)
+                score = weighted(likelihood.score(f, y) * likelihood.common_factor.detach().to(f), batch.weights)
             sums.add(likelihood.statistics(f, y, batch.weights), directions)
             sums.seen += likelihood.count(f, y, batch.weights)
             ones = torch.ones(len(f), dtype=problem.network.params.dtype, device=f.device)
@@ -449,8 +451,10 @@ class _Pass:
     def _feed(
         self, at: Linearization, directions: Directions, score: Tensor | None, fresh: Tensor | None, where: str
     ) -> None:
-        """Hand over the rows of a part, as many directions at a time as fit. The gradient of the log-likelihood comes
-        from the backward pass of the first direction where that is the score."""
+        """Hand over the rows of a part, as many directions at a time as fit into memory.
+
+        If the first direction is the score, its backward pass gives the gradient of the log-likelihood too.
+        """
         count = max(directions.count, 1)  # at least one, of zeros
         length, digest = self.pieces.directions(at, count), self.pieces.digest
         with torch.no_grad():
@@ -470,8 +474,10 @@ class _Pass:
                 fresh = None
 
     def _hand_over(self, jacobian: Jacobian, fresh: Tensor | None, where: str) -> None:
-        """Hand rows to the structure. Rows that are not finite (a square root at zero) are refused with batch and
-        layer; errors of the structure get the batch too."""
+        """Hand rows to the structure; errors name the batch.
+
+        Rows that are not finite (a square root at zero) are refused, with the layer.
+        """
         rows = jacobian.rows
         # values that are not finite spread to the earliest layers
         if isinstance(rows, BlockRows) and rows.gradients and not rows.gradients.finite(0):
@@ -484,15 +490,12 @@ class _Pass:
 
     def _add_gradient(self, found: Mapping[str, Tensor | None]) -> None:
         """Add Σ_n φ·∇_θ log p(y_n | f_n) to the flat gradient, which says how far the weights are from a mode."""
-        network = self.problem.network
-        params, live = network.params, network.leaves()
-        if self.sums.gradient is None:
-            self.sums.gradient = torch.zeros(params.size, dtype=torch.float64, device=params.device)
+        params = self.problem.network.params
+        total = self.sums.gradient_of(params)
         if params.index is not None:
-            each = {name: torch.zeros_like(live[name]) if g is None else g.to_dense() for name, g in found.items()}
-            self.sums.gradient += params.flatten(each)[params.index]
+            total += params.pick(params.flatten(found[name] for name in params.names))
             return
-        for name, part in zip(params.names, self.sums.gradient.split(params.sizes), strict=True):
+        for name, part in zip(params.names, total.split(params.sizes), strict=True):
             g = found[name]
             if g is not None:
                 part += g.to_dense().reshape(-1)
@@ -515,8 +518,3 @@ def _reach(inputs: Inputs, n: int) -> Tensor | None:
     """
     own = [t.detach() for t in tensors_in(inputs) if t.is_floating_point() and t.ndim and len(t) == n]
     return torch.cat([t.reshape(n, -1) for t in own], 1) if own else None
-
-
-def _weighted(s: Tensor, weights: Tensor | None) -> Tensor:
-    """Multiply directions (n, ...) by one weight per sample."""
-    return s if weights is None else s * weights.to(s).reshape(-1, *(1,) * (s.ndim - 1))

@@ -24,6 +24,7 @@ from lapwing.model import Batch, Batches, Network, Plan, batch_size, take, tenso
 from lapwing.model.batches import parts_of, sharded
 from lapwing.model.calls import Inputs, finite, left_out, output_tensor
 from lapwing.model.features import features_of
+from lapwing.model.products import Products
 from lapwing.model.tape import run
 
 SEEN = 8  # samples that run before the network is planned
@@ -31,7 +32,7 @@ FEW = 255  # samples: a pass over so few is so short that no shortcut is worth a
 
 
 def available_memory() -> int:
-    """Half of the memory that the machine says is free, in bytes; 4 GB where it does not say."""
+    """Return half of the free memory of the machine, in bytes; 4 GB if the machine does not report it."""
     try:
         with open("/proc/meminfo") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -61,8 +62,8 @@ class Problem:
     resume: Resume | None = None  # the files from which interrupted passes go on
     batch: int = 0  # samples of the first batch
     example: Inputs = None  # the first samples
-    doubts: tuple[str, ...] = ()  # what contradicts the likelihood in the first outputs and targets
-    reader: Reader | None = None  # reads the features of a last layer, where there are such
+    doubts: tuple[str, ...] = ()  # warnings: the first outputs and targets contradict the likelihood
+    reader: Reader | None = None  # reads the features of a last layer; None: the tape is used
     remembered: tuple[list[Batch], int] | None = None  # the samples read first, and how many of them to keep
 
     @property
@@ -74,6 +75,11 @@ class Problem:
     def few(self) -> bool:
         """Whether the data are known to be few."""
         return self.length is not None and self.length <= FEW
+
+    @property
+    def products(self) -> Products:
+        """Products with the Jacobian over these data."""
+        return Products(self.network, self.batches, self.progress)
 
     def prepare(self, batch: Batch, f: Tensor) -> Tensor:
         """Check a batch and return its targets; errors name the batch and the operation whose values are not finite."""
@@ -165,8 +171,8 @@ def pose(
 ) -> Problem:
     """Read the first batch, plan the tape and check it. `factor=None` takes the exact GGN where feasible, else MC.
 
-    `closed`: the structure takes the features of a last layer, where there is one, and then neither tape nor backward
-    pass are needed; `passes` is how often it reads the data.
+    `closed`: the structure takes the features of a last layer. If only a last layer is selected, neither tape nor
+    backward passes are then needed. `passes` is how often the structure reads the data.
     """
     iterator = iter(batches)
     first = next(iterator)
@@ -194,16 +200,16 @@ def pose(
         keep = passes > 1 or likelihood.estimates_first(f.shape[-1])
         memory = options.get("memory", available_memory())
         options |= {"reader": Reader(features, keep, memory // 4)}
-        plan = replace(features.plan, notes=notes)
-        return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
-    if closed and features is None and network.last_linear is not None:
-        notes += ("backward passes, because what follows the last layer is not one fixed affine map",)
-    with network.borrow():
-        try:
-            plan = network.plan(first.inputs)
-        except (UnsupportedModel, BadData):
-            _look_at_all(unplanned, first)
-            raise
+        plan = features.plan
+    else:
+        if closed and features is None and network.last_linear is not None:
+            notes += ("backward passes, because what follows the last layer is not one fixed affine map",)
+        with network.borrow():
+            try:
+                plan = network.plan(first.inputs)
+            except (UnsupportedModel, BadData):
+                _look_at_all(unplanned, first)
+                raise
     plan = replace(plan, notes=plan.notes + notes)
     return Problem(network, plan, batches, likelihood, factor, tuple(f.shape[1:-1]), f[0].numel(), **options)
 
@@ -267,8 +273,10 @@ class Look:
 
 
 def _look(problem: Problem, first: Batch) -> Look:
-    """Look at a few samples of the first batch. What is wrong with it is refused here, since the self-check would only
-    see that numbers disagree."""
+    """Look at a few samples of the first batch, and refuse bad data with a clear message.
+
+    The self-check would only see that numbers disagree.
+    """
     n, network = batch_size(first.inputs), problem.network
     try:
         raw = network.returned(take(first.inputs, slice(0, SEEN), n))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lapwing.curvature.factor import GGN, Factor
+from lapwing.curvature.factor import GGN, Factor, larger
 from lapwing.curvature.onepass import Totals, pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import UnsupportedOperation
@@ -17,9 +18,10 @@ from lapwing.linalg.krylov import Policy, dots, xdiag
 from lapwing.linalg.operator import Product, Solver
 from lapwing.linalg.solvers import Solution
 from lapwing.model import Batch
+from lapwing.model.calls import weighted
 from lapwing.model.products import Keep, Products
 
-MANY = 4  # from so many vectors on, a forward pass first finds the samples above rounding
+MANY = 4  # for at least this many vectors, a forward pass first finds the samples above rounding
 ROWS = 64  # output directions per sample up to which all rows are used; beyond, they are sampled
 
 
@@ -33,9 +35,12 @@ class CurvatureProduct(Product):
     """
 
     problem: Problem
-    products: Products
     exact: Tensor | None = None
     seed: int = 0
+
+    @cached_property
+    def products(self) -> Products:
+        return self.problem.products
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -61,7 +66,7 @@ class CurvatureProduct(Product):
             image = torch.zeros_like(u)
             for s in factor.directions(likelihood, f, y, self._generator(batch)):
                 image += (u * s).flatten(2).sum(-1).reshape(len(u), -1, *(1,) * (f.ndim - 1)) * s
-        return image if batch.weights is None else image * columns_of(batch.weights, f)
+        return image if batch.weights is None else image * batch.weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
 
     def _keep(self, vectors: int) -> Keep | None:
         """Return the choice of samples above the tolerance; None where it would cost more than it saves."""
@@ -78,8 +83,7 @@ class CurvatureProduct(Product):
         if batch.weights is not None:
             sizes = sizes * batch.weights.to(sizes)
         tolerance = torch.finfo(f.dtype).eps if factor.tolerance is None else factor.tolerance
-        order = sizes.argsort()
-        return order[sizes[order].cumsum(0) > tolerance * sizes.sum()].sort().values
+        return larger(sizes, tolerance).nonzero().flatten()
 
     def _generator(self, batch: Batch) -> torch.Generator:
         """Return a generator with which sampled factors draw the same directions at every pass."""
@@ -96,7 +100,7 @@ class CurvatureProduct(Product):
                 for s in factor.directions(likelihood, f, y, self._generator(batch)):
                     noise = torch.randn(n, f.shape[0], generator=generator, dtype=f.dtype, device=f.device)
                     u += noise.reshape(n, -1, *(1,) * (f.ndim - 1)) * s
-            return u if batch.weights is None else u * columns_of(batch.weights, f).sqrt()
+            return u if batch.weights is None else u * batch.weights.to(f).sqrt().reshape(-1, *(1,) * (f.ndim - 1))
 
         return self.products.transposed(pull, n, keep=self._keep(n))
 
@@ -125,14 +129,10 @@ class CurvatureProduct(Product):
 
 
 def whole_factor(factor: Factor | None) -> Factor | None:
-    """Lift the limit of the exact GGN: products with Λ need no output directions."""
+    """Return the factor without the limit of the exact GGN, since products with Λ need no output directions."""
     if factor is None:
         return GGN(limit=sys.maxsize)
     return replace(factor, limit=sys.maxsize) if type(factor) is GGN else factor
-
-
-def columns_of(weights: Tensor, f: Tensor) -> Tensor:
-    return weights.to(f).reshape(-1, *(1,) * (f.ndim - 1))
 
 
 def totals_of(problem: Problem) -> Totals:
@@ -144,10 +144,9 @@ def totals_of(problem: Problem) -> Totals:
         y = problem.prepare(batch, f)
         parts.append((likelihood.statistics(f, y, batch.weights), likelihood.count(f, y, batch.weights)))
         score = likelihood.score(f, y) * likelihood.common_factor.detach().to(f)
-        return (score if batch.weights is None else score * columns_of(batch.weights, f))[None]
+        return weighted(score, batch.weights)[None]
 
-    products = Products(problem.network, problem.batches, problem.progress)
-    gradient = products.transposed(pull, 1, label="gradient")[0]
+    gradient = problem.products.transposed(pull, 1, label="gradient")[0]
     kept = gradient if problem.factor.exact else None
     return Totals(torch.stack([part for part, _ in parts]).sum(0), sum(count for _, count in parts), kept)
 
@@ -162,7 +161,7 @@ def solve_by_batches(
     passes: int = 20,
     unconverged: Policy = "raise",
 ) -> Solution:
-    """(I + Σ_b Φ_bᵀΦ_b)⁻¹ v for v (s, P), where Φ_b = √c·SᵀJ·D^{-½} are the rows of one batch.
+    """Return (I + Σ_b Φ_bᵀΦ_b)⁻¹ v for v (s, P), where Φ_b = √c·SᵀJ·D^{-½} are the rows of one batch.
 
     The dual unknowns a_b = Φ_b x of one batch are solved for exactly while the others stay fixed, batch after batch:
     block Gauss–Seidel on the kernel I + ΦΦᵀ. It converges for any prior and without a step size, in few passes where
@@ -200,7 +199,7 @@ class _Dual:
         return rows * (self.scale * self.root).to(rows)
 
     def improve(self, problem: Problem, x: Tensor) -> Tensor:
-        """Solve once for the unknowns of every part, given all others."""
+        """Solve for the unknowns of one part after the other, each time with all others fixed."""
         number, state = 0, [x]
 
         def update(jacobian: Jacobian, fresh: Tensor | None) -> None:

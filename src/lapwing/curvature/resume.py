@@ -19,12 +19,12 @@ from lapwing.model.batches import sharded
 from lapwing.model.calls import key_of
 from lapwing.storage import load_tree, remove_leftovers, require_writable, save_tree
 
-EVERY = 16  # batches between points at which no sample waits for others, from which a pass can go on exactly
-SECONDS = 20.0  # time that lies between two files, at least
+EVERY = 16  # after this many batches no sample waits for others, so that a pass can go on from here exactly
+SECONDS = 20.0  # least time between two files
 
 
 class OtherBatches(Exception):
-    """The batches are not those that the file has seen."""
+    """Raised when other batches come than those whose sums are in the file."""
 
 
 def require_folder(folder: Path) -> None:
@@ -54,7 +54,7 @@ class Resume:
 
 
 def _content(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
-    """Type, shape and a hash of the values of a tensor."""
+    """Return the type, the shape and a hash of the values of a tensor."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     values = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return str(tensor.dtype), tuple(tensor.shape), hashlib.blake2b(values, digest_size=16).hexdigest()
@@ -129,7 +129,7 @@ class Journal:
         self.saved = time.monotonic()
 
     def require_end(self) -> None:
-        """Raise `OtherBatches` if the data end before those of the file."""
+        """Raise `OtherBatches` if the data end before the last batch of the file."""
         if self.found is not None and self.read < self.found["read"]:
             raise OtherBatches
 

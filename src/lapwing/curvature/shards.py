@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 from lapwing import errors
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.model import Batch, Batches, Plan, PlanChanged, batch_size
-from lapwing.model.batches import Convention, NoSamples
+from lapwing.model.batches import Convention, NoSamples, as_it_is
 from lapwing.model.calls import map_tensors
 
 
@@ -115,21 +115,17 @@ def filled(batches: Batches) -> Batches:
     lent = exchange(_parts(first) if first and lender == distributed.get_rank() else None) if any(empty) else []
     if first is None:
         inputs, targets = lent[lender]
-        return replace(batches, data=[(inputs, targets, torch.zeros(batch_size(inputs)))], split=_as_it_is)
+        return replace(batches, data=[(inputs, targets, torch.zeros(batch_size(inputs)))], split=as_it_is)
     if batches.reiterable:
         return batches
     again = ((batch.inputs, batch.targets, batch.weights) for batch in chain([first], iterator))
-    return replace(batches, data=again, split=_as_it_is)
+    return replace(batches, data=again, split=as_it_is)
 
 
 def _parts(batch: Batch) -> tuple[Any, Any]:
     """Return inputs and targets as they are sent to other processes."""
     inputs, targets = map_tensors(lambda t: t.detach().cpu(), (batch.inputs, batch.targets))
     return inputs, targets
-
-
-def _as_it_is(raw: tuple) -> tuple:
-    return raw
 
 
 def add_up(tensors: Mapping[str, Tensor], plan: Plan | None = None) -> None:

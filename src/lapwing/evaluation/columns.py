@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.evaluation.scoring import Items, Result
+from lapwing.evaluation.scoring import Items, Result, Scored
 from lapwing.plots.targets import answered
 from lapwing.predictive import Prediction
 
 ABSTAIN = 0.05  # of the items, the least certain ones
 RESAMPLES, FEWER = 1000, 200
 MANY = 50_000  # entries of a score from which on fewer resamples are drawn
-MOST = 200_000  # entries of a score that the intervals of AUROC and FPR95 look at
+MOST = 200_000  # largest number of entries of a score that the intervals of AUROC and FPR95 use
 CHUNK = 2**22  # weights held at once
 SEED = 0
 LEVEL = 0.95
@@ -51,7 +51,7 @@ SHARES = {"accuracy": "correct", "coverage95": "covered 0.95"}  # columns whose 
 
 
 class Numbers(Protocol):
-    """What findings, pictures and pages read of a report."""
+    """The part of a report that findings, pictures and pages need."""
 
     @property
     def results(self) -> Mapping[str, Result]: ...
@@ -99,7 +99,7 @@ def cell(column: str, value: float | None) -> str:
 def summary(items: Items, bins: int) -> dict[str, float]:
     """Return the value of each column from the scores of all items (`Prediction.scores`).
 
-    The NLL is that of all labels or outputs of an item together; the other scores count each of them.
+    The NLL is of all labels or outputs of an item together; the other scores count each label or output.
     """
     row = {"nll": -items["log_prob"].mean().item()}
     if "correct" in items:
@@ -116,22 +116,21 @@ def statistics_of(result: Result, bins: int) -> dict[str, Statistic]:
     if result.count < 2:
         return {}
 
-    def entries(name: str) -> Entries:
-        return Entries(result.items[name], result.owners.get(name), result.count)
+    def entries(name: str, values: Items, source: Result | Scored = result) -> Entries:
+        return Entries(values[name], source.owners.get(name), source.count)
 
-    found = {"nll": mean_of(entries("log_prob"), torch.neg)}
-    means = {"accuracy": "correct", "coverage95": "covered 0.95"}
-    means |= {name: name for name in ("brier", "entropy", "crps", "stddev")}
-    found |= {column: mean_of(entries(name)) for column, name in means.items() if name in result.items}
-    if "square" in result.items:
-        found["rmse"] = mean_of(entries("square"), torch.sqrt)
-    if "correct" in result.items:
-        found["ece"] = ece_of(entries("confidence"), result.items["correct"], bins)
+    items = result.items
+    found = {"nll": mean_of(entries("log_prob", items), torch.neg)}
+    means = SHARES | {name: name for name in ("brier", "entropy", "crps", "stddev")}
+    found |= {column: mean_of(entries(name, items)) for column, name in means.items() if name in items}
+    if "square" in items:
+        found["rmse"] = mean_of(entries("square", items), torch.sqrt)
+    if "correct" in items:
+        found["ece"] = ece_of(entries("confidence", items), items["correct"], bins)
     for place, outside in result.outside.items():
         for score in STRANGE:
             if score in result.scores and score in outside.scores and outside.count > 1:
-                inside = Entries(result.scores[score], result.owners.get(score), result.count)
-                others = Entries(outside.scores[score], outside.owners.get(score), outside.count)
+                inside, others = entries(score, result.scores), entries(score, outside.scores, outside)
                 found[column_of("auroc", score, place)] = auroc_of(inside, others, place)
                 found[column_of("fpr95", score, place)] = fpr95_of(inside, others, place)
     return found
@@ -149,7 +148,7 @@ class Entries:
     count: int
 
     def spread(self, weights: Tensor) -> Tensor:
-        """Return the weight of each entry, (r, entries), from those of the items, (r, count)."""
+        """Return the weight of each entry, (r, entries), from the weights of the items, (r, count)."""
         return weights if self.owner is None else weights[:, self.owner]
 
     def sums(self, *columns: Tensor, where: Tensor | None = None) -> Tensor:
@@ -173,18 +172,18 @@ Statistic = Callable[[Mapping[str, Tensor]], Tensor]
 """Takes the weights of all sides, {side: (r, items)}, and returns a value per resample, (r,)."""
 
 
-def mean_of(entries: Entries, finish: Callable[[Tensor], Tensor] = lambda mean: mean, side: str = "test") -> Statistic:
+def mean_of(entries: Entries, finish: Callable[[Tensor], Tensor] = lambda mean: mean) -> Statistic:
     """Return the statistic finish(mean of all entries)."""
     table = entries.sums(entries.values.double(), torch.ones_like(entries.values, dtype=torch.float64))
 
     def statistic(weights: Mapping[str, Tensor]) -> Tensor:
-        total = weights[side] @ table
+        total = weights["test"] @ table
         return finish(total[:, 0] / total[:, 1])
 
     return statistic
 
 
-def ece_of(confidence: Entries, correct: Tensor, bins: int, side: str = "test") -> Statistic:
+def ece_of(confidence: Entries, correct: Tensor, bins: int) -> Statistic:
     """Return the expected calibration error as a statistic: Σ_b |Σ correct − Σ confidence| / Σ 1 over entries."""
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
     which = torch.bucketize(confidence.values, edges[1:-1])
@@ -193,7 +192,7 @@ def ece_of(confidence: Entries, correct: Tensor, bins: int, side: str = "test") 
     size = confidence.sums(torch.ones_like(gap))
 
     def statistic(weights: Mapping[str, Tensor]) -> Tensor:
-        return (weights[side] @ each).abs().sum(1) / (weights[side] @ size)[:, 0]
+        return (weights["test"] @ each).abs().sum(1) / (weights["test"] @ size)[:, 0]
 
     return statistic
 
@@ -214,7 +213,7 @@ def auroc_of(inside: Entries, outside: Entries, place: str) -> Statistic:
     return statistic
 
 
-def fpr95_of(inside: Entries, outside: Entries, place: str, rate: float = 0.95) -> Statistic:
+def fpr95_of(inside: Entries, outside: Entries, place: str) -> Statistic:
     """Return the FPR95 of a score as a statistic of the weights of "test" and of the outside set."""
     inside, outside = inside.thinned(), outside.thinned()
     order, others = inside.values.argsort(), outside.values.argsort()
@@ -224,7 +223,7 @@ def fpr95_of(inside: Entries, outside: Entries, place: str, rate: float = 0.95) 
     def statistic(weights: Mapping[str, Tensor]) -> Tensor:
         w, v = inside.spread(weights["test"])[:, order], outside.spread(weights[place])[:, others]
         mass, total = w.cumsum(1), torch.nn.functional.pad(v.cumsum(1), (1, 0))
-        at = (mass >= rate * mass[:, -1:] - 1e-9).int().argmax(1)  # the first threshold that keeps enough
+        at = (mass >= 0.95 * mass[:, -1:] - 1e-9).int().argmax(1)  # the first threshold that keeps enough
         return total.gather(1, passing[at][:, None])[:, 0] / total[:, -1]
 
     return statistic
@@ -247,9 +246,9 @@ def resampled(
     return {name: {c: torch.cat(parts) for c, parts in own.items()} for name, own in found.items()}
 
 
-def weight_chunks(sizes: Mapping[str, int], count: int, chunk: int, seed: int = SEED) -> Iterator[dict[str, Tensor]]:
+def weight_chunks(sizes: Mapping[str, int], count: int, chunk: int) -> Iterator[dict[str, Tensor]]:
     """Yield how often each item is drawn in resamples with replacement, {side: (r, items)}, `count` in all."""
-    generators = {side: torch.Generator().manual_seed(seed + k) for k, side in enumerate(sizes)}
+    generators = {side: torch.Generator().manual_seed(SEED + k) for k, side in enumerate(sizes)}
     for start in range(0, count, chunk):
         rows = min(chunk, count - start)
         weights = {}
@@ -260,29 +259,29 @@ def weight_chunks(sizes: Mapping[str, int], count: int, chunk: int, seed: int = 
         yield weights
 
 
-def bootstrap_interval(value: float, samples: Tensor, level: float = LEVEL) -> tuple[float, float]:
+def bootstrap_interval(value: float, samples: Tensor) -> tuple[float, float]:
     """Return a bias-corrected percentile interval (Efron 1981): NaN where the resamples do not vary or are not finite.
 
-    Resamples of a calibration error are larger than the error itself on average; the correction moves the percentiles
-    by as much. The value is always inside.
+    On average, resamples of a calibration error are larger than the error itself. The correction moves the percentiles
+    by this bias. The value is always inside the interval.
     """
     if not math.isfinite(value) or not bool(samples.isfinite().all()) or bool((samples == samples[0]).all()):
         return math.nan, math.nan
     normal, least = NormalDist(), 0.5 / len(samples)
     share = 0.5 * float((samples < value).double().mean() + (samples <= value).double().mean())
     shift = 2 * normal.inv_cdf(min(max(share, least), 1 - least))
-    reach = normal.inv_cdf((1 + level) / 2)
+    reach = normal.inv_cdf((1 + LEVEL) / 2)
     levels = torch.tensor([normal.cdf(shift - reach), normal.cdf(shift + reach)], dtype=torch.float64)
     low, high = torch.quantile(samples, levels).tolist()
     return min(low, value), max(high, value)
 
 
-def share_interval(value: float, count: int, level: float = LEVEL) -> tuple[float, float]:
+def share_interval(value: float, count: int) -> tuple[float, float]:
     """Return the interval of a share that is 0 or 1 in all of `count` items (Clopper and Pearson 1934).
 
-    Every resample of such items is alike, and would claim certainty.
+    All resamples of such items are equal, so the bootstrap would claim certainty.
     """
-    bound = ((1 - level) / 2) ** (1 / count)
+    bound = ((1 - LEVEL) / 2) ** (1 / count)
     return (bound, 1.0) if value > 0.5 else (0.0, 1 - bound)
 
 

@@ -70,7 +70,7 @@ def evaluate(
     for source in (data, *(ood or {}).values()):
         if len(runs) > 1 and not isinstance(source, Tensor):
             Batches(source, nn.Identity(), torch.device("cpu")).require_reiterable("evaluating several models")
-    splits = [split_of(model) for model in models.values()]
+    splits = [getattr(getattr(model, "options", None), "split", None) for model in models.values()]
     usual = split or next((each for each in splits if each is not None), None)
     viewer = Viewer(classes or class_names(data, (run.module for run in runs.values())), feature_names(data), describe)
     wanted = Asked(bool(ood), bool(ood) if novelty is None else novelty, train, viewer, {}, {})
@@ -91,13 +91,8 @@ def require_names(what: str, given: Any, example: str) -> None:
         raise BadData(f"expected {what} by name, as in {example}, got a {type(given).__name__}")
 
 
-def split_of(model: Any) -> Callable[[Any], tuple] | None:
-    """Return the `split` that a posterior was fitted with, if any."""
-    return getattr(getattr(model, "options", None), "split", None)
-
-
 def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | None) -> Likelihood | None:
-    """Return the likelihood asked for; without one, or without its noise, that of the first model that has one."""
+    """Return the given likelihood. Without one, or if its noise is unknown, take that of the first model with one."""
     asked = None if likelihood is None else resolve_likelihood(likelihood)
     if asked is not None and asked.known:
         return asked

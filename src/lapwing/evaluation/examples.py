@@ -52,16 +52,14 @@ class Viewer:
 
     def picked(self, prediction: Prediction, inputs: Any, y: Tensor | None, ranks: Tensor) -> tuple[Example, ...]:
         """Return the items of a batch with the highest ranks (B,), highest first."""
-        count = batch_size(inputs)
-        order = ranks.argsort(descending=True, stable=True)[:SHOWN]
-        return tuple(self._example(prediction, inputs, y, int(k), float(ranks[k]), count) for k in order)
-
-    def _example(
-        self, prediction: Prediction, inputs: Any, y: Tensor | None, index: int, score: float, count: int
-    ) -> Example:
-        picture, text = self.seen(take(inputs, slice(index, index + 1), count))
-        words = prediction.described(index, y, self.classes)
-        return Example(picture, text, words["truth"], words["answer"], words["certainty"], score)
+        found = []
+        for index in ranks.argsort(descending=True, stable=True)[:SHOWN].tolist():
+            picture, text = self.seen(take(inputs, slice(index, index + 1), batch_size(inputs)))
+            words = prediction.described(index, y, self.classes)
+            found.append(
+                Example(picture, text, words["truth"], words["answer"], words["certainty"], float(ranks[index]))
+            )
+        return tuple(found)
 
     def seen(self, one: Any) -> tuple[Tensor | None, str]:
         """Return the picture or the text of inputs that hold one sample."""

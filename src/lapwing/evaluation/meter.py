@@ -53,7 +53,9 @@ def _start(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     if sys.platform == "linux":
-        _release_freed_memory()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)  # memory that malloc keeps goes back to the system, so that using it again counts
         try:
             Path("/proc/self/clear_refs").write_text("5")  # 5 resets the high-water mark (man 5 proc)
         except OSError:
@@ -71,10 +73,3 @@ def _peak(device: torch.device) -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def _release_freed_memory() -> None:
-    """Hand memory that malloc keeps back to the system, so that using it again counts."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import html
 import importlib
 import io
 import math
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from lapwing.evaluation.columns import (
     RESAMPLES,
     SCORES,
     SEED,
+    Column,
     Numbers,
     cell,
     column_of,
@@ -36,9 +38,6 @@ from lapwing.evaluation.figures import Picture, distinct_scores, figures_of
 from lapwing.plots.style import GRID, INK, INSIDE, MODELS, MUTED, OUTSIDE, array, style
 from lapwing.plots.uncertainty import stretched
 from lapwing.storage import replacing
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TEMPLATE = files("lapwing.evaluation") / "template.html"
 LINES = 8  # items that are shown as rows of a table
@@ -122,9 +121,10 @@ def sections_of(report: Numbers) -> list[dict[str, Any]]:
     """Return the sections of the page: title, text, tables, pictures as SVG, and lists of items."""
     name, result = list(report.results.items())[-1]
     groups = figures_of(report)
-    numbered = iter(range(1, 10_000))
-    drawn = {id(p): svg_of(p, next(numbered)) for group in groups for p in group.pictures}
-    sections = [_section("The numbers", "", tables=[score_table(report)])]
+    pictures = [picture for group in groups for picture in group.pictures]
+    drawn = {id(picture): svg_of(picture, place) for place, picture in enumerate(pictures, 1)}
+    count = report.results[report.baseline].count
+    sections = [_section("The numbers", "", [model_table(report, SCORES, f"Scores on {count:,} test items")])]
     for group in groups:
         tables = [] if group.place is None else [outside_table(report, group.place)]
         items = []
@@ -137,7 +137,8 @@ def sections_of(report: Numbers) -> list[dict[str, Any]]:
     lists.append(_items(f"Test items whose truth {name} expected least", wrong))
     if any(each["examples"] for each in lists):
         sections.append(_section("Single items", "", items=lists))
-    sections.append(_section("Time and memory", "", tables=[cost_table(report)]))
+    costs = model_table(report, COST_COLUMNS, "Predicting the test set once")  # measured once, without intervals
+    sections.append(_section("Time and memory", "", [costs]))
     return sections
 
 
@@ -151,13 +152,12 @@ def _section(
     return {"title": name, "text": text, "tables": tables, "pictures": pictures, "items": items}
 
 
-def score_table(report: Numbers) -> Table:
-    """Return the scores of all models on the test items, with intervals and differences."""
+def model_table(report: Numbers, columns: Sequence[Column], caption: str) -> Table:
+    """Return the columns that the report has, one row per model, with intervals and differences."""
     known = {column.name for column in report.columns()}
-    columns = tuple(column.name for column in SCORES if column.name in known)
-    count = report.results[report.baseline].count
-    rows = tuple(Row((name,), tuple(number(report, name, c) for c in columns)) for name in report.results)
-    return Table(f"Scores on {count:,} test items", ("model",), tuple((title(c), MEANINGS[c]) for c in columns), rows)
+    names = [column.name for column in columns if column.name in known]
+    rows = tuple(Row((name,), tuple(number(report, name, c) for c in names)) for name in report.results)
+    return Table(caption, ("model",), tuple((title(c), MEANINGS[c]) for c in names), rows)
 
 
 def outside_table(report: Numbers, place: str) -> Table:
@@ -169,14 +169,6 @@ def outside_table(report: Numbers, place: str) -> Table:
             rows.append(Row((name, score_name(report, score)), tuple(number(report, name, c) for c in columns)))
     heads = tuple((name.upper(), MEANINGS[name]) for name in ("auroc", "fpr95"))
     return Table(f"{place} against the test items", ("model", "score"), heads, tuple(rows))
-
-
-def cost_table(report: Numbers) -> Table:
-    """Return seconds and peak memory, which are measured once and have no intervals."""
-    known = {column.name for column in report.columns()}
-    columns = tuple(column.name for column in COST_COLUMNS if column.name in known)
-    rows = tuple(Row((name,), tuple(number(report, name, c) for c in columns)) for name in report.results)
-    return Table("Predicting the test set once", ("model",), tuple((title(c), MEANINGS[c]) for c in columns), rows)
 
 
 def number(report: Numbers, name: str, column: str) -> Cell:
@@ -273,15 +265,12 @@ def _variables(colors: Mapping[str, str]) -> str:
 def svg_of(picture: Picture, place: int) -> dict[str, str]:
     """Return a figure as SVG in which colors are variables of the page, and words appear under the mouse.
 
-    `place` makes the identifiers of this picture differ from those of others.
+    `place` makes the identifiers of this picture unique on the page.
     """
-    width = str(round(picture.figure.get_figwidth() * 96))
-    return {"svg": inline_svg(picture.figure, picture.words, place), "words": picture.words, "width": width}
+    from matplotlib import rc_context
 
-
-def inline_svg(figure: Figure, words: str, place: int) -> str:
-    buffer = io.BytesIO()
-    with style() as _, _settings(place):
+    buffer, figure = io.BytesIO(), picture.figure
+    with style(), rc_context({"svg.fonttype": "none", "svg.hashsalt": f"lapwing {place}"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue().decode("utf-8")
     text = text[text.index("<svg") :]
@@ -290,15 +279,9 @@ def inline_svg(figure: Figure, words: str, place: int) -> str:
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     for color in COLORS:
         text = text.replace(color, f"var(--{color[1:]})")
-    escaped = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    head = f'<svg role="img" aria-label="{escaped}" '
+    head = f'<svg role="img" aria-label="{html.escape(picture.words)}" '
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None
     inside = text[text.index(">") + 1 :]
-    return f'{head}{box[0]} xmlns:xlink="http://www.w3.org/1999/xlink">{inside}'
-
-
-def _settings(place: int) -> Any:
-    from matplotlib import rc_context
-
-    return rc_context({"svg.fonttype": "none", "svg.hashsalt": f"lapwing {place}"})
+    svg = f'{head}{box[0]} xmlns:xlink="http://www.w3.org/1999/xlink">{inside}'
+    return {"svg": svg, "words": picture.words, "width": str(round(figure.get_figwidth() * 96))}

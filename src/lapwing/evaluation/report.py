@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 class Report:
     """How models compare on the same data. Made by `lapwing.evaluate`.
 
-    The first model is the baseline, with which the others are compared item by item; the last one is of most interest.
+    The first model is the baseline, with which the others are compared item by item. Pictures of single items and the
+    findings are about the last model.
 
     Examples:
         >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"noise": noise})
@@ -154,7 +155,7 @@ class Report:
     def difference(self, name: str, column: str, baseline: str | None = None) -> Estimate:
         """Return how much a column of a model exceeds that of the baseline, with its 95 % interval, item by item.
 
-        Both models are scored on the same resamples, which removes what is hard or easy for both.
+        Both models are scored on the same resamples, so that items which are hard for both do not widen the interval.
 
         Examples:
             >>> value, low, high = report.difference("Laplace", "nll")  # below zero where Laplace is better
@@ -279,7 +280,7 @@ class Report:
         return html_table(["", *(title(c.name) for c in columns)], rows, note=note)
 
     def figures(self) -> dict[str, Figure]:
-        """Return the pictures by name. Those of single items show the last model, usually the one of interest.
+        """Return the pictures by name. Pictures of single items show the last model, usually the one of interest.
 
         Examples:
             >>> figures = report.figures()

@@ -80,10 +80,9 @@ def features_of(module: nn.Module, inputs: Any) -> Features | None:
     owners = {name.rpartition(".")[0] for name in names if name.endswith("weight") or name.endswith("bias")}
     if len(owners) != 1:
         return None
-    (owner,) = owners
-    if type(module.get_submodule(owner)) is not nn.Linear:
+    found = Features(module, *owners)
+    if type(module.get_submodule(found.layer)) is not nn.Linear:
         return None
-    found = Features(module, owner)
     try:
         found(inputs)
     except UnsupportedModel:
@@ -147,16 +146,6 @@ def max_logit(f: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Outside:
-    """Scores of strangeness of one out-of-distribution set, by name, and its most uncertain items."""
-
-    scores: Items
-    owners: Mapping[str, Tensor]
-    count: int
-    examples: Mapping[str, tuple[Example, ...]]
-
-
-@dataclass(frozen=True, eq=False)
 class Result:
     """The scores of one model on test items and outside items, and what predicting the test set cost.
 
@@ -168,7 +157,7 @@ class Result:
     kind: type[Prediction]  # of its predictions
     items: Items
     scores: Items
-    outside: Mapping[str, Outside]
+    outside: Mapping[str, Scored]
     cost: Cost
     count: int
     examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
@@ -259,7 +248,7 @@ def evaluate_one(run: Run, readers: Mapping[str, Reader], asked: Asked) -> Resul
     one = partial(one_batch, run, asked, distance)
     scored, cost = measure(lambda: Scored.of(one(*batch) for batch in readers["test"].labeled()), run.device)
     outside = {
-        key.removeprefix("ood "): Scored.of(one(*batch) for batch in reader.unlabeled()).outside()
+        key.removeprefix("ood "): Scored.of(one(*batch) for batch in reader.unlabeled())
         for key, reader in readers.items()
         if key.startswith("ood ")
     }
@@ -297,7 +286,7 @@ def mahalanobis(run: Run, test: Reader, asked: Asked) -> Mahalanobis | None:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What an evaluation computes beside the scores of targets, and how items are shown."""
+    """The options of an evaluation: which scores beside those of targets, and how items are shown."""
 
     outside: bool
     novelty: bool
@@ -341,9 +330,6 @@ class Scored:
             count,
         )
 
-    def outside(self) -> Outside:
-        return Outside(self.scores, self.owners, self.count, self.examples)
-
 
 def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any, targets: Any | None) -> Scored:
     """Score one batch, flat, in float64 on the CPU; items that the likelihood ignores are left out."""
@@ -376,7 +362,7 @@ def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any,
 
 
 def flat(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the entries that count in one row; a mask (B, *event) leaves those of whole items as they are."""
+    """Return the entries that count as one row. A mask (B, *event) does not apply to values of whole items."""
     if mask is not None and values.shape[: mask.ndim] == mask.shape:
         values = values[mask.to(values.device)]
     return values.detach().flatten().double().cpu()

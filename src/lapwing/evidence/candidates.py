@@ -62,7 +62,7 @@ def check_learned(
         raise BadData(f"held-out data can choose {known} for {type(likelihood).__name__}, got {got}{hint}")
     idle = [name for name in (grid or {}) if name not in learn]
     if idle:
-        raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
+        raise BadData(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
     check_candidates(grid or {})
     likelihood.learned_names(tuple(learn))
     if "logit_temperature" in learn:
@@ -74,7 +74,7 @@ def check_candidates(grid: Mapping[str, Sequence[float]]) -> None:
     """Refuse candidates that are not positive and finite, and empty lists of candidates."""
     bad = [(name, v) for name, values in grid.items() for v in values if not (v > 0 and math.isfinite(v))]
     if bad or any(len(values) == 0 for values in grid.values()):
-        raise ValueError(f"candidates must be positive, finite and at least one, got {bad or grid}")
+        raise BadData(f"candidates must be positive, finite and at least one, got {bad or grid}")
 
 
 def edge(name: str, value: float, candidates: Sequence[float]) -> str:

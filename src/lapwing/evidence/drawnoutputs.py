@@ -99,7 +99,9 @@ class DrawnSweep(Sweep):
     def subset(self, size: int) -> DrawnSweep:
         """Keep at most `FEW` items: each costs as much as many samples with few outputs."""
         stride = max(1, -(-len(self.f) // min(size, FEW)))
-        keep = torch.arange(0, len(self.f), stride, device=self.f.device)
+        return self.take(torch.arange(0, len(self.f), stride, device=self.f.device))
+
+    def take(self, keep: Tensor) -> DrawnSweep:
         parts, start = [], 0
         for kept in self.items:
             inside = keep[(keep >= start) & (keep < start + len(kept))] - start

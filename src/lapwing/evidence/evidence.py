@@ -58,7 +58,7 @@ def log_evidence(
 def evidence_of(belief: Belief, at: str = "map") -> Tensor:
     """Return the log evidence of a belief; see `log_evidence`. Damping is left out: the sum T/φ·H + Π is exact."""
     if at not in ("map", "linear-mode"):
-        raise ValueError(f"at={at!r}: use 'map' (θ̂ as it is) or 'linear-mode' (the mode of the linearized model)")
+        raise BadData(f"at={at!r}: use 'map' (θ̂ as it is) or 'linear-mode' (the mode of the linearized model)")
     center, matrix = belief.prior_in_use
     precision = _scaled(matrix, belief.temperature.prior_scale)
     bracket = _scaled(belief.curvature.matrix, belief.scale).logdet_ratio(precision)

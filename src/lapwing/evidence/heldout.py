@@ -45,6 +45,9 @@ PADDING = 2  # nodes beyond either end, since the approximation is worst at the 
 RIDGE = 1e-12
 TRIED, AGREE = 3, 1e-4  # settings by which an interpolation is checked, and nats per item to which they must agree
 TOKENS = 512  # outputs per sample at several positions: beyond, the rows of all cost ten times what the draws do
+LOOK = 48  # samples with the largest losses, and as many others, on which the settings of a line are compared first
+MANY = 8 * LOOK  # samples from which such a look pays
+CLEAR = 6.0  # standard errors by which a setting must be worse there for a smaller look to do
 AT_ONCE = 64  # shifts whose coefficients are fitted together
 
 
@@ -127,6 +130,11 @@ def enough(line: Sequence[Setting]) -> int:
     return math.ceil(ALONG * decades) + 3
 
 
+def long_lines(settings: Sequence[Setting]) -> list[list[int]]:
+    """Return those lines with so many settings that most are interpolated."""
+    return [line for line in lines_of(settings) if len(line) >= 3 * enough([settings[k] for k in line])]
+
+
 def chebyshev(u: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return Chebyshev's nodes between the ends of u, and the matrix that interpolates from them to u (barycentric)."""
     angle = torch.linspace(0, math.pi, count, dtype=torch.float64)
@@ -174,8 +182,12 @@ class Sweep(ABC):
         """
 
     @abstractmethod
+    def take(self, keep: Tensor) -> Sweep:
+        """Keep the samples with these ascending numbers."""
+
     def subset(self, size: int) -> Sweep:
         """Keep about `size` samples, evenly spread."""
+        return self.take(torch.arange(0, len(self.f), max(1, len(self.f) // size), device=self.f.device))
 
     @abstractmethod
     def spreads(self) -> Tensor:
@@ -189,6 +201,13 @@ class Sweep(ABC):
     def notes(self) -> tuple[str, ...]:
         """What to say about the pass."""
         return ()
+
+    def shortcuts(self, settings: Sequence[Setting]) -> tuple[str, ...]:
+        """Say which scores are not computed one by one."""
+        if not long_lines(settings):
+            return ()
+        far = f"; far from the best one they are estimates from {2 * LOOK} of the data" if len(self.f) >= MANY else ""
+        return (f"most scores of a fine grid of priors are interpolated, to {AGREE:g} nats{far}",)
 
     def _rho(self, tau: Tensor, temperature: Tensor, dispersion: Tensor) -> tuple[Tensor, Tensor]:
         """c = T/φ^k (*b) and ρ = τ/c (*b, G) for precisions (*b, G), temperatures and dispersions (*b)."""
@@ -220,29 +239,66 @@ class Sweep(ABC):
         """Return −log p(y) of every item that counts under every setting, (S, N) float64.
 
         Many settings that differ in a common factor of their precisions alone are interpolated between a few of them:
-        the losses are smooth functions of its logarithm, as the kernel 1/(e + ρ) is.
+        the losses are smooth functions of its logarithm, as the kernel 1/(e + ρ) is. Of many items, those far from the
+        best are estimated (`_hopeful`).
         """
         found: dict[int, Tensor] = {}
-        for line in lines_of(settings):
-            own = [settings[k] for k in line]
-            if len(own) >= 3 * enough(own):
-                found |= dict(zip(line, self._along(own)))
+        for line in long_lines(settings):
+            found |= dict(zip(line, self._hopeful([settings[k] for k in line])))
         others = [k for k in range(len(settings)) if k not in found]
         if others:
             found |= dict(zip(others, self.exact_losses([settings[k] for k in others])))
         return torch.stack([found[k] for k in range(len(settings))])
 
+    def _hopeful(self, line: Sequence[Setting]) -> Tensor:
+        """Return the losses of settings in the order of their precisions, (S, N); of hopeless ones their means alone.
+
+        A look at a few samples says which settings may be the best: the samples that the network alone predicts worst,
+        where most can be won, and others evenly spread. Settings beyond those get the losses of the last of them, plus
+        the mean difference that the look has found.
+        """
+        n, mask = len(self.f), self.likelihood.mask(self.f, self.y)
+        if n < MANY or (mask is not None and not bool(mask.all())):
+            return self._along(line)
+        alone = -self.likelihood.log_prob(self.f, self.y).detach().double().reshape(n, -1).sum(1)
+        order = alone.argsort(descending=True, stable=True)
+        even = order[LOOK:][:: (n - LOOK) // LOOK]
+        keep, by = torch.cat([order[:LOOK], even]).sort()
+        items = torch.arange(self.f[..., 0].numel(), device=keep.device).reshape(n, -1)
+        easy = (by >= LOOK)[:, None].expand(-1, items.shape[1]).flatten()
+        share = torch.where(easy, (n - LOOK) / len(even), 1.0).double() / items.numel()
+        few = self.take(keep)._along(line)
+        gaps = few - few[(few @ share).argmin()]
+        mean, error = gaps @ share, gaps[:, easy].std(1) * share.max() * easy.sum().sqrt()
+        hopeful = (mean <= CLEAR * error + AGREE).nonzero()[:, 0]
+        first, last = int(hopeful[0]), int(hopeful[-1])
+        seen, at = few[first : last + 1], items[keep].flatten()
+        losses = self._refined(
+            line[first : last + 1], lambda found: bool((((found[:, at] - seen) @ share).abs() <= 2 * AGREE).all())
+        )
+        nearest = torch.arange(len(line), device=keep.device).clamp(first, last)
+        return losses[nearest - first] + (mean - mean[nearest])[:, None]
+
     def _along(self, line: Sequence[Setting]) -> Tensor:
         """Return the losses of settings in the order of their precisions, interpolated between some, (S, N).
 
-        Some settings are computed as well. Where the interpolation misses the mean loss of one by more than `AGREE`
-        nats, as many nodes again are put between the first ones; where that is not enough, all settings are computed.
+        Some settings are computed as well, whose mean loss the interpolation must not miss by more than `AGREE` nats.
         """
-        u = torch.tensor([each.narrow for each in line], dtype=torch.float64).log()
         tried = [round(k * (len(line) - 1) / (TRIED + 1)) for k in range(1, TRIED + 1)]
         exact = self.exact_losses([line[k] for k in tried])
-        count, known = enough(line), exact[:0]
-        for _ in range(2):
+        found = self._refined(line, lambda found: bool(((found[tried] - exact).mean(1).abs() <= AGREE).all()))
+        found[tried] = exact
+        return found
+
+    def _refined(self, line: Sequence[Setting], agrees: Callable[[Tensor], bool]) -> Tensor:
+        """Interpolate the losses of settings between nodes.
+
+        Where they do not agree with what is known, as many nodes again are put between the first ones; where that is
+        not enough, or saves nothing, all settings are computed.
+        """
+        u = torch.tensor([each.narrow for each in line], dtype=torch.float64).log()
+        count, known = enough(line), torch.empty(0)
+        for _ in range(2 if count < len(line) else 0):
             nodes, matrix = chebyshev(u, count)
             new = nodes[1::2] if len(known) else nodes  # every second node is one of the first
             factors = (new - u[0]).exp()
@@ -250,8 +306,7 @@ class Sweep(ABC):
             if len(known):
                 values = torch.stack([*known, *values])[_interleaved(len(known))]
             found = matrix.to(values) @ values
-            if bool(((found[tried] - exact).mean(1).abs() <= AGREE).all()):
-                found[tried] = exact
+            if agrees(found):
                 return found
             count, known = 2 * count - 1, values
         return self.exact_losses(line)
@@ -302,8 +357,7 @@ class GramSweep(Sweep):
         flat = coefficients.to(grams).flatten(-2) @ grams.reshape(-1, grams.shape[2] * grams.shape[3])
         return unpack_symmetric(flat.reshape(*flat.shape[:-1], *grams.shape[2:]), self.f.shape[-1])
 
-    def subset(self, size: int) -> GramSweep:
-        keep = torch.arange(0, len(self.f), max(1, len(self.f) // size))
+    def take(self, keep: Tensor) -> GramSweep:
         places = self.f[0, ..., 0].numel()
         index = (places * keep[:, None] + torch.arange(places)).reshape(-1)
         adjust = self.adjust

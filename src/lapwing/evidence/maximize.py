@@ -261,7 +261,7 @@ def tune_grid(
     """
     idle = [name for name in grid if name not in learn]
     if idle:
-        raise ValueError(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
+        raise BadData(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
     check_candidates(grid)
     if not grid:
         return tune(belief, groups, learn=learn)

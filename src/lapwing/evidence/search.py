@@ -153,6 +153,7 @@ def search(sweep: Sweep, candidates: Candidates, *, rule: Rule = lowest, steps: 
         *trials.about(best, candidates.edges),
         f"{len(trials.settings)} settings from one pass over {len(sweep.f)} data; variances are right to a relative "
         f"{sweep.nodes.error(used):.1g}; {trials.rivals()}",
+        *sweep.shortcuts(settings),
         *sweep.notes,
     )
     return Found(trials, best, iterations, messages)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ class Learned:
 def invariant_bound(
     network: Network, plan: Plan, copies: Tensor, y: Tensor, likelihood: Likelihood, precision: Tensor, n_data: float
 ) -> Tensor:
-    """The stochastic bound for augmented inputs (n, copies, …), with gradients into them and into `precision` (P,)."""
+    """Return the stochastic bound for augmented inputs (n, copies, …); gradients reach them and `precision` (P,)."""
     with network.borrow(differentiable=True):
         at = network.linearize(plan, copies, create_graph=True)
         y = likelihood.targets(at.f.detach(), y)
@@ -109,6 +108,8 @@ def learn_invariances(
         plan = first.plan(few)
     groups = partition("layerwise", tuple(block.names for block in plan.blocks), first.params)
     tau = torch.ones(groups.count, dtype=torch.float64, device=first.params.device)
+    live = dict(averaged.named_parameters())
+    grouped = [(k, live[name]) for k, block in enumerate(plan.blocks) for name in block.names]
     steps = epochs * -(-n // batch_size)
     burnin = steps // 10 if burnin is None else burnin
     weights = torch.optim.Adam(averaged.parameters(), lr)
@@ -126,7 +127,7 @@ def learn_invariances(
             weights.zero_grad()
             f = family.outputs(averaged(many))
             misfit = -family.log_prob(f, family.targets(f.detach(), y[rows])).sum() / len(rows)
-            pulls = [tau[k] * p.square().sum() for k, p in _by_block(plan, averaged)]
+            pulls = [tau[k] * p.square().sum() for k, p in grouped]
             (misfit + 0.5 * torch.stack(pulls).sum() / n).backward()
             weights.step()
             schedule.step()
@@ -143,9 +144,11 @@ def learn_invariances(
                 found.append(value.item())
         if step > burnin:
             chosen = torch.randperm(n, generator=generator, device=place)[:PRIOR_SAMPLES].to(x.device)
-            tau = _precisions(
-                averaged, names, augmentation, (x[chosen], y[chosen]), family, groups, tau, copies, n, generator
-            )
+            parts = zip(x[chosen].split(64), y[chosen].split(64), strict=True)
+            with torch.no_grad():
+                batches = [(augmentation(part, copies, generator), labels) for part, labels in parts]
+            network = Network(averaged, Params.of(averaged, names), family.outputs)
+            tau = _precisions(network, batches, family, groups, tau, n)
         history.append(augmentation.ranges)
         bounds.append(sum(found) / len(found) if found else math.nan)
     averaged.eval()
@@ -153,31 +156,12 @@ def learn_invariances(
 
 
 def _precisions(
-    averaged: Averaged,
-    names: tuple[str, ...],
-    augmentation: Affine,
-    data: tuple[Tensor, Tensor],
-    family: Likelihood,
-    groups: Groups,
-    tau: Tensor,
-    copies: int,
-    n_data: float,
-    generator: torch.Generator,
+    network: Network, batches: list, family: Likelihood, groups: Groups, tau: Tensor, n_data: float
 ) -> Tensor:
     """Move the layerwise precisions one step towards the maximum of the evidence."""
-    with torch.no_grad():
-        batches = [
-            (augmentation(x, copies, generator), y) for x, y in zip(data[0].split(64), data[1].split(64), strict=True)
-        ]
-    network = Network(averaged, Params.of(averaged, names), family.outputs)
-    problem = pose(network, Batches(batches, averaged, network.params.device), family, progress=False)
+    problem = pose(network, Batches(batches, network.module, network.params.device), family, progress=False)
     curvature = estimate_curvature(problem, Kron(), n_data)
     return move(Belief(curvature, Prior(1.0), family), groups, tau).precision
-
-
-def _by_block(plan: Plan, module: nn.Module) -> list[tuple[int, Any]]:
-    live = dict(module.named_parameters())
-    return [(k, live[name]) for k, block in enumerate(plan.blocks) for name in block.names]
 
 
 KINDS = ("rotation", "translation_x", "translation_y", "scale_x", "scale_y", "shear")
@@ -235,7 +219,7 @@ class Affine(nn.Module):
         return {kind: value * UNITS.get(kind, 1.0) for kind, value in pairs}
 
     def forward(self, x: Tensor, copies: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """(n, c, h, w) -> (n, copies, c, h, w)."""
+        """Return random copies of images, (n, c, h, w) -> (n, copies, c, h, w)."""
         n = x.shape[0]
         place = None if generator is None else generator.device
         noise = torch.rand(n, copies, len(self.kinds), generator=generator, device=place).to(x) * 2 - 1
@@ -243,7 +227,7 @@ class Affine(nn.Module):
         return self.transform(many, (noise * self.extent.to(x)).flatten(0, 1)).unflatten(0, (n, copies))
 
     def transform(self, x: Tensor, amounts: Tensor) -> Tensor:
-        """Images (m, c, h, w) moved by amounts (m, kinds)."""
+        """Return images (m, c, h, w) moved by amounts (m, kinds)."""
         part = dict(zip(self.kinds, amounts.unbind(-1), strict=True))
         zero = torch.zeros_like(amounts[:, 0])
         angle = part.get("rotation", zero)

@@ -60,8 +60,7 @@ class Layer:
 
     @property
     def inputs(self) -> int:
-        """Columns of the weight, with the one of the bias."""
-        assert self.block.shape is not None
+        """Number of columns of the weight, with one more for a bias."""
         return self.block.shape[2]
 
     def single(self, at: RecordedPass) -> bool:
@@ -103,9 +102,9 @@ class Between:
     def slopes(self, at: RecordedPass) -> Tensor:
         """Return b = ∂a/∂h by sample, position and channel of the first layer, (n, t, out); refuse what mixes them.
 
-        Derivatives along paths through other selected layers do not count. Where every output acts on one input of its
-        own channel, and only there, the product of ∂a/∂h with a vector of the channels is that with ones, times the
-        vector, and a vector of signs changes signs alone.
+        Derivatives along paths through other selected layers do not count. Two products show that every output acts on
+        one input of its own channel: only then ∂a/∂h times a vector of the channels equals ∂a/∂h times ones, times the
+        vector, and a vector of signs changes nothing but signs.
         """
         a = at.matrix(self.second.record)[1].data
         generator = torch.Generator().manual_seed(0)
@@ -129,7 +128,7 @@ class Between:
         return b
 
     def _draw(self, at: RecordedPass, a: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return random inputs of the second layer, constant over positions, and what they are at the first's."""
+        """Return random inputs of the second layer, constant over positions, and their values at the first layer."""
         rule, call = at.matrix(self.second.record)
         if rule.plain:
             draw = (torch.rand(a.shape, dtype=torch.float64, generator=generator) + 0.5).to(a)
@@ -243,7 +242,6 @@ def read_layers(problem: Problem) -> tuple[Layer, ...]:
         if block.kind == "unused":
             continue
         record = _require_known(problem, block)
-        assert block.shape is not None
         weight = block.places.take(flat).reshape(block.shape[1:])
         layers.append(Layer(place, block, record, weight[:, :-1] if block.bias else weight))
     if not layers:
@@ -258,7 +256,7 @@ def _require_known(problem: Problem, block: Block) -> int:
     called = " and ".join(dict.fromkeys(getattr(steps[k].func, "__name__", "") for k in used))
     if len(used) > 1:
         raise refusal(f"{names} is used {len(used)} times ({called})")
-    one = block.kind == "matrix" and block.shape is not None and block.shape[0] == 1
+    one = block.kind == "matrix" and block.shape[0] == 1
     if not one or not isinstance(RULES.get(steps[used[0]].func), MatrixRule):
         raise other_operation(names, called)
     if kept_as(block) != "kron":
@@ -269,7 +267,7 @@ def _require_known(problem: Problem, block: Block) -> int:
 class RecursiveSums(KroneckerSums):
     """Σ a aᵀ of every layer, Σ b bᵀ between layers and Σ JᵀΛJ at the last; `finish` runs the recursion.
 
-    With groups of `batch` data the recursion runs for each of them, and the sums are those of its results.
+    With groups of `batch` data the recursion runs for each group, and its results are summed.
     """
 
     def __init__(self, problem: Problem, batch: int | None = None, links: dict | None = None) -> None:
@@ -363,7 +361,7 @@ class RecursiveSums(KroneckerSums):
                 self.tensors[f"{layer.place}.outputs"] += left
 
     def _outputs(self, rows: BlockRows, chosen: Tensor) -> Tensor:
-        """Σ JᵀΛJ of some samples at the last layer."""
+        """Return Σ JᵀΛJ of some samples at the last layer."""
         rule, call = rows.at.matrix(self.last.record)
         g = rule.left(call, rows.gradients[self.last.record], rows.at.samples(self.last.record), rows.n)
         outputs = gram(g[chosen.to(g.device)].flatten(0, 2)[:, 0].to(rows.dtype))
@@ -439,13 +437,11 @@ class RecursiveSums(KroneckerSums):
         """Run the recursion from the last layer back."""
         found: dict[int, Tensor] = {len(self.layers) - 1: outputs}
         for k in reversed(range(len(self.layers) - 1)):
-            for pair, link in self._read(k):
-                term = link.pulled_back(found[pair[1]], slopes[pair])
-                found[k] = term if k not in found else found[k] + term
+            for pair, link in self.links.items():
+                if pair[0] == k:
+                    term = link.pulled_back(found[pair[1]], slopes[pair])
+                    found[k] = term if k not in found else found[k] + term
         return [0.5 * (found[k] + found[k].mT) for k in range(len(self.layers))]
-
-    def _read(self, k: int) -> Iterator[tuple[tuple[int, int], Between]]:
-        return ((pair, link) for pair, link in self.links.items() if pair[0] == k)
 
     def _mean(self, name: str, count: str = "weights") -> Tensor:
         total = self.tensors[count]

@@ -69,7 +69,7 @@ def tune_loo(
 
 @dataclass(frozen=True, eq=False)
 class Removal:
-    """Takes each datum out of its own covariance: V₋ₙ = V + c V S (I − c SᵀVS)⁻¹ SᵀV, S (items, C, R), S Sᵀ = φΛ."""
+    """Removes each datum from its own covariance: V₋ₙ = V + c V S (I − c SᵀVS)⁻¹ SᵀV, S (items, C, R), S Sᵀ = φΛ."""
 
     root: Tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -18,7 +18,7 @@ from lapwing.posterior import Belief
 
 
 class Fitted(Protocol):
-    """What pruning reads of a `Laplace` object."""
+    """The part of a `Laplace` object that pruning needs."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -28,31 +28,19 @@ class Fitted(Protocol):
     def belief(self) -> Belief: ...
 
 
-def _saliency(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
-    """θ²·H_pp: twice the loss of the quadratic log posterior when one weight becomes zero and the others stay."""
-    return theta.square() * precision.diagonal().double()
+SCORES = ("posterior", "signal", "magnitude", "random")
 
 
-def _ratio(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
-    """θ²/Σ_pp: the same loss when the other weights adapt; the squared ratio of signal to noise."""
-    return theta.square() / precision.inverse_diagonal().double()
-
-
-def _magnitude(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
-    return theta.square()
-
-
-def _random(theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
+def scores_of(by: str, theta: Tensor, precision: PSD, generator: torch.Generator | None) -> Tensor:
+    """Return how important each weight is, (P,), by one of `SCORES`."""
+    if by == "posterior":  # twice the loss of the quadratic log posterior when this weight alone becomes zero
+        return theta.square() * precision.diagonal().double()
+    if by == "signal":  # the same loss when the other weights adapt; the squared ratio of signal to noise
+        return theta.square() / precision.inverse_diagonal().double()
+    if by == "magnitude":
+        return theta.square()
     place = None if generator is None else generator.device
     return torch.rand(theta.shape, dtype=theta.dtype, generator=generator, device=place).to(theta.device)
-
-
-SCORES: dict[str, Callable[[Tensor, PSD, torch.Generator | None], Tensor]] = {
-    "posterior": _saliency,
-    "signal": _ratio,
-    "magnitude": _magnitude,
-    "random": _random,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +115,7 @@ def prune(
         raise BadData(f"sparsity is a share of the weights in [0, 1), got {sparsity}")
     if la.params.index is not None:
         raise UnsupportedOperation("pruning needs whole parameters; this posterior is over single weights")
-    flat = SCORES[by](la.params.flat.double(), la.belief.posterior.precision, generator)
+    flat = scores_of(by, la.params.flat.double(), la.belief.posterior.precision, generator)
     scores = {
         name: part.reshape(shape)
         for name, part, shape in zip(la.params.names, flat.split(la.params.sizes), la.params.shapes, strict=True)
@@ -198,7 +186,7 @@ def _masked(module: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
 
 
 def relevance(la: Fitted, parameter: str | None = None) -> Tensor:
-    """γ_j = Σ_p (1 − τ_p Σ_pp) over the weights that read input j: how many of them the data determine, (inputs,).
+    """Return γ_j = Σ_p (1 − τ_p Σ_pp), (inputs,): how many of the weights that read input j the data determine.
 
     `parameter` is the weight that reads the inputs, (outputs, inputs, …); by default the first selected one. Under a
     prior per input chosen by the evidence an input that carries nothing has γ near zero: automatic relevance
@@ -254,7 +242,10 @@ def layers_of(module: nn.Module) -> list[Layer]:
     found: list[Layer] = []
     for name, part in _leaves(module, ""):
         if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            _require_whole(name, part)
+            if isinstance(part, CONV) and (part.groups != 1 or part.padding_mode != "zeros"):
+                raise UnsupportedModel(
+                    f"layer {name!r} has groups or a padding mode other than zeros; units cannot be removed"
+                )
             if found and part.weight.shape[1] % found[-1].units:
                 raise UnsupportedModel(
                     f"layer {name!r} reads {part.weight.shape[1]} inputs, no multiple of the {found[-1].units} units "
@@ -282,11 +273,6 @@ def _leaves(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _leaves(part, f"{name}.{key}" if name else key)
 
 
-def _require_whole(name: str, part: nn.Module) -> None:
-    if isinstance(part, CONV) and (part.groups != 1 or part.padding_mode != "zeros"):
-        raise UnsupportedModel(f"layer {name!r} has groups or a padding mode other than zeros; units cannot be removed")
-
-
 def shrunk(module: nn.Module, removed: Mapping[str, Tensor]) -> nn.Module:
     """Copy the stack without the given units of each layer."""
     small = copy.deepcopy(module)
@@ -304,8 +290,12 @@ def shrunk(module: nn.Module, removed: Mapping[str, Tensor]) -> nn.Module:
         following = layers[k + 1]
         columns = _others(following.module.weight.shape[1], original[k + 1].columns(gone, original[k]))
         _cut(parts[following.name], 1, columns)
-    for layer in layers:
-        _rename(layer.module)
+    for layer in layers:  # the sizes that a layer prints
+        part = layer.module
+        if isinstance(part, nn.Linear):
+            part.out_features, part.in_features = part.weight.shape
+        else:
+            part.out_channels, part.in_channels = part.weight.shape[:2]
     return small
 
 
@@ -325,11 +315,3 @@ def _cut(part: nn.Module, axis: int, keep: Tensor) -> None:
             if buffer.ndim:
                 setattr(part, name, buffer.index_select(0, keep.to(buffer.device)).clone())
         part.num_features = len(keep)
-
-
-def _rename(part: nn.Module) -> None:
-    """Set the sizes that a layer prints to the sizes of its weight."""
-    if isinstance(part, nn.Linear):
-        part.out_features, part.in_features = part.weight.shape
-    elif isinstance(part, CONV):
-        part.out_channels, part.in_channels = part.weight.shape[:2]

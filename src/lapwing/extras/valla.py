@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.curvature import Curvature
 from lapwing.curvature.curvature import Accumulator, Estimate, Structure
-from lapwing.curvature.fewrows import subset
+from lapwing.curvature.fewrows import compressed, subset
 from lapwing.curvature.onepass import pass_over
 from lapwing.curvature.problem import Problem
 from lapwing.errors import BadData, IncompatiblePrior, UnsupportedOperation, require_whole
@@ -45,10 +45,7 @@ class ProjectionAccumulator(Accumulator):
         self.tensors["trace"] = self.tensors["trace"] + jacobian.square_sum().double().sum()
 
     def finish(self) -> LowRankMatrix:
-        core = self.tensors["core"]
-        values, turn = torch.linalg.eigh((core + core.T) / 2)
-        zero = self.basis.new_zeros(self.basis.shape[1])
-        return LowRankMatrix(turn.T.to(self.basis) @ self.basis, values.clamp(min=0), zero)
+        return compressed(self.basis, self.tensors["core"])
 
 
 @register(name="valla")
@@ -112,7 +109,7 @@ class VaLLA(Structure):
         return Estimate(grown, totals, {"excess": excess})
 
     def _basis(self, problem: Problem) -> Tensor:
-        """Orthonormal rows that span the Jacobian at the inducing inputs."""
+        """Return orthonormal rows that span the Jacobian at the inducing inputs."""
         greedy = self.choice == "greedy"
         rows = self._rows(problem, POOL * self.inducing if greedy else self.inducing)  # one (r, P) an input
         if not greedy or len(rows) <= self.inducing:
@@ -146,10 +143,10 @@ BOUNDS = (1e-10, 1e10)
 
 
 def variational_bound(belief: Belief) -> Tensor:
-    """The ELBO of structure='valla': never above the log evidence of the full GGN, a differentiable float64 scalar.
+    """Return the ELBO of structure='valla', a differentiable float64 scalar, at most the log evidence of the full GGN.
 
     The log evidence of the compressed curvature minus ½ c/τ·(tr G − tr VGVᵀ) (Titsias 2009, Eq. 9): for Q ⪯ K,
-    log|I + K| ≤ log|I + Q| + tr(K − Q). Equal to the log evidence once nothing of G is left outside the span.
+    log|I + K| ≤ log|I + Q| + tr(K − Q). It equals the log evidence once nothing of G is left outside the span.
 
         bound = variational_bound(la.belief)
     """
@@ -161,7 +158,7 @@ def variational_bound(belief: Belief) -> Tensor:
 
 
 def _excess(curvature: Curvature) -> Tensor:
-    """The trace of the curvature outside the span of the inducing points."""
+    """Return the trace of the curvature outside the span of the inducing points."""
     if "excess" not in curvature.state:
         raise UnsupportedOperation("only structure='valla' has a variational bound: it knows what its span leaves out")
     return curvature.state["excess"].double() * (curvature.n_data / curvature.seen)

@@ -166,7 +166,7 @@ class Gaussian(Likelihood):
         return now / 1e12, now * 1e12
 
     def estimates_first(self, outputs: int) -> bool:
-        """Several outputs: the curvature depends on the ratios between their noise, though not on a common factor."""
+        """Whether several outputs have an unknown noise: the curvature depends on the ratios between their levels."""
         return not self.known and outputs > 1
 
     def with_dispersion(self, dispersion: float | Tensor) -> Gaussian:
@@ -185,7 +185,7 @@ class Gaussian(Likelihood):
     def estimate(self, statistics: Tensor) -> Gaussian:
         """Estimate σ_k² = Σ r_k²/n per output where the noise is unknown, and only a common factor of an estimate.
 
-        The noise that a user gave stays as it is. An output without residuals gets the smallest noise of the others.
+        A noise that the user gave stays as it is. An output without residuals gets the smallest noise of the others.
         """
         if not self.learns_dispersion:
             return self
@@ -375,10 +375,11 @@ class HeteroscedasticGaussian(Likelihood):
         or 1 (mean). So y | ρ ~ N(a(m + b(ρ − ρ̄)), a²r + σ²), E[σ²] is the aleatoric part and Var μ = E[a²r] +
         Var[a(m + b(ρ − ρ̄))] the epistemic one: the whole 2 × 2 covariance counts, not Var(f₁) alone.
 
-        Densities and quantiles are those of this mixture, always. So are mean and variances while the standard
-        deviation of y is at most the width of its central 95 % interval, as for all but extreme laws (for a Gaussian it
-        is a quarter of it). Otherwise they would come from noise levels in the far tail of ρ that this interval does
-        not see; they are then those under a narrower spread of ρ, with which it is that width (see `_narrowed`).
+        Densities and quantiles always come from this mixture. Mean and variances do too if the standard deviation of y
+        is at most the width of its central 95 % interval. That holds for all but extreme laws; for a Gaussian the
+        deviation is a quarter of the width. Otherwise mean and variances would come from noise levels in the far tail
+        of ρ, outside this interval. They are then taken with a narrower spread of ρ, for which the deviation equals the
+        width (see `_narrowed`).
         """
         refuse_export("a heteroscedastic regression cannot be exported, since its moments take a search per item")
         dtype, k = promote(f.mean).dtype, f.mean.shape[-1] // 2

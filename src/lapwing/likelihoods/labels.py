@@ -366,10 +366,10 @@ class BradleyTerry(Likelihood):
 
 @dataclass(frozen=True, eq=False)
 class Reward(Likelihood):
-    """The reward f (B, 1) of a single item, as a network fitted to preferences gives it: nobody observes it.
+    """The reward f (B, 1) of a single item, from a network that was fitted to preferences. Nobody observes it.
 
-    Predictions are the distribution of f itself, without noise. Λ = ¼ is what a comparison with a known item of equal
-    reward tells about it.
+    Predictions are the distribution of f itself, without noise. Λ = ¼ is the information in one comparison with a known
+    item of equal reward.
 
         la = lapwing.fit(model, pairs, "preference");  la.predict(items).mean
     """

@@ -228,8 +228,10 @@ class Likelihood(ABC):
         return self.factor(f.detach(), y)
 
     def scored_factor(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return an S (B, C, R) as from `factor` whose first column is the score times one number per item, and those
-        numbers (B,). None where no such S is known. It saves a backward pass and changes no result."""
+        """Return an S (B, C, R) as from `factor` whose first column is the score times one number per item.
+
+        The numbers (B,) are returned too. This saves a backward pass and changes no result. None if no such S is known.
+        """
         return None
 
     def _enumerated_root(self, f: Tensor, law: Distribution) -> Tensor:
@@ -269,8 +271,11 @@ class Likelihood(ABC):
         return masked(score, None if y is None else self.mask(f, y))
 
     def predicting(self, f: Tensor) -> Likelihood:
-        """Return the likelihood under which outputs f are predicted: another one where f are not those of the fit, such
-        as the reward of one item after a fit to preferences between two."""
+        """Return the likelihood for predictions from outputs f.
+
+        It is another one if outputs mean something else than in the fit: a network that was fitted to preferences
+        between two items predicts the reward of a single item.
+        """
         return self
 
     def marginal(self, f: Outputs) -> Marginal | None:
@@ -293,7 +298,7 @@ class Likelihood(ABC):
         return False
 
     def noise_variance(self, f: Tensor) -> Tensor | None:
-        """The variance of y given f, (C,), where y = f + noise that is the same at all inputs; None elsewhere."""
+        """Return the variance of y given f, (C,), if y = f + noise that is the same at all inputs; else None."""
         return None
 
     @property
@@ -328,17 +333,17 @@ class Likelihood(ABC):
     """Users read and write the dispersion to this power: ½ for a noise that is shown as a standard deviation."""
 
     dispersion_range: ClassVar[tuple[float, float]] = (1e-4, 1e4)
-    """Between which dispersions the default `statistics` know the log-likelihood."""
+    """The range of dispersions for which the default `statistics` know the log-likelihood."""
 
     scales_curvature: ClassVar[bool] = True
     """Whether Λ⁻¹ is proportional to the dispersion, so that another one only scales a fitted curvature.
 
-    Where it is not, the curvature stays that of the dispersion in force at the fit.
+    If it is not, a fitted curvature keeps the dispersion of the fit.
     """
 
     @property
     def dispersion(self) -> Tensor:
-        """The positive number that `tune` may learn, 0-d: σ² for a Gaussian, 1 where there is none. Gradients flow.
+        """The positive number that `tune` may learn, 0-d, with its graph: σ² for a Gaussian, 1 if there is none.
 
         Examples:
             >>> float(lapwing.Gaussian(noise=0.5).dispersion)  # σ²
@@ -389,7 +394,7 @@ class Likelihood(ABC):
 
     @property
     def known(self) -> bool:
-        """Whether the dispersion has a value; that of `Gaussian()` has none before a fit and counts as 1.
+        """Whether the dispersion has a value. `Gaussian()` has no known noise before a fit; it then counts as 1.
 
         Examples:
             >>> lapwing.Gaussian().known, lapwing.Gaussian(noise=0.5).known
@@ -403,7 +408,7 @@ class Likelihood(ABC):
         return bool(self.dispersion_name)
 
     def estimates_first(self, outputs: int) -> bool:
-        """Whether an unknown dispersion must be estimated before the curvature of so many outputs is computed."""
+        """Whether an unknown dispersion must be estimated before the curvature, for this number of outputs."""
         return not (self.known or self.scales_curvature)
 
     def estimate(self, statistics: Tensor) -> Likelihood:
@@ -443,9 +448,9 @@ class Likelihood(ABC):
     def statistics(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return numbers (k,), float64 and additive over data, from which `log_likelihood` finds Σ log p.
 
-        They must serve every dispersion. The default is Σ log p itself, or where there is a dispersion its values at
-        `NODES` dispersions over `dispersion_range`, between which a polynomial in log φ is exact to about 1e-9.
-        Sufficient statistics, where a family has them, cost less. weights: (B,).
+        They must serve every dispersion. The default is Σ log p itself. For a likelihood with a dispersion it is Σ log
+        p at `NODES` dispersions over `dispersion_range`: a polynomial in log φ through these values is exact to about
+        1e-9. Sufficient statistics, if a family has them, cost less. weights: (B,).
 
         Examples:
             >>> likelihood = lapwing.Gaussian(noise=0.5)

@@ -109,7 +109,7 @@ class MixtureMarginal(Marginal):
     """y ~ Σ_q w_q p_q(y). `components` has batch_shape (Q, *shape of y): one law per output.
 
     `whole`: the Q components are joint over the outputs of an item (they come from draws of f), not one output at a
-    time (they come from quadrature). Computed in the dtype of the components, returned in that of `mean`.
+    time (they come from quadrature). Results are computed in the dtype of the components and have that of `mean`.
     """
 
     components: Distribution
@@ -239,7 +239,7 @@ def normal_crps(mean: Tensor, stddev: Tensor, y: Tensor) -> Tensor:
 
 
 def sample_crps(samples: Tensor, y: Tensor) -> Tensor:
-    """Estimate the same score from draws (n, *shape of y), n ≥ 2: E|X − y| − ½ E|X − X′|, in float64.
+    """Estimate the score of `normal_crps` from draws (n, *shape of y), n ≥ 2: E|X − y| − ½ E|X − X′|, in float64.
 
     The second term averages over pairs of different draws (divided by n(n − 1)), which makes it unbiased.
     """

@@ -117,7 +117,7 @@ class LognormalPoisson(Marginal):
         return (log_normal + log_poisson).logsumexp(0) + (width * 2 * SPACING).log()
 
     def quantile(self, level: float) -> Tensor:
-        """Return the smallest count whose probability not to be exceeded reaches the level, by bisection."""
+        """Return the smallest count c with p(y ≤ c) ≥ level, by bisection."""
         rate, weights = self._rates()
         lower = torch.full_like(self.center, -1.0, dtype=torch.float64)
         upper = (rate + 40 * rate.sqrt() + 40).amax(0).ceil()

@@ -2,8 +2,7 @@
 
 from lapwing.linalg.blocks import BlockDiagonal, Jacobian, Layout, Places
 from lapwing.linalg.dense import Dense
-from lapwing.linalg.eigenkronecker import EigenKronecker, SimultaneousKronecker
-from lapwing.linalg.kronecker import Kronecker
+from lapwing.linalg.kronecker import EigenKronecker, Kronecker, SimultaneousKronecker
 from lapwing.linalg.lowrank import LowRank
 from lapwing.linalg.psd import PSD, Diagonal, unpack_sound
 from lapwing.linalg.rows import DeferredRows, DenseRows, Extent, FactoredRows, MatrixRows, Rows, Term

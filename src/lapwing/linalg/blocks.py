@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingError, brief
+from lapwing.errors import BadData, LapwingError, brief
 from lapwing.linalg.kronecker import sharing_factors
 from lapwing.linalg.psd import PSD, Diagonal, Scalar, require_positive
 from lapwing.linalg.rows import DenseRows, Rows, added
@@ -204,7 +204,7 @@ class Layout:
     def gather(self, v: Tensor) -> tuple[Tensor, ...]:
         """Each block's part of flat vectors: (*b, size) → ((*b, p_k), …)."""
         if v.shape[-1:] != (self.size,):
-            raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
+            raise BadData(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
         if v.stride(-1) == 0 and not (v.requires_grad and v.is_leaf):  # one number, expanded
             return tuple(v[..., :1].expand(*v.shape[:-1], p) for p in self.sizes)
         return tuple(place.take(v) for place in self.places)

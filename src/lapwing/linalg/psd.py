@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import CorruptFile, IncompatiblePrior, NotPositiveDefinite, brief
+from lapwing.errors import BadData, CorruptFile, IncompatiblePrior, NotPositiveDefinite, brief
 from lapwing.linalg.rows import Rows, chunks
 from lapwing.linalg.spectrum import Spectrum, sum_log1p
 from lapwing.storage import flaw_of_values, move, nbytes, register, unpack
@@ -303,7 +303,7 @@ class PSD(ABC):
 
     def _vector(self, v: Tensor) -> Tensor:
         if v.shape[-1:] != (self.size,):
-            raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
+            raise BadData(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
         return v.to(self.dtype)
 
     def output_factors(self, o: int, i: int, bias: bool = False) -> tuple[Tensor, Tensor | None, Tensor] | None:

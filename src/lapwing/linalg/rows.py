@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.errors import BadData
+
 CHUNK_BYTES = 8 * 2**20
 """Temporaries that hold per-sample blocks stay below this size (or at one sample)."""
 
@@ -141,7 +143,7 @@ class Rows(ABC):
 
     def _check(self, v: Tensor) -> Tensor:
         if v.shape[-1:] != (self.size,):
-            raise ValueError(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
+            raise BadData(f"expected vectors of length {self.size} in the last dimension, got {tuple(v.shape)}")
         return v.to(self.dtype)
 
 

@@ -1,9 +1,9 @@
 """Data as users have them, read as batches of inputs, targets and weights.
 
-Which entry holds the labels, what they mean to the network and in which dtype inputs come is found out while the first
-batches are read, and remembered (`Convention`). Networks differ in what a label at a position means: causal language
-models predict the token at t + 1 from position t, others the token at t, and their names do not show which. So the
-network is asked, by the loss that it returns itself (`ask`).
+The first batches show which entry holds the labels, what labels mean to the network, and which dtype inputs have. This
+is remembered as a `Convention`. Networks differ in what a label at a position means: causal language models predict the
+token at t + 1 from position t, others the token at t, and nothing in their names shows which. The loss that a network
+returns itself does (`ask`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def require_one_process(what: str) -> None:
 
 @dataclass(frozen=True)
 class Convention:
-    """What the batches of a fit have shown, for everything that is read after the fit."""
+    """How batches are read: found out during a fit, and used for all data that come after it."""
 
     names: tuple[str, ...] = LABEL_KEYS  # the first of these that a mapping has holds its targets
     shifted: bool | None = None  # whether position t predicts the label at t + 1; None before the network was asked
@@ -133,6 +133,11 @@ def _repeats(inputs: Inputs, targets: Any) -> bool:
     return any(bool(((t == targets) | (targets == -100)).all()) for t in same)
 
 
+def as_it_is(raw: tuple) -> tuple:
+    """Return a batch that is split already, as a `split` for `Batches`."""
+    return raw
+
+
 def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
     """Yield the batch in pieces of at most `size` samples."""
     total = batch_size(batch.inputs)
@@ -168,7 +173,7 @@ class Batches:
 
     @property
     def convention(self) -> Convention:
-        """How the batches are read, as far as the ones read so far have shown."""
+        """How the batches are read, by what has been found out so far."""
         return self._learned.get("convention", self.known)
 
     def _learn(self, **found: Any) -> None:

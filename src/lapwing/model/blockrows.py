@@ -64,11 +64,11 @@ class RecordedPass:
 
 @dataclass(frozen=True, eq=False)
 class Gradients(Sequence[Tensor]):
-    """What backward passes of r directions left at every record of a pass: ∂(v·f)/∂out, (r, *out.shape).
+    """The gradients ∂(v·f)/∂out, (r, *out.shape), at every record, from backward passes of r directions.
 
-    Where a record's gradients are much larger than what they are needed for, `rows` or `sums` holds that instead, and
-    `found` is empty for the record. Passes of a record are joined when the record is asked for, one at a time: all
-    joined gradients together would take as much memory as the passes themselves.
+    If finished rows or sums are much smaller than a record's gradients, `rows` or `sums` holds them and `found` is
+    empty for that record. The passes of a record are joined when the record is asked for, one record at a time: all
+    joined gradients together would double the memory.
     """
 
     found: tuple[tuple[Tensor, ...], ...]  # per record, (r', *out.shape) for each pass
@@ -83,7 +83,7 @@ class Gradients(Sequence[Tensor]):
         return _joined(list(self.passes(k)))
 
     def passes(self, k: int) -> Iterator[Tensor]:
-        """Yield the gradients of one record as the passes brought them, (r', *out.shape) each."""
+        """Yield the gradients of one record pass by pass, (r', *out.shape) each."""
         first, *rest = self.found[k]
         scale = self.scales[k] if self.scales else None
         yield first if scale is None else first * scale
@@ -116,8 +116,10 @@ def _joined(passes: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BlockRows(Sequence[Rows]):
-    """One `Rows` per block of the plan, formed when asked for and not kept: patches of a convolution are in memory only
-    while they are used."""
+    """One `Rows` per block of the plan, formed on demand and not kept.
+
+    So patches of a convolution are in memory only while they are used.
+    """
 
     at: RecordedPass
     gradients: Gradients
@@ -174,13 +176,15 @@ class BlockRows(Sequence[Rows]):
         return torch.zeros(self.n, self.r, size, dtype=self.dtype, device=self.device)
 
     def _matrix(self, block: Block) -> FactoredRows:
-        """Return the rows of a matrix block as factors; a few samples at a time where they have many positions and the
-        arguments of the recorded calls can be cut into samples."""
+        """Return the rows of a matrix block as factors.
+
+        They are formed for a few samples at a time if samples have several positions and the arguments of the recorded
+        calls can be cut into samples.
+        """
         assert not any(k in self.gradients.sums for k, _ in block.uses), "gradients were summed up: there are no rows"
         positions = [self._positions(k) for k, _ in block.uses]
         if self.at.create_graph or min(positions) < 2:
             return MatrixRows(self._terms(block, 0, self.n))
-        assert block.shape is not None
         extent = Extent(self.n, self.r, *block.shape, sum(positions))
         return DeferredRows(partial(self._terms, block), extent, self.dtype, self.device)
 

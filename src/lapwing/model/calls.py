@@ -74,17 +74,19 @@ def named_tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from named_tensors(value, (*path, number))
 
 
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to everything in nested tuples, lists and mappings that is none of these itself."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(function, value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        values = [map_leaves(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return function(tree)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply a function to every tensor of nested tuples, lists and mappings."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
-    return tree
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def map_named(function: Callable[[Path, Tensor], Tensor], tree: Any) -> Any:
@@ -95,13 +97,7 @@ def map_named(function: Callable[[Path, Tensor], Tensor], tree: Any) -> Any:
 
 def as_tensors(tree: Any) -> Any:
     """Turn every array and data frame in nested tuples, lists and mappings into a tensor of its dtype."""
-    if isinstance(tree, Mapping):
-        return {key: as_tensors(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*map(as_tensors, tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map(as_tensors, tree))
-    return _tensor_of(tree) if is_array(tree) else tree
+    return map_leaves(lambda leaf: _tensor_of(leaf) if is_array(leaf) else leaf, tree)
 
 
 def is_array(value: Any) -> bool:
@@ -144,10 +140,10 @@ def require_dense(tensor: Tensor) -> Tensor:
 
 
 def key_of(tree: Any, tensor: Callable[[Tensor], Hashable]) -> tuple:
-    """Return a key that two nested inputs share if they have the same structure and the same plain values.
+    """Return a key that nested inputs share if they have the same structure and the same plain values.
 
-    The structure is the type of every container and the names of a mapping in their order; `tensor` returns the part of
-    a tensor that is compared. Raises `TypeError` for an object whose value cannot be compared.
+    The structure is the type of every container, and the names in a mapping in their order. `tensor` returns the part
+    of a tensor that is compared. Raises `TypeError` for an object whose value cannot be compared.
     """
     if isinstance(tree, Tensor):
         return ("tensor", tensor(tree))
@@ -169,7 +165,7 @@ def batch_size(inputs: Inputs) -> int:
 
 
 def share(tensor: Tensor) -> None:
-    """Note that all samples share a tensor, whatever its first dimension."""
+    """Mark a tensor that all samples share, although its first dimension may equal their number."""
     _SHARED[tensor] = True
 
 
@@ -195,6 +191,11 @@ def detached(inputs: Inputs) -> Inputs:
     return map_tensors(cut, inputs)
 
 
+def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply values (n, …) by one number per sample, (n,); None stands for ones."""
+    return values if weights is None else values * weights.to(values).reshape(-1, *(1,) * (values.ndim - 1))
+
+
 def concatenate(pieces: Sequence[Inputs]) -> Inputs:
     """Concatenate inputs with equal keys (`key_of`), every tensor along its first dimension."""
     streams = [iter(list(tensors_in(piece))) for piece in pieces]
@@ -212,7 +213,7 @@ def lists_values(tree: Any, n: int) -> bool:
 
 
 class Types(TorchFunctionMode):
-    """Remembers the floating-point types of what operations return while a pass runs."""
+    """Remembers the floating-point types of the results of all operations of a pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class Types(TorchFunctionMode):
 
 
 def finite(t: Tensor) -> bool:
-    """Whether all values are finite. The sum of finite values hardly ever overflows, and costs a quarter."""
+    """Whether all values are finite. A finite sum shows it in a quarter of the time."""
     return bool(t.detach().sum().isfinite()) or bool(t.detach().isfinite().all())
 
 
@@ -401,7 +402,7 @@ def placed(
 ) -> tuple[Inputs, bool | None]:
     """Move inputs to a device, and cast them to the module's floating dtype if it refuses theirs.
 
-    `cast` says whether it refuses them, None if that is not known yet; it is returned as far as it is known now.
+    `cast` says whether it refuses them, or is None while that is unknown; it is returned with what was found out.
     """
     inputs = map_tensors(lambda t: ordinary(require_dense(t)).to(device), inputs)
     came = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
@@ -442,7 +443,7 @@ def output_tensor(output: object) -> Tensor:
 
 
 def left_out(output: object) -> tuple[Tensor, ...]:
-    """Return the tensors beside the outputs in a tuple or list that have their shape, and that are not used."""
+    """Return the unused tensors of a tuple or list that have the shape of the outputs."""
     if not isinstance(output, (tuple, list)) or hasattr(output, "logits") or not output:
         return ()
     first, *others = output

@@ -2,9 +2,9 @@
 
 Passes need eval mode, gradients for the selected parameters alone, other weights, and a module whose forward pass may
 write attributes and buffers. The user's module, which other threads may be calling at the same time, must see none of
-that. So every pass runs on a copy of the tree of modules: parameters are aliases that share storage with the user's,
-buffers and plain tensors are copies, and everything in which a module, a tensor or a bound method can hide (lists,
-dicts, partial functions, closures, plain objects) is followed. A copy is lent to one thread for as long as it is needed
+that. So every pass runs on a copy of the tree of modules. Its parameters are aliases that share storage with the
+user's; its buffers and plain tensors are copies. Lists, dicts, partial functions, closures and plain objects are copied
+too if a module, a tensor or a bound method is inside. A copy is lent to one thread for as long as it is needed
 (`borrowed`).
 """
 
@@ -36,14 +36,14 @@ SHARED = (
     types.ModuleType,
     torch.Generator,
     enum.Enum,
-    torch.optim.Optimizer,  # these lead from a trainer that a module knows to all its data
+    torch.optim.Optimizer,  # from here on: what a module reaches by a reference to its trainer, and with it all data
     torch.utils.data.Dataset,
     torch.utils.data.DataLoader,
     torch.utils.data.dataloader._BaseDataLoaderIter,
 )
-TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})  # packages whose Trainer a module knows
-TABLES = frozenset(vars(nn.Module()))  # what every module has
-DEPTH = 8  # how far into plain objects a module or a tensor is looked for
+TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})  # their modules refer to a Trainer
+TABLES = frozenset(vars(nn.Module()))  # attributes of every module
+DEPTH = 8  # levels of plain objects in which modules and tensors are looked for
 _WRITTEN: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 _TRAINERS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
@@ -83,7 +83,7 @@ class PrivateCopy:
         for name, p in parameters:
             self._remember(p, _alias(p, name in selected))
         parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        # also what is reached by a global name or a closure: a hook may fill a list that the module reads
+        # a hook may fill, by a global name or a closure, a list that the module reads: collections are part of the tree
         held = {id(v) for part in parts for v in _plain(part).values() if isinstance(v, HELD)}
         self.tree = {*self.memo, *map(id, module.modules()), *held}
         # all modules before their contents, so that deep nesting needs no deep recursion
@@ -98,7 +98,7 @@ class PrivateCopy:
         return root
 
     def put_back(self) -> None:
-        """Remember which attributes a forward pass has set, and undo its changes."""
+        """Undo the changes of a forward pass, and remember which attributes it has set."""
         for source, own, before in self.attributes:
             now = vars(own)
             if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
@@ -207,18 +207,6 @@ class PrivateCopy:
             part.training = False
         return own
 
-    def _sequence(self, x: Any) -> Any:
-        if ATOMIC.issuperset(map(type, x)):  # of any length
-            return self._remember(x, x.copy())
-        own = self._remember(x, type(x)())
-        own.extend(self.of(v) for v in list(x))
-        return own
-
-    def _deque(self, x: deque) -> deque:
-        own = self._remember(x, deque(maxlen=x.maxlen))
-        own.extend(self.of(v) for v in list(x))
-        return own
-
     def _tuple(self, x: tuple) -> tuple:
         own = [self.of(v) for v in x]
         if all(map(operator.is_, own, x)):
@@ -228,22 +216,12 @@ class PrivateCopy:
         except TypeError:  # what torch.max, torch.linalg.eigh and others return
             return self._remember(x, type(x)(own))
 
-    def _set(self, x: Any) -> Any:
-        return self._remember(x, type(x)([self.of(v) for v in list(x)]))
-
-    def _mapping(self, x: dict) -> dict:
-        if ATOMIC.issuperset(map(type, x)) and ATOMIC.issuperset(map(type, x.values())):
-            return self._remember(x, x.copy())
-        own = self._remember(x, defaultdict(x.default_factory) if isinstance(x, defaultdict) else type(x)())
-        own.update(self._items(x))
-        return own
-
-    def _items(self, x: dict) -> Iterator[tuple[Any, Any]]:
-        for k, v in list(x.items()):
-            yield k if type(k) in ATOMIC else self.of(k), v if type(v) in ATOMIC else self.of(v)
-
     def _collection(self, x: Any) -> Any:
-        """Copy an object of the user's own kind of list, dict, set or deque."""
+        """Copy a list, dict, set or deque, or an object of the user's own kind of these."""
+        if type(x) is list and ATOMIC.issuperset(map(type, x)):  # of any length
+            return self._remember(x, x.copy())
+        if type(x) is dict and ATOMIC.issuperset(map(type, x)) and ATOMIC.issuperset(map(type, x.values())):
+            return self._remember(x, x.copy())
         base: Any = next(kind for kind in COLLECTIONS if isinstance(x, kind))
         try:
             own = base.__new__(type(x), [self.of(v) for v in x]) if base is frozenset else base.__new__(type(x))
@@ -251,8 +229,8 @@ class PrivateCopy:
             return x
         self._remember(x, own)
         if isinstance(x, dict):
-            for k, v in self._items(x):
-                base.__setitem__(own, k, v)
+            for k, v in list(x.items()):
+                base.__setitem__(own, self.of(k), v if type(v) in ATOMIC else self.of(v))
         elif base is deque:
             deque.__init__(own, [self.of(v) for v in list(x)], x.maxlen)
         elif base is not frozenset:
@@ -389,7 +367,7 @@ def _released(kind: type) -> type:
 
 
 def _is_trainer(kind: type) -> bool:
-    """Whether objects of a class lead from a module to everything that trains it, as Lightning's trainers do."""
+    """Whether a class is one of Lightning's trainers, which refer to all data, optimizers and loggers."""
     if kind not in _TRAINERS:
         named = (each for each in kind.__mro__ if each.__name__ in ("Trainer", "Fabric"))
         _TRAINERS[kind] = any(each.__module__.partition(".")[0] in TRAINERS for each in named)
@@ -397,7 +375,7 @@ def _is_trainer(kind: type) -> bool:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that not every module has."""
+    """Return the attributes of a module beside those that every module has."""
     values = dict(vars(module))  # other threads may set attributes meanwhile
     return {name: values[name] for name in values.keys() - TABLES}
 
@@ -433,14 +411,8 @@ def _places(source: nn.Module, own: nn.Module, before: dict[str, Any]) -> Iterat
 HELD = (list, dict, set, deque)  # collections that a forward pass may fill
 COLLECTIONS = (list, OrderedDict, defaultdict, dict, set, frozenset, deque)
 COPIED: dict[type, Callable[[Any, Any], Any]] = {
-    list: PrivateCopy._sequence,
+    **dict.fromkeys(COLLECTIONS, PrivateCopy._collection),
     tuple: PrivateCopy._tuple,
-    set: PrivateCopy._set,
-    frozenset: PrivateCopy._set,
-    deque: PrivateCopy._deque,
-    dict: PrivateCopy._mapping,
-    OrderedDict: PrivateCopy._mapping,
-    defaultdict: PrivateCopy._mapping,
     types.MethodType: PrivateCopy._method,
     functools.partial: PrivateCopy._partial,
     weakref.ref: PrivateCopy._reference,
@@ -452,7 +424,7 @@ COPIED: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def _inside(x: Any, tree: set[int]) -> Iterator[Any]:
-    """Yield what a value refers to, as far as a forward pass may follow it."""
+    """Yield the objects that a forward pass can reach from a value in one step."""
     if isinstance(x, (dict, types.MappingProxyType)):
         yield from list(x)
         yield from list(x.values())
@@ -471,7 +443,7 @@ def _inside(x: Any, tree: set[int]) -> Iterator[Any]:
             except ValueError:
                 continue
         yield from (x.__defaults__, x.__kwdefaults__, vars(x))
-        # by a global name, only parts of the module: a script may have other modules
+        # of global names only those of parts of the module: a script may have other modules
         named = (x.__globals__.get(name) for name in _names(x.__code__))
         yield from (value for value in named if id(value) in tree)
     else:
@@ -488,18 +460,15 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class and its bases."""
     if kind not in _SLOTS:
-        _SLOTS[kind] = _find_slots(kind)
+        found: list[str] = []
+        for base in kind.__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            names = (slots,) if isinstance(slots, str) else tuple(slots)
+            found.extend(_mangled(name, base) for name in names)
+        _SLOTS[kind] = tuple(name for name in found if name not in ("__dict__", "__weakref__"))
     return _SLOTS[kind]
-
-
-def _find_slots(kind: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else tuple(slots)
-        found.extend(_mangled(name, base) for name in names)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _mangled(name: str, owner: type) -> str:
@@ -518,7 +487,7 @@ def _alias(p: Tensor, wanted: bool) -> Tensor:
     if isinstance(p, UninitializedParameter | UninitializedBuffer):
         return p
     wanted = wanted and (p.is_floating_point() or p.is_complex())
-    if nn.Parameter in type(p).__mro__:  # of the user's own kind too, whose methods a forward pass may call
+    if nn.Parameter in type(p).__mro__:  # also a class of the user's, whose methods a forward pass may call
         return torch.Tensor._make_subclass(type(p), p.detach(), wanted)
     if not wanted:
         return p.detach() if p.requires_grad else p
@@ -528,7 +497,7 @@ def _alias(p: Tensor, wanted: bool) -> Tensor:
 def _tensor(x: Tensor) -> Tensor:
     """Copy a buffer or a plain tensor, which a forward pass may overwrite; return an alias of a parameter.
 
-    A computed tensor keeps its graph, which shows when a forward pass that uses it reaches the user's parameters.
+    A computed tensor keeps its graph: `Network.plan` then notices a forward pass that reaches the user's parameters.
     """
     if isinstance(x, nn.Parameter):  # of a module that is not registered
         return _alias(x, False)
@@ -555,8 +524,8 @@ def borrowed(module: nn.Module, selected: Iterable[str] = ()) -> Iterator[nn.Mod
 def without_fast_path(module: nn.Module) -> Iterator[None]:
     """Keep encoders from their fast path, which is taken only without a graph and zeroes padded positions.
 
-    With it, outputs and derivatives would belong to two different networks. Encoders do not take it while any
-    `TorchFunctionMode` is active.
+    Otherwise outputs and derivatives would belong to two different networks. Encoders do not take the fast path while
+    any `TorchFunctionMode` is active.
     """
     fast = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
     with BaseTorchFunctionMode() if any(isinstance(m, fast) for m in module.modules()) else nullcontext():

@@ -92,7 +92,7 @@ class Features:
     event: tuple[int, ...]  # shape of the outputs of a sample when the network was looked at
 
     def read(self, inputs: Inputs, differentiable: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Return the outputs f and the inputs a of the layer; None where these inputs take another way.
+        """Return the outputs f and the inputs a of the layer; None where f = M z + c does not hold.
 
         `differentiable`: both keep their graph to the inputs.
         """
@@ -104,10 +104,10 @@ class Features:
         return (f, a) if self._follows(f, z) else None
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return f and a as `read` does, from the network's own arguments; refuse inputs that take another way.
+        """Return f and a as `read` does, from the network's own arguments; refuse inputs for which M is another one.
 
-        Where f ≠ M z + c, another constant (a residual connection) does no harm. A second pass with shifted z tells
-        it from another M. A compiled or exported form cannot look at numbers and checks nothing.
+        Where f ≠ M z + c, only the constant may differ (a residual connection), which does no harm. A second pass with
+        shifted z shows whether that is so. A compiled or exported form cannot look at numbers and checks nothing.
         """
         f, caught = self._run(Sink(), *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -128,7 +128,7 @@ class Features:
             return self.outputs(output_tensor(self.body(*args, **kwargs))), sink.caught
 
     def _follows(self, f: Tensor, z: Tensor) -> bool:
-        """Whether outputs are those of the layer, multiplied by M."""
+        """Whether f = M z + c for these outputs f and outputs z of the layer."""
         if self.tail is None:
             return _same(f, z)
         assert self.constant is not None
@@ -153,14 +153,14 @@ class Features:
 
 
 def features_of(network: Network, example: Inputs) -> Features | None:
-    """Return how to catch the features of a network, looked at with some inputs; None where there is no such way."""
+    """Return the features of a network, found by a look at example inputs; None where they cannot be caught."""
     if network not in _FOUND:
         _FOUND[network] = _look(network, example)
     return _FOUND[network]
 
 
 def _look(network: Network, example: Inputs) -> Features | None:
-    """Copy the network and look at what follows its last layer. What cannot be copied has no features."""
+    """Copy the network and look at the operations after its last layer; None for a network that cannot be copied."""
     layer, module = network.last_linear, network.module
     if layer is None or any(written_by_forward(each) for each in module.modules()):
         return None  # a forward pass that writes to its module is not for several threads
@@ -259,7 +259,7 @@ def _shift(z: Tensor, size: float) -> Tensor:
 
 
 def _arrives(found: Tensor, f: Tensor, shift: Tensor, tail: Tensor | None) -> bool:
-    """Whether outputs f became those that a shift of the layer's outputs, multiplied by M, makes of them."""
+    """Whether a shift of the layer's outputs changed f by M times the shift; `found` are the new outputs."""
     if found.shape != f.shape or (tail is None and shift.shape != f.shape):
         return False
     moved = shift if tail is None else shift.to(tail) @ tail.mT

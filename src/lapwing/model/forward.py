@@ -23,13 +23,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lapwing.model.calls import close, warnings_here
-from lapwing.model.kernels import differentiable_kernels, elementary_attention
+from lapwing.model.kernels import attention_weights, differentiable_kernels, elementary_attention
 from lapwing.model.linearization import pull
 from lapwing.model.params import Params
 
-_LEVEL: WeakKeyDictionary[nn.Module, int] = (
-    WeakKeyDictionary()
-)  # index into KERNELS of the first that works for a module
+_LEVEL: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # number of KERNELS that lack a derivative
 _TURN = threading.RLock()  # PyTorch has one forward-mode level per process: threads take turns
 if hasattr(os, "register_at_fork"):  # a forked process does not have the thread that may hold the lock
     os.register_at_fork(after_in_child=lambda: globals().update(_TURN=threading.RLock()))
@@ -40,11 +38,6 @@ Push = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 """Tangents (s, P) → f (n, *event, c) and J v (s, n, *event, c), or None where an operation has no such derivative."""
 
 KERNELS: tuple[Callable[[], Any], ...] = (nullcontext, elementary_attention, differentiable_kernels)
-
-
-def level(module: nn.Module) -> int:
-    """Return the first of `KERNELS` not yet seen to lack a derivative for this module; len(KERNELS) if all do."""
-    return _LEVEL.get(module, 0)
 
 
 def lacks_derivative(error: Exception) -> bool:
@@ -64,7 +57,7 @@ def push_forward(
 
     Values that are `known` from a pass over the same inputs are not computed again.
     """
-    for number in range(level(module), len(KERNELS)):
+    for number in range(_LEVEL.get(module, 0), len(KERNELS)):
         try:
             with KERNELS[number](), torch.no_grad(), forward_mode():
                 passes = [_dual_pass(run, values, tangent, known) for tangent in tangents]
@@ -94,11 +87,11 @@ def _dual_pass(
         found = f.clone(), torch.zeros_like(f) if moved is None else moved.clone(), heavy.taken
     if known is None or heavy.number == len(known.kept):
         return found
-    return _dual_pass(run, values, tangent, None)  # the calls differ from those of the pass that left the values
+    return _dual_pass(run, values, tangent, None)  # other calls than in the pass that recorded the values
 
 
 def _overwritten(passes: list[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]]) -> bool:
-    """Tell whether a network has written to values behind PyTorch's back (`.data`) that later passes have used."""
+    """Whether a network has changed values through `.data`, unseen by PyTorch, after they were recorded."""
     taken = [pair for _, _, pairs in passes for pair in pairs]
     if not taken:
         return False
@@ -119,14 +112,14 @@ def forward_mode() -> Iterator[None]:
 def agrees(push: Push, f: Tensor, leaves: list[Tensor], params: Params, rtol: float) -> bool:
     """Compare two products with the gradients of recorded outputs f, which are the truth.
 
-    One product is along the gradient, with equal weight for each parameter, and shows what is missing. The other is
-    along a random direction, compared in the direction of its result, and shows what does not belong there.
+    The first product is along the gradient, with equal weight for each parameter: it is too small if a parameter is
+    missing. The second is along a random direction: it is too large if something does not belong to the derivative.
     """
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
     across = torch.randn(params.size, generator=generator, dtype=torch.float64).to(f.device) / params.size**0.5
     gradient = _gradient(f, leaves, params, u)
-    along = _picked(_balanced(gradient, params), params)
+    along = params.pick(_balanced(gradient, params))
     try:
         found = push(torch.stack([along, across]).to(params.dtype))
     except (NotImplementedError, RuntimeError):
@@ -134,21 +127,19 @@ def agrees(push: Push, f: Tensor, leaves: list[Tensor], params: Params, rtol: fl
     if found is None or not close(found[0], f, rtol):
         return False
     first, second = found[1].detach().double()
-    expected = _picked(gradient, params) @ along
+    expected = params.pick(gradient) @ along
     if not (expected.isfinite() and (u.double() * first).sum().sub(expected).abs() <= rtol * expected):
         return False
     size = second.norm()
     if size == 0:
         return True
-    back = _picked(_gradient(f, leaves, params, (second / size).to(f)), params) @ across
+    back = params.pick(_gradient(f, leaves, params, (second / size).to(f))) @ across
     return bool((size - back).abs() <= rtol * size)
 
 
 def _gradient(f: Tensor, leaves: list[Tensor], params: Params, u: Tensor) -> Tensor:
     """Return uᵀJ of all weights, (total,) float64."""
-    found = pull(f, leaves, u) if f.requires_grad else (None,) * len(leaves)
-    parts = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(found, leaves, strict=True)]
-    return params.flatten(dict(zip(params.names, parts, strict=True))).double()
+    return params.flatten(pull(f, leaves, u) if f.requires_grad else [None] * len(leaves)).double()
 
 
 def _balanced(gradient: Tensor, params: Params) -> Tensor:
@@ -157,10 +148,6 @@ def _balanced(gradient: Tensor, params: Params) -> Tensor:
     norms = torch.stack([part.norm() for part in parts])
     scales = norms.clamp(min=SMALLEST * float(norms.max())).square()
     return torch.cat([part / (scale if scale > 0 else 1.0) for part, scale in zip(parts, scales, strict=True)])
-
-
-def _picked(whole: Tensor, params: Params) -> Tensor:
-    return whole if params.index is None else whole[params.index]
 
 
 @dataclass(eq=False)
@@ -176,8 +163,7 @@ class Values:
     def at(self, number: int, call: Any) -> tuple[Tensor, Tensor] | None:
         """Return the output of a call and entries that it had, or None if it was not kept or is known to have changed.
 
-        Whether the entries are still the same is left to the caller, which asks once for all passes: every question
-        waits for the device.
+        The caller compares the entries, once for all passes, since every comparison waits for the device.
         """
         if number >= len(self.kept):
             return None
@@ -232,7 +218,7 @@ class Tangents(TorchFunctionMode):
 
 
 def _call(func: Any, args: tuple) -> tuple:
-    """Return what calls that share their value have in common: function, shapes, and where weights are in memory."""
+    """Return a key that calls with the same value share: function, shapes, and where weights are in memory."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     places = () if func is F.scaled_dot_product_attention else tuple(map(_place, tensors[1:]))
     return func, places, *(tuple(t.shape) for t in tensors)
@@ -334,7 +320,7 @@ def _attention(
             None if t is None else t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v, dk, dv)
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    weights = _weights(q, k, m, is_causal, scale)
+    weights = attention_weights(q, k, m, is_causal, scale)
     out = weights @ v if known is None else known
     terms = [None if dv is None else weights @ dv]
     slope: Tensor | None = None
@@ -349,20 +335,6 @@ def _attention(
         moved = torch.addcmul(moved, weights, moved.sum(-1, keepdim=True), value=-1)
         terms.append(moved @ v)
     return dual(out, *terms)
-
-
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Return softmax(Q Kᵀ·scale + mask); rows without a key are zero."""
-    scores = (q * scale) @ k.mT
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is None:
-        return scores.softmax(-1)
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    empty = (mask == -torch.inf).all(-1, keepdim=True)
-    weights = scores.add_(mask.clamp(min=torch.finfo(q.dtype).min)).softmax(-1)
-    return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights
 
 
 TANGENTS: dict[Any, Callable[..., Tensor | None]] = {

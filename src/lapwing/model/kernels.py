@@ -4,9 +4,9 @@ PyTorch's own switches (the fast path of encoders, mkldnn, cudnn, the attention 
 another thread would compute with other kernels too, and two threads could leave a switch off for good. A
 `TorchFunctionMode` belongs to the thread that enters it.
 
-Three kinds of replacement are here. Recurrent kernels are written out as the linear maps and elementwise steps that the
-tape has rules for; such a function takes the kernel's own arguments and returns its result, or None where it declines
-(packed sequences): then the kernel is called as it is, and the parameters behind it get rows from a loop over samples.
+There are three kinds of replacement. Recurrent kernels are written out as linear maps and elementwise steps, for which
+the tape has rules. Such a function takes the kernel's own arguments and returns its result, or None where it declines
+(packed sequences): then the kernel is called as it is, and its parameters get rows from a loop over samples.
 Attention is written out as two products and a softmax, which can be differentiated forwards and twice. Batch norms with
 fixed statistics become one multiplication and one addition per channel: PyTorch computes the same numbers, but its
 backward pass on a CPU is several times as slow, and for a batch of one it is wrong (PyTorch 2.13) where the gradient or
@@ -16,7 +16,7 @@ the input has the memory layout of tokens, which differs from channels-last in t
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,33 +65,27 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return softmax(Q Kᵀ·scale + mask) V like `scaled_dot_product_attention`; rows without a key give zero.
-
-    Returns None if there is dropout.
-    """
+    """Return `scaled_dot_product_attention` of the arguments, as products and a softmax; None if there is dropout."""
     if dropout_p:
         return None
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    return attention_weights(query, key, attn_mask, is_causal, scale) @ value
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    """Return softmax(Q Kᵀ·scale + mask), with zeros in rows without a key; `scale` is 1/√d by default."""
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is None:
-        return scores.softmax(-1) @ value
-    if attn_mask.dtype != torch.bool:
-        scores, attn_mask = scores + attn_mask, attn_mask > -torch.inf
-    weights = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min).softmax(-1)
-    empty = ~attn_mask.any(-1, keepdim=True)
-    return (weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights) @ value
-
-
-class FixedNorms(TorchFunctionMode):
-    """Runs batch norms by `fixed_batch_norm` in passes that no tape records."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = fixed_batch_norm(*args, **(kwargs or {})) if func is F.batch_norm else None
-        return func(*args, **(kwargs or {})) if out is None else out
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is None:
+        return scores.softmax(-1)
+    if mask.dtype != torch.bool:
+        scores, mask = scores + mask, mask > -torch.inf
+    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+    empty = ~mask.any(-1, keepdim=True)
+    return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights
 
 
 def fixed_batch_norm(
@@ -144,24 +138,30 @@ def _as_data(state: Tensor, step: Tensor) -> Tensor:
 
 
 def _lstm_step(
-    gates_in: Tensor, state: tuple[Tensor, Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    gates: Tensor, state: Sequence[Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
+) -> tuple[Tensor, ...]:
     h, c = state
-    i, f, g, o = (gates_in + linear(h, w_hh, b_hh)).chunk(4, -1)
+    i, f, g, o = (gates + linear(h, w_hh, b_hh)).chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return (h if w_hr is None else linear(h, w_hr)), c
 
 
-def _gru_step(gates_in: Tensor, h: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> Tensor:
-    r_in, z_in, n_in = gates_in.chunk(3, -1)
+def _gru_step(gates: Tensor, state: Sequence[Tensor], w_hh: Tensor, b_hh: Tensor | None, _: None) -> tuple[Tensor, ...]:
+    (h,) = state
+    r_in, z_in, n_in = gates.chunk(3, -1)
     r_h, z_h, n_h = linear(h, w_hh, b_hh).chunk(3, -1)
     r, z = (r_in + r_h).sigmoid(), (z_in + z_h).sigmoid()
     n = (n_in + r * n_h).tanh()
-    return n + z * (h - n)
+    return (n + z * (h - n),)
+
+
+def _rnn_step(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda gates, state, w_hh, b_hh, _: (activation(gates + linear(state[0], w_hh, b_hh)),)
 
 
 def _layers(params: Any, has_biases: bool, projected: bool, num_layers: int, directions: int) -> list[list[tuple]]:
+    """Return (w_ih, w_hh, b_ih, b_hh, w_hr) of each direction of each layer."""
     per = 2 + 2 * has_biases + projected
     flat = list(params)
     cut = [flat[k * per : (k + 1) * per] for k in range(num_layers * directions)]
@@ -172,93 +172,60 @@ def _layers(params: Any, has_biases: bool, projected: bool, num_layers: int, dir
     return [named[k * directions : (k + 1) * directions] for k in range(num_layers)]
 
 
-def _recurrent(
-    step: Callable, states: list[list[Tensor]], inputs: Tensor, layers: list[list[tuple]], batch_first: bool
-) -> Any:
-    """Run `step` over time for every layer and direction. states[k]: the parts (h,) or (h, c) of layer-direction k."""
-    x = inputs.transpose(0, 1) if batch_first else inputs  # (t, b, i)
-    finals = []
-    for depth, layer in enumerate(layers):
-        outputs = []
-        for way, (w_ih, w_hh, b_ih, b_hh, w_hr) in enumerate(layer):
-            gates = linear(x, w_ih, b_ih)
-            state = [_as_data(part, x[0]) for part in states[depth * len(layer) + way]]
-            order = range(x.shape[0]) if way == 0 else reversed(range(x.shape[0]))
-            hidden: list[Any] = [None] * x.shape[0]
-            for t in order:
-                state = step(gates[t], state, w_hh, b_hh, w_hr)
-                hidden[t] = state[0]
-            finals.append(state)
-            outputs.append(torch.stack(hidden))
-        x = torch.cat(outputs, -1)
-    return (x.transpose(0, 1) if batch_first else x), finals
+def _recurrent(step: Callable[..., tuple[Tensor, ...]]) -> Callable:
+    """Write out a recurrent kernel: run `step` over time for every layer and direction.
 
+    A state has one part, h, or is a pair (h, c).
+    """
 
-def lstm(inputs: Tensor, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
-    """Compute torch.lstm(input, (h, c), params, has_biases, num_layers, dropout, train, bidirectional, batch_first)."""
-    if isinstance(hx, Tensor):
-        return None
-    num_layers, _, train, bidirectional, batch_first = rest
-    if train:
-        return None
-    h0, c0 = hx
-    layers = _layers(params, has_biases, h0.shape[-1] != c0.shape[-1], num_layers, 1 + bidirectional)
-    states = [[h, c] for h, c in zip(h0, c0, strict=True)]
-
-    def step(
-        gates: Tensor, state: list[Tensor], w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
-    ) -> list[Tensor]:
-        return list(_lstm_step(gates, (state[0], state[1]), w_hh, b_hh, w_hr))
-
-    out, finals = _recurrent(step, states, inputs, layers, batch_first)
-    return out, torch.stack([s[0] for s in finals]), torch.stack([s[1] for s in finals])
-
-
-def _simple(step: Callable) -> Callable:
-    def kernel(inputs: Tensor, hx: Tensor, params: Any, has_biases: Any, *rest: Any) -> Any:
-        if isinstance(params, Tensor):
+    def kernel(inputs: Tensor, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+        if not isinstance(has_biases, bool):  # packed sequences have other arguments
             return None
         num_layers, _, train, bidirectional, batch_first = rest
         if train:
             return None
-        layers = _layers(params, has_biases, False, num_layers, 1 + bidirectional)
-        wrapped = lambda gates, state, w_hh, b_hh, _: [step(gates, state[0], w_hh, b_hh)]  # noqa: E731
-        out, finals = _recurrent(wrapped, [[h] for h in hx], inputs, layers, batch_first)
-        return out, torch.stack([s[0] for s in finals])
+        parts = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        layers = _layers(params, has_biases, parts[0].shape[-1] != parts[-1].shape[-1], num_layers, 1 + bidirectional)
+        starts = list(zip(*parts, strict=True))  # per layer and direction
+        x = inputs.transpose(0, 1) if batch_first else inputs  # (t, b, i)
+        finals = []
+        for depth, layer in enumerate(layers):
+            outputs = []
+            for way, (w_ih, w_hh, b_ih, b_hh, w_hr) in enumerate(layer):
+                gates = linear(x, w_ih, b_ih)
+                state = tuple(_as_data(part, x[0]) for part in starts[depth * len(layer) + way])
+                order = range(x.shape[0]) if way == 0 else reversed(range(x.shape[0]))
+                hidden: list[Any] = [None] * x.shape[0]
+                for t in order:
+                    state = step(gates[t], state, w_hh, b_hh, w_hr)
+                    hidden[t] = state[0]
+                finals.append(state)
+                outputs.append(torch.stack(hidden))
+            x = torch.cat(outputs, -1)
+        return (x.transpose(0, 1) if batch_first else x), *map(torch.stack, zip(*finals, strict=True))
 
     return kernel
 
 
-def _rnn_step(activation: Callable) -> Callable:
-    def step(gates: Tensor, h: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> Tensor:
-        return activation(gates + linear(h, w_hh, b_hh))
+def _cell(step: Callable[..., tuple[Tensor, ...]]) -> Callable:
+    """Write out one step of a recurrent layer."""
 
-    return step
-
-
-def _cell(step: Callable) -> Callable:
     def kernel(
-        x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
-    ) -> Tensor:
-        return step(linear(x, w_ih, b_ih), _as_data(h, x), w_hh, b_hh)
+        x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+    ) -> Any:
+        state = (hx,) if isinstance(hx, Tensor) else hx
+        after = step(linear(x, w_ih, b_ih), [_as_data(part, x) for part in state], w_hh, b_hh, None)
+        return after[0] if isinstance(hx, Tensor) else after
 
     return kernel
-
-
-def lstm_cell(
-    x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
-) -> Any:
-    """Compute torch.lstm_cell."""
-    h, c = (_as_data(part, x) for part in hx)
-    return _lstm_step(linear(x, w_ih, b_ih), (h, c), w_hh, b_hh, None)
 
 
 DECOMPOSED: dict[Callable, Callable] = {
-    torch.lstm: lstm,
-    torch.gru: _simple(_gru_step),
-    torch.rnn_tanh: _simple(_rnn_step(torch.tanh)),
-    torch.rnn_relu: _simple(_rnn_step(torch.relu)),
-    torch.lstm_cell: lstm_cell,
+    torch.lstm: _recurrent(_lstm_step),
+    torch.gru: _recurrent(_gru_step),
+    torch.rnn_tanh: _recurrent(_rnn_step(torch.tanh)),
+    torch.rnn_relu: _recurrent(_rnn_step(torch.relu)),
+    torch.lstm_cell: _cell(_lstm_step),
     torch.gru_cell: _cell(_gru_step),
     torch.rnn_tanh_cell: _cell(_rnn_step(torch.tanh)),
     torch.rnn_relu_cell: _cell(_rnn_step(torch.relu)),

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from lapwing.linalg import DenseRows, Jacobian, Layout
 from lapwing.model.blockrows import BlockRows, Gradients, RecordedPass, small_rows
-from lapwing.model.calls import Inputs, batch_size, call, output_tensor, take, warnings_here
-from lapwing.model.kernels import FixedNorms
+from lapwing.model.calls import Inputs, batch_size, call, output_tensor, take, warnings_here, weighted
 from lapwing.model.params import Params
 from lapwing.model.rules import Call, RowsRule
-from lapwing.model.tape import Plan, PlanChanged
+from lapwing.model.tape import FixedNorms, Plan, PlanChanged
 
 BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
 SMALLER = 4  # how many times smaller than its gradients a result must be to be formed as soon as they arrive
@@ -65,16 +64,15 @@ def pull_all(f: Tensor, inputs: Sequence[Any], v: Tensor) -> tuple[Tensor | None
 
 
 class _Seed(torch.autograd.Function):
-    """A number whose derivative by f is whatever the list holds when the backward pass begins.
+    """A number whose derivative with respect to f is the tensor in the list when the backward pass begins.
 
-    So r directions enter a batched pass without being handed to `autograd.grad`, which would import sympy to look at
-    them.
+    In this way r directions enter a batched pass without being handed to `autograd.grad`, which would import sympy.
     """
 
     @staticmethod
     def forward(ctx: Any, f: Tensor, cotangents: list[Tensor]) -> Tensor:
         ctx.cotangents = cotangents
-        return f.new_zeros((), dtype=torch.float32)  # real, whatever f is
+        return f.new_zeros((), dtype=torch.float32)  # real, even if f is complex
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
@@ -87,8 +85,11 @@ class _Seed(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Digest:
-    """What to make of the gradients of some matrix blocks as soon as a pass brings them, so that they need not be kept:
-    their sums over the positions of a sample, or the sum of their outer products."""
+    """Summaries of gradients that replace them in memory, for some matrix blocks.
+
+    "sums" are sums over the positions of each sample, "grams" the sum of all outer products. They are made as soon as a
+    backward pass ends.
+    """
 
     kind: Literal["sums", "grams"]
     blocks: frozenset[int]
@@ -122,7 +123,7 @@ class Linearization:
         return self.recorded.params
 
     def shared(self, directions: int) -> int:
-        """Return how many of so many directions go into one backward pass."""
+        """Return how many directions share one backward pass, out of the number that is wanted."""
         if not self.plan.batched or self.recorded.create_graph:  # torch's batched double backward has gaps
             return 1
         return directions if directions * self._elements <= BATCHED_ELEMENTS else 1
@@ -155,7 +156,7 @@ class Linearization:
     def jacobian_and_vjp(
         self, directions: Tensor, v: Tensor, scale: Tensor, digest: Digest | None = None
     ) -> tuple[Jacobian, dict[str, Tensor | None]]:
-        """Return rows for directions of which the first is `scale` (n,) times v; and Σ vᵀ ∂f/∂θ from its pass."""
+        """Return rows for directions, the first of which is `scale` (n,) times v, and Σ vᵀ ∂f/∂θ from the same pass."""
         arriving = _Arriving(self, len(directions), digest)
         first, weights = self._joint(v)
         arriving.take(first, 1, scale)
@@ -216,7 +217,7 @@ class Linearization:
         return Gradients(tuple((torch.zeros(()).expand(r, *record.out.shape),) for record in self.recorded.records))
 
     def _reached(self, directions: Tensor) -> bool:
-        """Whether there is anything to go back from and to."""
+        """Whether a backward pass has directions to start from and records to reach."""
         return bool(self.recorded.records) and bool(len(directions)) and self.f.requires_grad
 
     def _bring_in(self, directions: Tensor, arriving: _Arriving) -> None:
@@ -253,9 +254,9 @@ class Linearization:
 
     @cached_property
     def early(self) -> dict[int, tuple[RowsRule, Call]]:
-        """Records whose rows are much smaller than the gradients they are made of (norm layers of images, of tokens).
+        """Records whose rows are much smaller than their gradients, such as norm layers of images or tokens.
 
-        Their rows are formed as soon as a pass brings the gradients, which need not be kept.
+        Their rows are formed as soon as a pass ends, and the gradients are dropped.
         """
         if self.recorded.create_graph:
             return {}
@@ -266,10 +267,10 @@ class Linearization:
         }
 
     def digested(self, digest: Digest | None) -> dict[int, int]:
-        """Return the records of which only the digest is needed, with its size for one direction of all samples.
+        """Return the records that are digested, each with the size of its digest for one direction of all samples.
 
-        These are records all of whose weights are in the digest's blocks, and whose digest is much smaller than their
-        gradients. (Products of several directions are one sum.)
+        All weights of such a record are in the digest's blocks, and its digest is much smaller than its gradients. (For
+        "grams", all directions share one sum.)
         """
         if digest is None or self.recorded.create_graph:
             return {}
@@ -300,7 +301,7 @@ class Linearization:
 
     @property
     def width(self) -> int:
-        """Numbers per sample that one direction brings to all records."""
+        """Gradient entries per sample and direction, over all records."""
         return self._elements // max(self.n, 1)
 
     @property
@@ -317,11 +318,11 @@ class Linearization:
 
 
 class _Arriving:
-    """Gradients of r directions while backward passes bring them in.
+    """Collects the gradients of r directions, one backward pass after the other.
 
-    Rows of norms are written into arrays for all directions as they arrive, and with a digest so is everything else:
-    small tensors of one pass that stay between the large ones of the next would make memory grow. Without a digest,
-    gradients of matrices stay as they came. With `whole`, nothing is formed early.
+    Rows of norms are written at once into arrays for all directions. With a digest everything else is too: small
+    tensors of one pass between the large ones of the next would fragment the memory. Without a digest, gradients of
+    matrices stay as they are. With `whole`, nothing is formed early.
     """
 
     def __init__(self, at: Linearization, r: int, digest: Digest | None = None, whole: bool = False) -> None:
@@ -339,7 +340,7 @@ class _Arriving:
         return self.rows.keys() | self.sums.keys()
 
     def take(self, found: tuple[Tensor | None, ...], r: int, scale: Tensor | None = None) -> None:
-        """Take what a pass of r directions found per record, still to be multiplied with `scale` (n,) per sample."""
+        """Take the gradients of a pass of r directions, one per record; `scale` (n,) is a factor per sample."""
         # a batch whose graph lost a record that the self-check saw; a plan that was not checked saw none
         if any(g is None and reaches for g, reaches in zip(found, self.at.plan.reaching, strict=False)):
             raise PlanChanged
@@ -358,7 +359,7 @@ class _Arriving:
         self.taken += r
 
     def gradients(self, scale: Tensor | None = None) -> Gradients:
-        """Return what all passes brought; `scale` is that of the first."""
+        """Return the gradients of all passes; `scale` is the factor per sample of the first pass."""
         records = self.at.recorded.records
         if self.digest is not None:
             written = tuple((self.written[k],) if k in self.written else () for k in range(len(records)))
@@ -382,7 +383,7 @@ class _Arriving:
         if k not in self.rows:
             self.rows[k] = [rows.new_empty(at.n, self.r, *rows.shape[2:]) for rows in found]
         for whole, rows in zip(self.rows[k], found, strict=True):
-            self._place(whole, 1, rows if scale is None else _times(rows, scale))
+            self._place(whole, 1, weighted(rows, scale))
 
     def _write_sums(self, k: int, found: Tensor | None, r: int, scale: Tensor | None) -> None:
         at, (rule, call_) = self.at.recorded, self.at.recorded.matrix(k)
@@ -393,7 +394,7 @@ class _Arriving:
             summed = rule.left_sum(call_, g, out, at.n).to(at.params.dtype)
             if k not in self.sums:
                 self.sums[k] = summed.new_empty(at.n, self.r, *summed.shape[2:])
-            self._place(self.sums[k], 1, summed if scale is None else _times(summed, scale))
+            self._place(self.sums[k], 1, weighted(summed, scale))
             return
         g = g if scale is None else g * out.spread(scale, record.out, at.n)
         gram = rule.left_gram(call_, g.to(at.params.dtype), out, at.n)
@@ -418,8 +419,3 @@ class _Arriving:
 def _shaped(g: Tensor | None, r: int, out: Tensor) -> Tensor:
     """Return a record's gradient as (r, *out.shape); zeros where the pass did not reach it."""
     return out.new_zeros(()).expand(r, *out.shape) if g is None else g.reshape(r, *out.shape)
-
-
-def _times(rows: Tensor, scale: Tensor) -> Tensor:
-    """Return rows (n, ...) times one number per sample."""
-    return rows * scale.to(rows).reshape(-1, *(1,) * (rows.ndim - 1))

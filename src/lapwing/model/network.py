@@ -41,15 +41,15 @@ from lapwing.model.calls import (
 )
 from lapwing.model.copies import borrowed, in_use, private, without_fast_path, written_by_forward
 from lapwing.model.forward import Recording, Values, agrees, push_forward
-from lapwing.model.kernels import FixedNorms, differentiable_kernels
+from lapwing.model.kernels import differentiable_kernels
 from lapwing.model.linearization import Linearization, Outputs, pull
 from lapwing.model.params import Params
 from lapwing.model.selfcheck import CHECK_SAMPLES, SelfCheck
 from lapwing.model.tape import (
+    FixedNorms,
     Pass,
     Plan,
     PlanChanged,
-    Record,
     dynamic_plan,
     first_reached,
     parameters_behind,
@@ -98,7 +98,7 @@ class Roles:
                 share(t)
 
     def _find_out(self, inputs: Inputs, run: Forward, doubtful: list[Path]) -> None:
-        """Run a few samples with every doubtful tensor cut into samples, with one of them whole, and with all whole."""
+        """Run a few samples with all doubtful tensors cut, then with one of them whole, then with all of them whole."""
         n = batch_size(inputs)
         try:
             whole = run(inputs)
@@ -174,7 +174,7 @@ def _same(f: Tensor, few: Inputs, run: Forward) -> bool:
 
 
 def _spread(n: int, count: int) -> Tensor:
-    """Return indices of samples spread over the whole batch, with the last: where capacity is limited, it loses."""
+    """Return indices spread over the batch. The last is among them: layers with limited capacity drop that sample."""
     return torch.linspace(n - 1, 0, count).round().long().flip(0)
 
 
@@ -215,7 +215,7 @@ class Network:
 
     @cached_property
     def last_linear(self) -> nn.Linear | None:
-        """The plain linear layer whose weight, or weight and bias, are all that is selected; None for anything else."""
+        """The linear layer, if the selected parameters are its weight alone, or its weight and bias; else None."""
         names = self.params.names
         if self.params.index is not None or len(names) > 2 or not names[0].endswith("weight"):
             return None
@@ -242,7 +242,7 @@ class Network:
 
     @contextmanager
     def explaining(self, inputs: Inputs) -> Iterator[None]:
-        """Replace an error inside by a clear one, if the cause is that the network does not take these inputs."""
+        """Replace an error inside by a clear one if the cause is that the network does not take these inputs."""
         try:
             yield
         except LapwingError:
@@ -252,7 +252,7 @@ class Network:
             raise
 
     def settle(self, inputs: Inputs) -> None:
-        """Find out which inputs all samples share. Call it before a batch is cut into samples."""
+        """Find out which inputs all samples share. This must be called before a batch is cut into samples."""
         self._roles.settle(inputs, self._plain)
 
     def require_apart(self, inputs: Inputs, f: Tensor | None = None) -> None:
@@ -275,8 +275,8 @@ class Network:
     def at_each(self, weights: Tensor, inputs: Inputs) -> Tensor:
         """Return f at each row of weights (s, P), (s, n, *event, c).
 
-        Small batches run at several weights at once (`torch.func.vmap`), if a first trial gives what they give one by
-        one; everything else runs in a loop. With gradients enabled, they flow into the weights and the inputs.
+        Small batches run at several weights at once (`torch.func.vmap`) if a first trial gives the same outputs as a
+        loop; everything else runs in a loop. With gradients enabled, they flow into the weights and the inputs.
         """
         n = batch_size(inputs)
         with self.copied():
@@ -330,8 +330,8 @@ class Network:
     def jvp(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """Return f (n, *event, c) and J v for tangents (s, P), (s, n, *event, c).
 
-        Each product is one forward-mode pass. Where that disagrees with reverse mode, double backward is used, and
-        where that disagrees too, the rows of the tape.
+        Each product is one forward-mode pass. If forward mode disagrees with reverse mode, double backward is used, and
+        if that disagrees too, the rows of the tape.
         """
         with self.borrow():
             for name, push in (("forward mode", self.jvp_forward), ("double backward", self.jvp_double_backward)):
@@ -385,20 +385,22 @@ class Network:
     def jvp_double_backward(self, inputs: Inputs, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """Return f and J v = ∂(uᵀJ v)/∂u, for operations without a forward-mode derivative."""
         with differentiable_kernels():
-            return self._second_pass(self.forward_with_graph(inputs), tangents)
+            f = self.forward_with_graph(inputs)
+            return f.detach(), self.second_pass(f, tangents)
 
-    def _second_pass(self, f: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
+    def second_pass(self, f: Tensor, tangents: Tensor) -> Tensor:
+        """Return J v, (s, n, *event, c), for outputs f with their graph. Call it inside `borrow()`."""
         u = torch.zeros_like(f, requires_grad=True)
         back = pull(f, list(self.leaves().values()), u, create_graph=True) if f.requires_grad else ()
         if not any(g is not None and g.requires_grad for g in back):
-            return f.detach(), f.detach().new_zeros(len(tangents), *f.shape)
+            return f.detach().new_zeros(len(tangents), *f.shape)
         results = []
         for v in tangents:
             moved = self.params.tangent(v)
             pairs = [(g, moved[name]) for g, name in zip(back, self.params.names, strict=True) if g is not None]
             total = sum(((g.to_dense() * t).sum() for g, t in pairs), start=f.new_zeros(()))
             results.append(torch.autograd.grad(total, u, retain_graph=True)[0])
-        return f.detach(), torch.stack(results).detach()
+        return torch.stack(results).detach()
 
     def linearize(self, plan: Plan, inputs: Inputs, create_graph: bool = False) -> Linearization:
         """Return the network linearized at a batch. Call this, and use the result, inside `borrow()`.
@@ -408,7 +410,9 @@ class Network:
         """
         # a graph that outlives this call must not end in the user's parameters, whose .grad it would fill
         self.settle(inputs)
-        module, leaves = self.lent, self._aliases() if create_graph else self.leaves()
+        module, leaves = self.lent, self.leaves()
+        if create_graph:
+            leaves = {name: p.detach().requires_grad_() for name, p in leaves.items()}
         if plan.dynamic:
             with FixedNorms():
                 raw = output_tensor(call(module, inputs, leaves if create_graph else None))
@@ -436,7 +440,7 @@ class Network:
         return anew
 
     def plan_of_first(self, inputs: Inputs) -> Plan:
-        """Return the plan made for the first inputs that asked for one; make it for these if there is none yet."""
+        """Return the plan of the first inputs for which this was called; on the first call, make it."""
         if "first" not in self._plans:
             with self.borrow():
                 self._plans["first"] = self.plan(detached(inputs))
@@ -446,9 +450,6 @@ class Network:
         """Return the selected parameters of the borrowed copy, by name."""
         live = dict(self.lent.named_parameters())
         return {name: live[name] for name in self.params.names}
-
-    def _aliases(self) -> dict[str, Tensor]:
-        return {name: p.detach().requires_grad_() for name, p in self.leaves().items()}
 
     def plan(self, inputs: Inputs) -> Plan:
         """Make a plan from a few samples, and check its rows against autograd. Call it inside `borrow()`."""
@@ -478,8 +479,9 @@ class Network:
     def require_faithful(self, inputs: Inputs) -> None:
         """Refuse a network whose private copy gives other outputs than a plain call of the module.
 
-        An example is a network that looks itself up in a table by its identity, which has no entry for the copy. The
-        module is called only where that leaves no traces: in eval mode, without hooks, and if forward writes nothing.
+        An example is a network that looks itself up in a table by its identity: the table has no entry for the copy.
+        The module itself is called only if that leaves no traces: in eval mode, without hooks, and if forward writes
+        nothing.
         """
         parts = list(self.module.modules())
         if any(m.training or m._forward_hooks or m._forward_pre_hooks or written_by_forward(m) for m in parts):
@@ -531,13 +533,10 @@ def last_layer(module: nn.Module, inputs: Inputs) -> tuple[str, ...]:
         ids = {id(live[name]): name for name in free}
         small: Callable = lambda record: all(record.tensors[j].ndim < 2 for j in record.live)  # noqa: E731
         found = first_reached(finished, small)
-        names = {name for record in found for name in _names_of(record, ids)}
+        weights = (record.tensors[j] for record in found for j in record.live)
+        names = {name for weight in weights for name in source_of(weight, ids).names}
     if not names:
         raise UnsupportedModel(
             "no parameter was seen to produce the outputs; name the last layer's parameters in select"
         )
     return tuple(name for name in free if name in names)
-
-
-def _names_of(record: Record, ids: dict[int, str]) -> set[str]:
-    return {name for j in record.live for name in source_of(record.tensors[j], ids).names}

@@ -99,15 +99,17 @@ class Params:
     @cached_property
     def flat(self) -> Tensor:
         """The values as one vector (P,)."""
-        return self._whole if self.index is None else self._whole[self.index]
+        return self.pick(self.flatten(self.values))
 
-    @property
-    def _whole(self) -> Tensor:
-        return self.flatten(dict(zip(self.names, self.values, strict=True)))
+    def flatten(self, tensors: Iterable[Tensor | None]) -> Tensor:
+        """Flatten one tensor per parameter, such as its gradient, to (total,); None stands for zeros."""
+        pairs = zip(tensors, self.values, strict=True)
+        each = (torch.zeros_like(value) if t is None else t.to_dense() if t.is_sparse else t for t, value in pairs)
+        return torch.cat([t.reshape(-1).to(self.dtype) for t in each])
 
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Flatten {name: tensor} to (total,)."""
-        return torch.cat([tensors[name].reshape(-1).to(self.dtype) for name in self.names])
+    def pick(self, whole: Tensor) -> Tensor:
+        """Return the entries of vectors (…, total) that take part, (…, P)."""
+        return whole if self.index is None else whole[..., self.index]
 
     def expand(self, theta: Tensor, base: Tensor | None = None) -> Tensor:
         """Expand (*b, P) to (*b, total): weights that a subnetwork leaves out come from `base`, or are zero."""
@@ -123,7 +125,7 @@ class Params:
         """Split (*b, P) into {name: (*b, *shape)} in each parameter's own dtype; left-out weights keep their values."""
         whole = theta
         if self.index is not None:
-            whole = self.expand(theta, self._whole)
+            whole = self.expand(theta, self.flatten(self.values))
         elif theta.shape[-1] != self.total:
             raise BadData(f"expected rows of length {self.total}, got {tuple(theta.shape)}")
         return self._split(whole)
@@ -213,7 +215,7 @@ def explicit_subnetwork(indices: Tensor | Sequence[int], within: Any = "all") ->
 
 
 def explicit_weights(indices: Tensor, total: int) -> Tensor:
-    """Return the positions that indices or a mask name in a flat vector of so many weights."""
+    """Return the positions of indices, or of a mask, in a flat vector of `total` weights."""
     if indices.dtype == torch.bool:
         if len(indices) != total:
             raise BadData(f"the mask of a subnetwork has {len(indices)} entries, but {total} weights are selected")
@@ -300,11 +302,13 @@ def choose_weights(values: Tensor, k: int, by: str, generator: torch.Generator |
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The order in which a rule sees the entries of a weight, (q, o, i): as a view whose strides show the order, or as
-    the positions of all entries in the flat vector."""
+    """The order in which a rule sees the entries of a weight, (q, o, i).
+
+    `seen` is a view of the weight whose strides show the order, or holds the position of each entry in the flat vector.
+    """
 
     seen: Tensor
-    written: bool  # whether `seen` holds positions rather than memory that is never read
+    written: bool  # whether `seen` holds positions; the memory of a view is never read
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -343,7 +347,7 @@ class Order:
 
 
 def orders(params: Params, name: str, views: Sequence[View]) -> list[Order]:
-    """Return the order in which each rule sees a weight. If all of them only make views, no position is written out."""
+    """Return the order in which each rule sees a weight; positions are written out only if a rule makes no view."""
     blank = torch.empty(params.shapes[params.names.index(name)], dtype=torch.uint8)
     seen = [view(blank) for view in views]
     memory = blank.untyped_storage().data_ptr()
@@ -401,7 +405,7 @@ def adapter_containers(module: nn.Module) -> tuple[str, ...]:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Map parameters and buffers of adapters to their adapter and to their name without the adapter's.
+    """Map the names of parameters and buffers of adapters to the adapter and to their name without the adapter's.
 
     `…q_proj.lora_A.default.weight` belongs to `default` and is called `…q_proj.lora_A.weight` without it.
     """

@@ -1,4 +1,4 @@
-"""Products with Jacobians and Hessians of a network over data, by forward- and reverse-mode passes, batch by batch."""
+"""Products with the Jacobian of a network over data, by forward- and reverse-mode passes, batch by batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lapwing.errors import BadData
 from lapwing.model.batches import Batch, Batches
 from lapwing.model.calls import Inputs, batch_size, per_sample, take, tensors_in
 from lapwing.model.forward import Values, forward_mode, lacks_derivative, push_forward
-from lapwing.model.kernels import differentiable_kernels, elementary_attention
+from lapwing.model.kernels import elementary_attention
 from lapwing.model.linearization import pull, pull_all
 from lapwing.model.network import Network
 
@@ -79,7 +79,7 @@ class Products:
             except (NotImplementedError, RuntimeError):
                 self._slow["batched"] = True
         for k, row in enumerate(u):
-            total[k] = self._flat(pull(f, leaves, row), leaves)
+            total[k] = params.pick(params.flatten(pull(f, leaves, row)))
         return total
 
     def _vectorizes(self, what: str, s: int) -> bool:
@@ -90,14 +90,7 @@ class Products:
         params = self.network.params
         found = pull_all(f, leaves, u)
         parts = [p.new_zeros(len(u), p.numel()) if g is None else g.reshape(len(u), -1) for g, p in zip(found, leaves)]
-        flat = torch.cat([part.to(params.dtype) for part in parts], -1)
-        return flat if params.index is None else flat[:, params.index]
-
-    def _flat(self, found: tuple, leaves: list[Tensor]) -> Tensor:
-        params = self.network.params
-        dense = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(found, leaves, strict=True)]
-        flat = params.flatten(dict(zip(params.names, dense, strict=True)))
-        return flat if params.index is None else flat[params.index]
+        return params.pick(torch.cat([part.to(params.dtype) for part in parts], -1))
 
     def ggn(self, v: Tensor, middle: Middle, label: str = "products", keep: Keep | None = None) -> Tensor:
         """Return Σ_n J_nᵀ Λ_n J_n v for v (s, P), in float64, over the samples that `keep` names."""
@@ -156,22 +149,11 @@ class Products:
 
     def _by_one_graph(self, batch: Batch, v: Tensor, middle: Middle) -> Tensor:
         """Return Jᵀ Λ J v: J v as the derivative of u ↦ (Jᵀu)ᵀv, then Jᵀ through the same recorded pass."""
-        params = self.network.params
         with self.network.borrow(), elementary_attention():
             f = self.network.forward_with_graph(batch.inputs)
-            leaves = list(self.network.leaves().values())
-            u = torch.zeros_like(f, requires_grad=True)
-            back = pull(f, leaves, u, create_graph=True) if f.requires_grad else ()
-            used = [(g, name) for g, name in zip(back, params.names) if g is not None and g.requires_grad]
-            if not used:
-                return torch.zeros(len(v), params.size, dtype=params.dtype, device=f.device)
-            pushed = []
-            for row in v:
-                moved = params.tangent(row)
-                (out,) = torch.autograd.grad([g for g, _ in used], u, [moved[n] for _, n in used], retain_graph=True)
-                pushed.append(out)
+            pushed = self.network.second_pass(f, v)
             with torch.no_grad():
-                image = middle(batch, f.detach(), torch.stack(pushed))
+                image = middle(batch, f.detach(), pushed)
             return self._pull_back(f, image)
 
     def transposed(
@@ -188,26 +170,6 @@ class Products:
         """Yield (batch, f, J v) for every batch."""
         for batch in self._read(label):
             yield batch, *self.jvp(batch.inputs, v)
-
-    def hessian(self, v: Tensor, loss: Callable[[Batch, Tensor], Tensor], label: str = "products") -> Tensor:
-        """Return ∇²Σ loss · v for v (s, P), by differentiating the gradient; loss(batch, f) is a scalar."""
-        total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
-        for batch in self._read(label):
-            with self.network.borrow(), differentiable_kernels():
-                leaves = list(self.network.leaves().values())
-                f = self.network.forward_with_graph(batch.inputs)
-                slope = torch.autograd.grad(loss(batch, f), leaves, create_graph=True, allow_unused=True)
-                for k, row in enumerate(v):
-                    total[k] += self._second(slope, leaves, row)
-        return total
-
-    def _second(self, slope: tuple, leaves: list[Tensor], row: Tensor) -> Tensor:
-        moved = self.network.params.tangent(row)
-        pairs = [(g, moved[name]) for g, name in zip(slope, self.network.params.names, strict=True) if g is not None]
-        inner = sum(((g * t).sum() for g, t in pairs), start=row.new_zeros(()))
-        if not inner.requires_grad:
-            return torch.zeros_like(row)
-        return self._flat(torch.autograd.grad(inner, leaves, retain_graph=True, allow_unused=True), leaves)
 
     def _read(self, label: str) -> Iterator[Batch]:
         hide = None if self.progress is None else not self.progress

@@ -270,8 +270,10 @@ class SelfCheck:
         return torch.stack([torch.stack([_norm(t), _norm(g), _norm(g.sub_(t))]) for t, g in pairs]).cpu()
 
     def _weights(self, r: int) -> Tensor:
-        """Return weights (1, r, samples): powers of two up to 1, so that products are exact; reversed in every second
-        direction, so that no two samples have the same ratio in both."""
+        """Return weights (1, r, samples): powers of two up to 1, since products with them are exact.
+
+        Every second direction has them in reverse order, so that no two samples have the same ratio in both directions.
+        """
         powers = 2.0 ** torch.arange(1 - self.n, 1, dtype=torch.float64)
         return torch.stack([powers.flip(0) if k % 2 else powers for k in range(r)])[None]
 
@@ -280,7 +282,7 @@ class SelfCheck:
         return torch.eye(self.n, dtype=torch.float64)[:, None].expand(-1, r, -1)
 
     def _settle(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
-        """Go from rules to replayed calls to a loop over samples until the rows are right."""
+        """Try rules, then replayed calls, then a loop over samples, until the rows are right."""
         bad: dict[str, Fault] = {}
         for downgrade in (_to_generic, _to_loop, None):
             bad = self._attempt(plan, whole, f, directions)
@@ -348,7 +350,8 @@ class SelfCheck:
     def _try_joined(self, plan: Plan, whole: Pass, f: Tensor, directions: Tensor) -> Plan:
         """Let one backward pass go to records and weights if it finds the same gradients as two passes.
 
-        It does not with a hook on a record's output, for example. Not in float16, where small scores vanish.
+        With a hook on a record's output, for example, the gradients differ. Float16 keeps two passes, since small
+        scores would vanish.
         """
         narrow = any(record.out.dtype == torch.float16 for record in whole.records)
         if plan.looped or not whole.records or not f.requires_grad or narrow:

@@ -1,4 +1,4 @@
-"""What a file says of the module that it belongs to, and the checks when it is read for a module again."""
+"""The description of a module in the file of a posterior, and the checks when the file is read for a module."""
 
 from __future__ import annotations
 

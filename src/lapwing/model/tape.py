@@ -101,7 +101,8 @@ class Tape(TorchFunctionMode):
                 out = WRITTEN_OUT[func](*args, **kwargs)
             if out is not None:
                 return out
-        if live and func is nn.functional.embedding and _renormalizes(*args, **kwargs):
+        max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
+        if live and func is nn.functional.embedding and max_norm is not None:
             raise UnsupportedModel(
                 "an embedding with max_norm overwrites its own weights in the forward pass; renormalize them once and "
                 "set max_norm=None, or freeze the embedding"
@@ -115,8 +116,11 @@ class Tape(TorchFunctionMode):
         upstream = tuple(t.grad_fn for k, t in enumerate(tensors) if k not in live and t.grad_fn is not None)
         out = _performed(func, args, kwargs)
         shuffled = self._shuffles(func, args, tensors)
-        if isinstance(out, Tensor) and out.requires_grad and self._recordable(func, out, tensors):
-            edge, out = _edge(out, keep=any(out is t for t in tensors))
+        inplace = any(out is t for t in tensors)
+        # in-place operations other than sums overwrite what a rule would need; the walk over the graph finds these uses
+        recordable = not inplace or getattr(func, "__name__", "") in INPLACE_ADDITIONS
+        if isinstance(out, Tensor) and out.requires_grad and recordable:
+            edge, out = _edge(out, keep=inplace)
             if edge is not None:
                 record = Record(func, args, kwargs, tensors, live, versions, upstream, out, edge, shuffled)
                 self.records.append(record)
@@ -124,7 +128,7 @@ class Tape(TorchFunctionMode):
         return out
 
     def _shuffles(self, func: Callable, args: tuple, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether data decide which rows a result has. Then one batch does not show where samples are in another."""
+        """Whether data decide which rows a result has, so that the sample axis of one batch says nothing of another."""
         if any(t in self.shuffled for t in tensors):
             return True
         name = getattr(func, "__name__", "")
@@ -141,11 +145,6 @@ class Tape(TorchFunctionMode):
             )
         return False
 
-    @staticmethod
-    def _recordable(func: Callable, out: Tensor, tensors: tuple[Tensor, ...]) -> bool:
-        # in-place operations other than sums overwrite what a rule would need; the walk over the graph finds these uses
-        return all(out is not t for t in tensors) or getattr(func, "__name__", "") in INPLACE_ADDITIONS
-
     def _follow(self, out: Any, tensors: tuple[Tensor, ...], meets_data: bool, live: bool, shuffled: bool) -> None:
         results = [out] if isinstance(out, Tensor) else list(tensors_in(out)) if isinstance(out, (tuple, list)) else []
         if not results and out is None and tensors:  # in-place by protocol: __setitem__
@@ -160,11 +159,25 @@ class Tape(TorchFunctionMode):
                 self.derived[id(tensor)] = tensor
 
 
+class FixedNorms(TorchFunctionMode):
+    """Runs batch norms as a tape does, in passes that no tape records."""
+
+    def __torch_function__(self, func: Callable, types_: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _performed(func, args, kwargs or {})
+
+
+def _performed(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Perform a call; a batch norm with fixed statistics in a form with cheaper derivatives."""
+    out = fixed_batch_norm(*args, **kwargs) if func is nn.functional.batch_norm else None
+    return func(*args, **kwargs) if out is None else out
+
+
 def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
     """Return the edge at which the gradient of a result is read, and the result to hand on.
 
-    A view is read at its base: if the view were changed in place later, its own node would drop out of the graph. If a
-    view is more than a reshaped base, a copy is handed on; if the very tensor must be kept, there is no edge.
+    The gradient of a view is read at its base, since a later in-place change of the view would drop its node from the
+    graph. If a view is more than a reshaped base, a copy is handed on. If this very tensor must be kept, the edge is
+    None.
     """
     base = out._base
     if base is None:
@@ -177,25 +190,12 @@ def _edge(out: Tensor, keep: bool) -> tuple[GradientEdge | None, Tensor]:
     return get_gradient_edge(copy), copy
 
 
-def _performed(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Perform a call, or one with the same result and cheaper derivatives."""
-    out = CHEAPER[func](*args, **kwargs) if func in CHEAPER else None
-    return func(*args, **kwargs) if out is None else out
-
-
-def _renormalizes(*args: Any, **kwargs: Any) -> bool:
-    return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
-
-
-CHEAPER: dict[Callable, Callable] = {nn.functional.batch_norm: fixed_batch_norm}
-
-
-def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterator[Tensor]:
+def parameters_behind(node: Any) -> Iterator[Tensor]:
     """Yield the leaves that an autograd node depends on."""
     seen, stack = set(), [node]
     while stack:
         at = stack.pop()
-        if at is None or at in seen or at in stops:
+        if at is None or at in seen:
             continue
         seen.add(at)
         if hasattr(at, "variable"):
@@ -206,7 +206,7 @@ def parameters_behind(node: Any, stops: frozenset[Any] = frozenset()) -> Iterato
 def first_reached(
     finished: Pass, through: Callable[[Record], bool] = lambda _: False, start: tuple[Any, ...] | None = None
 ) -> list[Record]:
-    """Return the records met on the way back from the outputs (or from `start`), going through those of `through`."""
+    """Return the first records on the way back from the outputs, or from `start`. It may lead through other records."""
     met = _met(finished, through, (finished.outputs.grad_fn,) if start is None else start)
     return [record for _, record in met if record is not None]
 
@@ -216,7 +216,7 @@ def _met(
 ) -> Iterator[tuple[Any, Record | None]]:
     """Yield the autograd nodes on the way back from `start`, each with its record, if it has one.
 
-    The way ends at a record, unless it is one of `through`: then it goes on from the data that the record has read.
+    The way ends at a record, unless `through(record)` is true: then it goes on from the data that the record has read.
     """
     recorded = {record.edge.node: record for record in finished.records}
     seen, stack = set(), [*start]
@@ -262,16 +262,16 @@ class Step:
 class Block:
     """Parameters that share one block of the curvature: a weight matrix with its bias, or a few small tensors.
 
-    The rows of a "matrix" block are Σ_t left ⊗ right of shape (q, o, i); those of a "rows" block are written out; the
+    A "matrix" block has rows Σ_t left ⊗ right of shape (q, o, i), a "rows" block has rows that are written out, and the
     parameters of an "unused" block do not reach the outputs.
     """
 
     names: tuple[str, ...]
     kind: Literal["matrix", "rows", "unused"]
     places: Places  # positions in the whole flat vector, in the order of the block's own vector
-    shape: tuple[int, int, int] | None = None
+    shape: tuple[int, int, int] = (0, 0, 0)  # (groups, out, in) of a "matrix" block, with the bias as an input
     bias: bool = False
-    uses: tuple[tuple[int, bool], ...] = ()  # (record, swapped): with the roles of left and right exchanged
+    uses: tuple[tuple[int, bool], ...] = ()  # (record, whether left and right change places there)
 
     @property
     def size(self) -> int:
@@ -294,10 +294,10 @@ class Plan:
     blocks: tuple[Block, ...]
     looped: tuple[str, ...]  # parameters whose rows come from a loop over samples
     batched: bool = False  # whether several directions may share one backward pass
-    distinct: int = 0  # different samples that it was made from: one alone does not show how a batch is laid out
+    distinct: int = 0  # different samples that the plan was made from: one does not show how a batch is laid out
     notes: tuple[str, ...] = ()
     dynamic: bool = False
-    width: int = 0  # numbers per sample that one direction brings to all records
+    width: int = 0  # gradient entries per sample and direction, over all records
     kept: int = 0  # numbers per sample and direction that stay in memory after a pass
     graph: int = 0  # bytes per sample that a forward pass keeps for its backward pass
     reaching: tuple[bool, ...] = ()  # which records had a gradient in the self-check
@@ -313,7 +313,7 @@ class Plan:
         return {block.names: block for block in self.blocks}
 
     def under_way(self, directions: int) -> int:
-        """Return the numbers per sample in memory during the last of so many passes, whose results are kept."""
+        """Return how many numbers per sample are in memory during the last of several passes whose results are kept."""
         return max(directions, 1) * self.kept + self.width - self.kept
 
     @property
@@ -403,7 +403,7 @@ def source_of(tensor: Tensor, names: dict[int, str]) -> Source:
 
 
 def read_steps(whole: Pass, single: Pass, n: int, which: int, names: dict[int, str], rtol: float) -> tuple[Step, ...]:
-    """Find the sample axes of every record and choose how it is read."""
+    """Find the sample axis of every record, and choose how the record is read."""
     steps = []
     for record, alone in zip(whole.records, single.records, strict=True):
         sources = tuple(source_of(record.tensors[j], names) for j in record.live)
@@ -470,8 +470,8 @@ def raised(error: Exception) -> str:
 def locate(whole: Tensor, single: Tensor, n: int, which: int, rtol: float) -> Samples | None:
     """Find the sample axis of a tensor from a batch of n and from sample `which` alone; None if there is none.
 
-    The axis is the one whose size grew by n; where it is flattened together with others, values tell whether samples
-    are the outer or the inner index. Raises `LookupError` when sizes fit but the values of the sample do not.
+    The sample axis is n times as long for the batch. Where samples and positions are flattened into one axis, values
+    tell whether samples are the outer or the inner index. Raises `LookupError` if sizes fit but values do not.
     """
     if whole.ndim != single.ndim:
         raise LookupError("its number of dimensions depends on the batch")
@@ -495,14 +495,9 @@ def make_plan(
     whole: Pass, steps: tuple[Step, ...], params: Params, looped: set[str], notes: tuple[str, ...], batched: bool
 ) -> Plan:
     """Group the selected parameters into blocks."""
-    looped = set(looped)
-    for step in steps:
-        if step.method == "loop":
-            looped |= step.names
-    blocks: list[Block] = []
-    matrices = _matrix_blocks(whole, steps, params, looped)
-    placed = {name for block in matrices for name in block.names}
-    blocks.extend(matrices)
+    looped = looped.union(*(step.names for step in steps if step.method == "loop"))
+    blocks = _matrix_blocks(whole, steps, params, looped)
+    placed = {name for block in blocks for name in block.names}
     used = {name for step in steps for name in step.names}
     for group in _row_groups(steps, params, looped, placed):
         kind: Literal["rows", "unused"] = "rows" if any(name in used or name in looped for name in group) else "unused"
@@ -572,7 +567,7 @@ def _view(record: Record, transposed: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _row_groups(steps: tuple[Step, ...], params: Params, looped: set[str], placed: set[str]) -> list[tuple[str, ...]]:
-    """Group the parameters with explicit rows: together if they meet in one operation or one looped module."""
+    """Group the parameters with explicit rows; parameters of one operation, or of one looped module, are a group."""
     rest = [name for name in params.names if name not in placed]
     leader = {name: name for name in rest}
 

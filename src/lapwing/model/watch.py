@@ -1,12 +1,13 @@
 """Whether a module is still the one that a posterior was fitted on. `Watch` looks before each prediction.
 
-Nearly always nothing has been touched since the last look, and identity tells so: the attributes of every submodule
-and the entries of its tables are the very same objects, tensors lie where they lay, and the memory of the weights
-equals a copy of it, byte by byte (`unmoved`). Where something has moved, a description of everything that a forward
-pass may read tells whether it means the same (`glance`). Where that has changed too, every parameter, buffer and plain
-tensor must have its values, and plain numbers and strings theirs (`checksum`). Whatever else a forward pass may read
-(private numbers, lists, dicts, configurations, hooks, functions) may differ if the outputs of a few inputs are the same
-(`Probe`).
+Three looks follow each other, from the cheapest to the most thorough, until one of them is sure:
+
+1. `unmoved`: the attributes of every submodule and the entries of its tables are the very same objects, all tensors
+   have the same memory, and the bytes of the weights equal a copy. Nearly always this is enough.
+2. `glance`: a description of everything that a forward pass may read equals the earlier description.
+3. `checksum` and `Probe`: every parameter, buffer, plain tensor, number and string has its old value, and the network
+   gives the same outputs for a few inputs. Private numbers, lists, dicts, configurations, hooks and functions may have
+   changed if these outputs have not.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from lapwing.model.calls import Inputs, batch_size, call, close, map_tensors, ou
 from lapwing.model.copies import ATOMIC, borrowed, written_by_forward
 from lapwing.model.params import WRAPPERS, Params, active_adapters, adapter_containers, adapter_names, without_wrappers
 
-WHOLE = 2**28  # bytes of a module up to which a look before each prediction reads all of them
+WHOLE = 2**28  # the look before each prediction reads all bytes of modules up to this size
 DEPTH = 6  # how deep a description follows objects into each other
-SPREAD = 4096  # values per tensor that it reads of larger modules
+SPREAD = 4096  # values per tensor that the look reads of larger modules
 DICTS = (dict, OrderedDict)
 LISTS = (list, set, tuple)
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -43,7 +44,7 @@ SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # others: 5e-2; relative to t
 
 Check = Callable[[], bool]
 Entries = list[tuple[Any, list]]
-"""Collections with what they held: the values of a list; keys and values, in turns, of a dict."""
+"""Collections with their entries: the values of a list, or the keys and values of a dict by turns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,20 +110,21 @@ class Watch:
 
 
 def _looks(module: nn.Module) -> dict[str, Any]:
-    """Look at a module, quickly and at length.
+    """Take the quick and the longer look at a module.
 
-    The quick look is remembered first: what another thread changes meanwhile is seen by the longer one, or by the next.
+    The quick look comes first. So a change that another thread makes meanwhile is seen by the longer look, or by the
+    next quick one.
     """
     state = _state(module)
     return {"unmoved": unmoved(module, [t for _, t in state]), "look": glance(module), "state": _sums(_state(module))}
 
 
 def unmoved(module: nn.Module, state: Sequence[Tensor]) -> Callable[[nn.Module], bool] | None:
-    """Remember a module and its state, and return a function that says whether everything is as it was.
+    """Remember a module and its state, and return a function that says whether nothing has changed.
 
-    True means that it is; False that something has moved, perhaps without effect. `state` are the tensors whose values
-    are compared; a write through `.data` leaves no other trace. The result is None for modules that only the longer
-    look can read: scripted ones, and state of an unusual kind or on another device than the CPU.
+    The function returns False where something has changed, perhaps without effect. The values of the tensors `state`
+    are compared too, since a write through `.data` leaves no other trace. The result is None for modules that only the
+    longer look can read: scripted modules, and state of an unusual kind or on another device than the CPU.
 
         still = unmoved(model, [*model.parameters(), *model.buffers()])
         still is not None and still(model)
@@ -178,7 +180,7 @@ def _in_order(t: Tensor) -> Tensor:
 
 
 def _sorted_out(values: Iterable[Any]) -> tuple[Entries, list[Tensor], list]:
-    """Return the collections of plain values, tensors and modules, all tensors, and whatever is not so simple."""
+    """Sort values into collections (of plain values, tensors and modules), tensors, and everything else."""
     collections: Entries = []
     tensors: dict[int, Tensor] = {}
     others: list = []
@@ -234,20 +236,20 @@ def _same_lists(lists: Entries) -> Check:
 
 
 def _same_places(tensors: list[Tensor], unread: list[Tensor]) -> Check:
-    """Check that tensors have their memory and layout, and those whose values are not all read their version."""
+    """Check that tensors have their old memory and layout. Tensors that are not read in full need their old version."""
     version = attrgetter("_version")
     places, versions = list(map(Tensor.detach, tensors)), list(map(version, unread))
     return lambda: all(map(Tensor.is_set_to, tensors, places)) and list(map(version, unread)) == versions
 
 
 def _same_descriptions(values: list) -> Check:
-    """Check whatever is not simple, such as hooks, functions and configurations, by its description."""
+    """Check hooks, functions, configurations and other objects by their descriptions."""
     before = described(values)
     return lambda: described(values) == before
 
 
 def _same_values(state: Sequence[Tensor], whole: bool) -> Check:
-    """Check the bytes of tensors against a copy: all of them, or some of each tensor of a large module."""
+    """Check the bytes of tensors against a copy: all bytes, or for a large module some of each tensor."""
     state = [t for t in state if t.numel()]
     views = [_bytes_of(t, 1 if whole else max(1, t.numel() // SPREAD)) for t in state]
     copies = list(map(bytearray, views))  # which compare by memcmp
@@ -295,7 +297,7 @@ def own_attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def described(values: list) -> list:
-    """Describe values in the way of `glance`."""
+    """Describe values as `glance` describes attributes."""
     seen: set[int] = set()
     return [_describe(value, DEPTH, seen) for value in values]
 
@@ -349,7 +351,7 @@ def _cell(cell: Any, deeper: Any) -> Any:
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """List every parameter and buffer, also those that are not saved; none of an adapter that is not active."""
+    """List every parameter and buffer, saved or not, without those of inactive adapters."""
     every = [*module.named_parameters(), *module.named_buffers()]
     if not adapter_names(module):
         return every
@@ -370,7 +372,7 @@ def _inside(name: str, paths: set[str]) -> bool:
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List all submodules; in a model with adapters, only those that another, inactive adapter would not change."""
+    """List all submodules; in a model with adapters, only submodules that look alike with or without other adapters."""
     every = list(module.named_modules())
     if not adapter_names(module):
         return every
@@ -384,14 +386,16 @@ def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def written(module: nn.Module) -> list[str]:
-    """List plain attributes that forward passes were seen to write: caches, counters, features. They do not count."""
+    """List plain attributes that do not count: forward passes were seen to write them (caches, counters, features)."""
     return sorted(f"{where}.{name}" for where, part in module.named_modules() for name in written_by_forward(part))
 
 
 def _attributes(module: nn.Module, skip: Iterable[str]) -> list[tuple[str, Any]]:
     """List the public attributes of all submodules, which the forward pass may read."""
     left_out = set(skip)
-    ignored = {"training", "active_adapter"} if adapter_names(module) else {"training"}  # layers tell which is active
+    ignored = (
+        {"training", "active_adapter"} if adapter_names(module) else {"training"}
+    )  # the layers say which is active
     return [
         (f"{where}.{name}", value)
         for where, part in _layers(module)
@@ -401,7 +405,7 @@ def _attributes(module: nn.Module, skip: Iterable[str]) -> list[tuple[str, Any]]
 
 
 def contents(module: nn.Module, skip: Iterable[str]) -> tuple[str, list[tuple[str, Tensor]]]:
-    """Return the module's text with its plain numbers and strings, and every tensor that it has."""
+    """Return a text with the module's structure, plain numbers and strings, and every tensor of the module."""
     attributes = _attributes(module, skip)
     plain = [f"{name}={value!r}" for name, value in attributes if isinstance(value, bool | int | float | str)]
     tensors = [(name, value) for name, value in attributes if isinstance(value, Tensor)]

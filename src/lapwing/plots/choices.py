@@ -13,7 +13,7 @@ from lapwing.evidence import Tuning
 from lapwing.evidence.curves import TemperatureCurve
 from lapwing.evidence.evidence import Comparison
 from lapwing.evidence.loop import Moment
-from lapwing.plots.style import INSIDE, LINES, MUTED, OUTSIDE, array, blank, grid, lattice, one, style, tip
+from lapwing.plots.style import DASHED, INSIDE, LINES, MUTED, OUTSIDE, array, blank, dot, grid, lattice, one, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -150,13 +150,11 @@ def _compared(comparison: Comparison) -> Figure:
         axes = figure.add_subplot()
         for place, (name, candidate) in enumerate(found):
             at, wide = candidate.log_evidence - best, candidate.uncertainty
-            drawn = axes.plot([at - wide, at + wide], [place, place], color=INSIDE, linewidth=2.4, alpha=0.4)
-            drawn += axes.plot([at], [place], "o", color=INSIDE, markersize=5)
-            for artist in drawn:
-                tip(artist, f"{name}: log evidence {candidate.log_evidence:.1f}, off by at most about {wide:.3g}")
+            words = f"{name}: log evidence {candidate.log_evidence:.1f}, off by at most about {wide:.3g}"
+            dot(axes, place, at, at - wide, at + wide, INSIDE, words)
         labels = [f"{name} ({c.structure}, {c.parameters:,} weights)" for name, c in found]
         axes.set_yticks(range(len(found)), labels)
-        axes.axvline(0.0, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        axes.axvline(0.0, color=MUTED, linewidth=1, linestyle=DASHED)
         axes.set(xlabel=f"log evidence minus {best:.6g}, in nats", ylim=(len(found) - 0.4, -0.6))
         lattice(axes)
         return figure

@@ -112,6 +112,13 @@ def looks(k: int) -> dict[str, Any]:
     return {"color": MODELS[k % len(MODELS)], "linestyle": LINES[k % len(LINES)], "linewidth": 1.6}
 
 
+def dot(axes: Axes, place: int, value: float, low: float, high: float, color: str, words: str) -> None:
+    """Draw a value with its interval in a row of its own."""
+    drawn = axes.plot([low, high], [place, place], color=color, linewidth=2.3, alpha=0.45)
+    for artist in (*drawn, *axes.plot([value], [place], "o", color=color, markersize=5)):
+        tip(artist, words)
+
+
 def tip(artist: Artist, text: str) -> None:
     """Give an artist words, which a page shows while the mouse is over it."""
     artist.set_gid(f"tip {text}")

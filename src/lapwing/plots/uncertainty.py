@@ -20,6 +20,7 @@ from lapwing.plots.style import (
     array,
     blank,
     diagonal,
+    dot,
     grid,
     lattice,
     looks,
@@ -78,8 +79,8 @@ def separation(
 ) -> Figure:
     """Plot the histogram of a score on test items upwards and that on outside items downwards, on one axis.
 
-    The two cannot hide each other, whatever they share. The vertical axis grows like a root, so that few items among
-    many are still seen.
+    The two cannot hide each other. The vertical axis grows like a square root, so that a few items among many are still
+    visible.
 
     Examples:
         >>> inside, outside = la.predict(x).novelty, la.predict(noise).novelty
@@ -169,11 +170,8 @@ def scores(
         axes = figure.add_subplot()
         for place, (model, name, k) in enumerate(lines):
             value, low, high = areas[model][name]
-            color = MODELS[k % len(MODELS)]
-            (bar,) = axes.plot([low, high], [place, place], color=color, linewidth=2.2, alpha=0.5)
-            (dot,) = axes.plot([value], [place], "o", color=color, markersize=5)
-            for artist in (bar, dot):
-                tip(artist, f"{model}, {name}: {label} {value:.4f}, 95 % interval {low:.4f} to {high:.4f}")
+            words = f"{model}, {name}: {label} {value:.4f}, 95 % interval {low:.4f} to {high:.4f}"
+            dot(axes, place, value, low, high, MODELS[k % len(MODELS)], words)
         axes.set_yticks(range(len(lines)), [f"{model}: {name}" for model, name, _ in lines])
         axes.axvline(0.5, color=MUTED, linewidth=1, linestyle=DASHED)
         axes.set(title=title, xlabel=f"{label} (0.5 is chance)", ylim=(len(lines) - 0.4, -0.6))

@@ -55,9 +55,9 @@ class Prior:
             0.06
         """
         if (outputs is None) != (noise is None):
-            raise ValueError("the mean squared error needs both outputs= and noise=; cross-entropy needs neither")
+            raise IncompatiblePrior("the mean squared error needs both outputs= and noise=, cross-entropy neither")
         if not (decay > 0 and n > 0):
-            raise ValueError(f"weight decay and n must be positive, got {decay} and {n}; no decay is no proper prior")
+            raise IncompatiblePrior(f"weight decay and n must be positive, got {decay} and {n}: no decay is no prior")
         factor = 1.0 if outputs is None or noise is None else outputs / (2.0 * noise**2)
         return cls(n * decay * factor)
 
@@ -69,7 +69,7 @@ class Prior:
         for any posterior under structure="full". It is exact for a Kronecker posterior with factored damping, whose
         precision is a product L ⊗ R (`la.damping("factored")`), and for layers with one output. For the other
         Kronecker and EKFAC posteriors the sum has no common eigenbasis: its diagonal is kept in the best of three bases
-        (`lapwing.linalg.eigenkronecker.add`), and the `neglected` of each block of `la.posterior.precision` says what
+        (`lapwing.linalg.kronecker.add`), and the `neglected` of each block of `la.posterior.precision` says what
         share was dropped.
 
         Examples:
@@ -95,7 +95,7 @@ class Prior:
             >>> narrow = la.replace(prior=prior)
         """
         if len(values) != len(names):
-            raise ValueError(f"{len(names)} blocks need as many precisions, got {len(values)}")
+            raise IncompatiblePrior(f"{len(names)} blocks need as many precisions, got {len(values)}")
         return cls({name: value for value, block in zip(values, names, strict=True) for name in block}, mean)
 
     @classmethod

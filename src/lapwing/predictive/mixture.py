@@ -128,11 +128,11 @@ class Mixture:
                 )
         if isinstance(self.weights, str):
             if self.weights not in ("uniform", "evidence"):
-                raise ValueError(f"weights={self.weights!r}: use 'uniform', 'evidence' or a tensor, one per member")
+                raise BadData(f"weights={self.weights!r}: use 'uniform', 'evidence' or a tensor, one per member")
             return
         weights = torch.as_tensor(self.weights)
         if weights.shape != (len(self.members),) or not bool((weights >= 0).all() & (weights.sum() > 0)):
-            raise ValueError(f"expected {len(self.members)} weights ≥ 0 with a positive sum, got {weights.tolist()}")
+            raise BadData(f"expected {len(self.members)} weights ≥ 0 with a positive sum, got {weights.tolist()}")
 
     @property
     def probabilities(self) -> Tensor:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -21,7 +22,7 @@ from torch.nn.functional import embedding
 
 from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
 from lapwing.predictive.maximum import FINE, STEPS, by_maximum, prepare_maximum
-from lapwing.predictive.pairs import Estimate, Pairs, matched_points, pairs_of_one, prepare_pairs
+from lapwing.predictive.pairs import TINY, Estimate, FewPairs, Pairs, matched_points, pairs_of_one, prepare_pairs
 
 ENOUGH = 6e-3
 """Estimated total variation from the exact probabilities at which no more points are taken."""
@@ -43,6 +44,7 @@ CLOSE = 3e-4
 """The largest stated error for which pairs of classes, or a few points, do."""
 SOME = 64  # classes below which a few points, with an exact covariance, are tried
 ONE = 24  # classes up to which one item is cheaper in plain numbers
+PLAIN = 2**12  # logits up to which NumPy is cheaper
 STAGES = ((2, 3.0, CLOSE), (16, 1.5, 2e-3))
 """How many times as many points as the first ones, how many times the error that the difference of two sequences of
 them suggests is stated (two small ones may agree by chance), and up to which error they do."""
@@ -303,8 +305,10 @@ class _Chunk:
         """
         if samples is not None:
             return self._by_levels(samples)
-        if len(self.mean) == 1 and (one := self._one()) is not None:
-            return one
+        if self._is_plain:
+            found = (self._one() if len(self.mean) == 1 else None) or self._few()
+            if found is not None:
+                return found
         pairs = Pairs.of(self.mean, self.spread.apart)
         probs, entropy, error = *pairs.alone(), pairs.least()
         if bool((error <= CLOSE).all()):
@@ -322,18 +326,19 @@ class _Chunk:
             items, rest = items[open_], rest._take(open_)
             if not len(items):
                 return Softmax(probs, entropy, error, self._logs, close=True)
-        found = rest._by_levels(None)
-        better = ~(error[items] <= found.error)
-        some = items[better]
-        probs[some], entropy[some], error[some] = found.probs[better], found.entropy[better], found.error[better]
-        return Softmax(probs, entropy, error, self._logs)
+        return rest._last_resort((probs, entropy, error), items)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether these are few numbers for NumPy."""
+        mean = self.mean
+        return self._few_do and mean.numel() <= PLAIN and _is_plain(mean)
 
     def _one(self) -> Softmax | None:
         """Take pairs of classes for a single item in plain numbers; None where that is not close or not cheaper."""
-        like = self.mean
-        if like.shape[-1] > ONE or like.dtype != torch.float32 or not like.is_cpu or not _readable(like):
+        if self.mean.shape[-1] > ONE:
             return None
-        mean = like.tolist()[0]
+        mean = self.mean.tolist()[0]
         pivot = mean.index(max(mean))
         apart = self.spread.apart_from(pivot)
         if apart.requires_grad:
@@ -345,6 +350,50 @@ class _Chunk:
         numbers = array("f", (*probs, entropy, error, total, max(0.0, total - entropy)))
         each, *others = torch.frombuffer(numbers, dtype=torch.float32).split((len(probs), 1, 1, 1, 1))
         return Softmax(each.unsqueeze(0), others[0], others[1], self._logs, True, (others[2], others[3]))
+
+    def _few(self) -> Softmax | None:
+        """Do the same for few items in NumPy; None where a gradient follows their variances.
+
+        The calls of PyTorch would cost several times what is computed in them.
+        """
+        mean = self.mean.numpy()
+        pivot = mean.argmax(-1)
+        column = torch.from_numpy(pivot)[:, None]
+        apart = self.spread.apart(column)
+        if not _is_plain(apart):
+            return None
+        with np.errstate(all="ignore"):  # what overflows is replaced, or has an infinite error
+            pairs = FewPairs.of(mean, pivot, apart.numpy())
+            probs, entropy, error = pairs.alone
+            items = np.flatnonzero(~(error <= CLOSE))
+            if len(items):
+                places = torch.from_numpy(items)
+                root = self.spread.take(places).root(column[places]).numpy()
+            for stage, (_, caution, enough) in enumerate(STAGES):
+                if not len(items):
+                    break
+                points, size = self._few_points(stage).numpy(), self._at_once(stage)
+                for part in (slice(start, start + size) for start in range(0, len(items), size)):
+                    some = items[part]
+                    probs[some], entropy[some], error[some] = pairs.with_points(some, root[part], points, caution)
+                open_ = ~(error[items] <= enough)
+                items, root = items[open_], root[open_]
+            total = -(probs * np.log(np.maximum(probs, TINY))).sum(-1)
+            parts = total, np.maximum(total - entropy, 0)
+        first, second, third, total, mutual = (torch.from_numpy(each) for each in (probs, entropy, error, *parts))
+        if not len(items):
+            return Softmax(first, second, third, self._logs, True, (total, mutual))
+        places = torch.from_numpy(items)
+        return self._take(places)._last_resort((first, second, third), places)
+
+    def _last_resort(self, estimate: Sequence[Tensor], items: Tensor) -> Softmax:
+        """Take levels of points for these items of an estimate, in place, where they are better."""
+        probs, entropy, error = estimate
+        found = self._by_levels(None)
+        better = ~(error[items] <= found.error)
+        some = items[better]
+        probs[some], entropy[some], error[some] = found.probs[better], found.entropy[better], found.error[better]
+        return Softmax(probs, entropy, error, self._logs)
 
     def _ways(self, pairs: Pairs) -> list[tuple[Callable[[_Chunk, Tensor], Estimate], int, float]]:
         """Return what to try on items before levels of points, on how many at a time, and up to which error it does.
@@ -484,9 +533,10 @@ class _Chunk:
         return logs
 
 
-def _readable(t: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read with nothing lost: no gradient, transform or trace follows them."""
-    plain = type(t) is Tensor and not t.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+def _is_plain(t: Tensor) -> bool:
+    """Whether NumPy can read a tensor with nothing lost: no gradient, transform or trace follows its numbers."""
+    plain = type(t) is Tensor and t.dtype == torch.float32 and t.is_cpu and not t.requires_grad
+    plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(t)
     followed = forward_ad._current_level >= 0 or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()
     return plain and not followed
 

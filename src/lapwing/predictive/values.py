@@ -109,7 +109,7 @@ class ValuePrediction(Prediction):
             >>> covered = ((low <= targets) & (targets <= high)).float().mean()
         """
         if not 0 < level < 1:
-            raise ValueError(f"interval level {level}: it is a probability between 0 and 1, such as 0.95.")
+            raise BadData(f"interval level {level}: it is a probability between 0 and 1, such as 0.95.")
         lower, upper = self.quantile(((1 - level) / 2, (1 + level) / 2))
         return lower, upper
 
@@ -122,7 +122,7 @@ class ValuePrediction(Prediction):
         """
         levels = torch.as_tensor(as_tensors(q), dtype=torch.float64).cpu()
         if levels.ndim > 1 or not levels.numel() or not bool(((levels > 0) & (levels < 1)).all()):
-            raise ValueError(f"quantile levels {q}: they are probabilities between 0 and 1, such as 0.5 or [0.1, 0.9].")
+            raise BadData(f"quantile levels {q}: they are probabilities between 0 and 1, such as 0.5 or [0.1, 0.9].")
         each = levels.reshape(-1).tolist()
         try:
             found = torch.stack([self._marginal.quantile(level) for level in each])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from numbers import Integral
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,10 +16,11 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from lapwing.fitting import fit, load
+from lapwing.fitting import fit, load_bytes
 from lapwing.laplace import Laplace
 from lapwing.model.calls import evaluated, output_tensor
 from lapwing.predictive import Prediction
+from lapwing.saving import bytes_of
 from lapwing.sklearn.networks import Pair, Schedule, Standardized, made_by, mlp
 
 FEWEST = 10  # held-out samples below which nothing is held out
@@ -76,7 +75,7 @@ class _LaplaceEstimator(BaseEstimator, ABC):
     def _loss(self, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the training loss of outputs and targets, per sample, in units that suit the learning rate."""
 
-    def fit(self, X: Any, y: Any) -> Any:
+    def fit(self, X: Any, y: Any) -> Self:
         """Train the network, unless a trained one was given, and fit its posterior."""
         X, y = validate_data(
             self, X, y, dtype=np.float64, multi_output=True, y_numeric=self._task == "regression",
@@ -118,7 +117,7 @@ class _LaplaceEstimator(BaseEstimator, ABC):
         """Hold out a part that stops the training and a part that tunes the posterior, if they are large enough.
 
         They are two parts because errors on the data that stopped the training are too small. Without a part for
-        tuning, all that is held out stops the training.
+        tuning, all held-out data stop the training.
         """
         count = round(self.validation_fraction * len(x))
         if count < FEWEST:
@@ -141,9 +140,9 @@ class _LaplaceEstimator(BaseEstimator, ABC):
             if self.standardize:
                 net = Standardized(net, x, y if self._task == "regression" else None)
             like = next(net.parameters())
-            pairs = [
-                None if pair is None else (pair[0].to(like), self._to(pair[1], like)) for pair in (train, held_out)
-            ]
+            y = y.to(like) if y.is_floating_point() else y.to(like.device)
+            if held_out is not None:
+                held_out = held_out[0].to(like), held_out[1].to(y)
             n = len(x)
             schedule = Schedule(
                 self.epochs if held_out is not None else min(self.epochs, 200),
@@ -153,13 +152,8 @@ class _LaplaceEstimator(BaseEstimator, ABC):
                 self.optimizer,
                 0.0 if held_out is not None else 1.0 / n,
             )
-            assert pairs[0] is not None
-            self.n_epochs_ = schedule.run(net, self._loss(pairs[0][1]), pairs[0], pairs[1], seed)
+            self.n_epochs_ = schedule.run(net, self._loss(y), (x.to(like), y), held_out, seed)
         return net
-
-    @staticmethod
-    def _to(y: Tensor, like: Tensor) -> Tensor:
-        return y.to(like) if y.is_floating_point() else y.to(like.device)
 
     @property
     @abstractmethod
@@ -167,7 +161,7 @@ class _LaplaceEstimator(BaseEstimator, ABC):
         """How many outputs a network needs."""
 
     def _posterior(self, train: Pair, stopping: Pair | None = None, tuning: Pair | None = None) -> Laplace:
-        """Fit the posterior, tune it on what was held out for that, and let it read all that was held out."""
+        """Fit the posterior, tune it on the part for tuning, and update it with all held-out data."""
         la = fit(
             self.module_, train, self._task, structure=self.structure, select=self.select, prior=self.prior,
             progress=False,
@@ -214,19 +208,13 @@ class _LaplaceEstimator(BaseEstimator, ABC):
         """Return the state with the posterior as the bytes of its file."""
         state: dict[str, Any] = dict(super().__getstate__())
         if "laplace_" in state:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "posterior.lapwing"
-                state["laplace_"].save(path)
-                state["laplace_"] = path.read_bytes()
+            state["laplace_"] = bytes_of(state["laplace_"])
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "laplace_" in state:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "posterior.lapwing"
-                path.write_bytes(state["laplace_"])
-                self.laplace_ = load(path, self.module_)
+            self.laplace_ = load_bytes(state["laplace_"], self.module_)
 
 
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
@@ -269,10 +257,6 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     _task = "classification"
     _layers = (50,)
 
-    def fit(self, X: Any, y: Any) -> LaplaceClassifier:
-        """Train the network, unless a trained one was given, and fit its posterior."""
-        return super().fit(X, y)
-
     def _targets(self, y: Any, inputs: Tensor) -> Tensor:
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
@@ -280,7 +264,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         if len(self.classes_) < 2:
             raise ValueError(f"the data have one class, {self.classes_[0]!r}: a classifier needs at least two")
         if isinstance(self.module, nn.Module) and np.issubdtype(self.classes_.dtype, np.integer):
-            outputs = _outputs_of(self.module, inputs)
+            few = inputs[:2].to(next(self.module.parameters()))
+            outputs = output_tensor(evaluated(self.module, few)).shape[-1]
             if 0 <= self.classes_[0] and self.classes_[-1] < outputs:  # it may know classes that these data do not hold
                 self.classes_ = np.arange(outputs)
                 return torch.from_numpy(y.astype(np.int64))
@@ -329,10 +314,6 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
 
     _task = "regression"
     _layers = (50, 50)
-
-    def fit(self, X: Any, y: Any) -> LaplaceRegressor:
-        """Train the network, unless a trained one was given, and fit its posterior."""
-        return super().fit(X, y)
 
     def _targets(self, y: Any, inputs: Tensor) -> Tensor:
         y = np.array(y, dtype=np.float64)
@@ -386,8 +367,3 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
-
-
-def _outputs_of(module: nn.Module, inputs: Tensor) -> int:
-    """Return how many outputs a network has, from a look at two samples."""
-    return int(output_tensor(evaluated(module, inputs[:2].to(next(module.parameters())))).shape[-1])

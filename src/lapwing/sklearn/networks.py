@@ -90,9 +90,8 @@ class Schedule:
         """Train the network in place and return the number of epochs."""
         generator = torch.Generator().manual_seed(seed)
         net.train()
-        parameters = [p for p in net.parameters() if p.requires_grad]
         make = self.optimizer or (lambda own: torch.optim.Adam(own, self.learning_rate))
-        optimizer = make(parameters)
+        optimizer = make([p for p in net.parameters() if p.requires_grad])
         if not isinstance(optimizer, Optimizer):
             raise BadData(f"optimizer= made a {type(optimizer).__name__}: it returns a torch optimizer")
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -103,7 +102,7 @@ class Schedule:
                 group["lr"] = factor * rate
             waited = 0
             while epochs < self.epochs and waited < self.patience:
-                self._epoch(net, loss, train, optimizer, generator, parameters)
+                self._epoch(net, loss, train, optimizer, generator)
                 epochs += 1
                 if held_out is None:
                     continue
@@ -119,16 +118,9 @@ class Schedule:
         net.eval()
         return epochs
 
-    def _epoch(
-        self,
-        net: nn.Module,
-        loss: Loss,
-        data: Pair,
-        optimizer: Optimizer,
-        generator: torch.Generator,
-        parameters: list[nn.Parameter],
-    ) -> None:
+    def _epoch(self, net: nn.Module, loss: Loss, data: Pair, optimizer: Optimizer, generator: torch.Generator) -> None:
         x, y = data
+        parameters = [p for p in net.parameters() if p.requires_grad]
         for rows in torch.randperm(len(x), generator=generator).split(self.batch_size):
             if len(rows) == 1 < self.batch_size:
                 continue  # a rest of one sample, of which batch normalization knows no variance

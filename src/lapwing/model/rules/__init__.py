@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from lapwing.model.rules import elementwise, rule
+from lapwing.model.rules import rule
 from lapwing.model.rules.convolution import Convolution, TransposedConvolution
 from lapwing.model.rules.elementwise import Norm, PReLU, Product, Sum
 from lapwing.model.rules.rule import (
@@ -31,11 +31,11 @@ register(TransposedConvolution(1), F.conv_transpose1d)
 register(TransposedConvolution(2), F.conv_transpose2d)
 register(TransposedConvolution(3), F.conv_transpose3d)
 register(Embedding(), F.embedding)
-register(Norm(elementwise.layer_norm, trailing=True), F.layer_norm)
-register(Norm(elementwise.rms_norm, trailing=True), F.rms_norm)
-register(Norm(elementwise.group_norm, trailing=False), F.group_norm)
-register(Norm(elementwise.batch_norm, trailing=False), F.batch_norm)
-register(Norm(elementwise.instance_norm, trailing=False), F.instance_norm)
+register(Norm(F.layer_norm, trailing=True), F.layer_norm)
+register(Norm(F.rms_norm, trailing=True), F.rms_norm)
+register(Norm(F.group_norm, trailing=False), F.group_norm)
+register(Norm(F.batch_norm, trailing=False), F.batch_norm)
+register(Norm(F.instance_norm, trailing=False), F.instance_norm)
 register(PReLU(), F.prelu, torch.prelu, T.prelu)
 register(Sum(), torch.add, T.add, T.add_, T.__add__, T.__radd__, T.__iadd__)
 register(Sum(-1), torch.sub, T.sub, T.sub_, T.__sub__, T.__isub__)

@@ -1,7 +1,7 @@
 """Convolutions: linear maps of patches, in one, two and three dimensions, with groups, and transposed.
 
-Their input factor is Σ a aᵀ over the patches a of images, which need not be written out. Two ways, each with what it
-costs:
+Their input factor is Σ a aᵀ over the patches a of images. Two ways do without writing the patches out; each has a
+function that says whether it pays:
 
 *Correlation.* Two entries of a patch that lie d apart multiply the same pairs of pixels wherever they sit in it, so
 over all positions of an unbounded image the sum depends on d alone: kh (2 kw − 1) products of images instead of

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lapwing.model.rules.rule import Call, RowsRule, Samples
 
@@ -19,10 +19,8 @@ from lapwing.model.rules.rule import Call, RowsRule, Samples
 def _reduce(g: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Sum (n, r, *rest) over the axes along which a tensor of this shape was broadcast, to (n, r, *shape)."""
     extra = g.ndim - 2 - len(shape)
-    if extra:
-        g = g.sum(tuple(range(2, 2 + extra)))
-    ones = tuple(2 + d for d, size in enumerate(shape) if size == 1 and g.shape[2 + d] != 1)
-    return g.sum(ones, keepdim=True) if ones else g
+    g = g.sum(tuple(range(2, 2 + extra))) if extra else g
+    return g.sum_to_size(*g.shape[:2], *shape)
 
 
 class Elementwise(RowsRule):
@@ -80,15 +78,25 @@ class PReLU(Elementwise):
 
 
 class Norm(RowsRule):
-    """A norm layer whose weights are per channel, or per entry of the trailing axes (layer norm, RMS norm)."""
+    """A norm of torch whose weights are per channel, or per entry of the trailing axes (layer norm, RMS norm)."""
 
-    def __init__(self, read: Callable[..., tuple], trailing: bool) -> None:
-        self.read = read
-        self.trailing = trailing
+    def __init__(self, function: Callable[..., Tensor], trailing: bool) -> None:
+        self.function, self.trailing = function, trailing
+        self.signature = signature(function)
 
     def bind(self, *args: Any, **kwargs: Any) -> Call | None:
-        data, weight, bias, normalized, *statistics = self.read(*args, **kwargs)
-        options = {"normalized": cache(normalized), "statistics": cache(statistics[0]) if statistics else None}
+        call = self.signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        named = call.arguments
+        data, weight, bias = named["input"], named.pop("weight"), named.pop("bias", None)
+        if "momentum" in named:
+            named["momentum"] = 0.0  # computing x̂ again must not move the running statistics
+        statistics = None
+        if not named.get("training", True) and data.is_floating_point():  # a batch norm with fixed statistics
+            mean, variance, eps = (named[name] for name in ("running_mean", "running_var", "eps"))
+            if mean is not None and variance is not None:
+                statistics = cache(lambda n: (mean.repeat(n), variance.repeat(n), eps))
+        options = {"normalized": cache(partial(self.function, **named)), "statistics": statistics}
         return Call((data,), weight, bias, options)
 
     def accepts(self, call: Call, samples: Samples, ndim: int) -> bool:
@@ -103,7 +111,7 @@ class Norm(RowsRule):
 
     def rows(self, call: Call, g: Tensor, samples: Samples, n: int) -> tuple[Tensor, Tensor]:
         """Read g and the inputs once for both, by torch's batch norm with one channel per sample and channel."""
-        statistics = call.options.get("statistics")
+        statistics = call.options["statistics"]
         if statistics is None or g.shape[1] != n or samples.axis or g.ndim < 4 or torch.is_grad_enabled():
             return super().rows(call, g, samples, n)
         mean, variance, eps = statistics(n)
@@ -127,54 +135,3 @@ class Norm(RowsRule):
             g = g.flatten(4).sum(-1) if g.ndim > 4 else g
             return g.sum(2)
         return g.reshape(n, g.shape[1], -1, *some.shape).sum(2)
-
-
-def layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> tuple:
-    return input, weight, bias, lambda: F.layer_norm(input, normalized_shape, None, None, eps)
-
-
-def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> tuple:
-    return input, weight, None, lambda: F.rms_norm(input, normalized_shape, None, eps)
-
-
-def group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> tuple:
-    return input, weight, bias, lambda: F.group_norm(input, num_groups, None, None, eps)
-
-
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> tuple:
-    # momentum 0: computing x̂ again must not move the running statistics
-    normalized = partial(F.batch_norm, input, running_mean, running_var, None, None, training, 0.0, eps)
-    if training or running_mean is None or running_var is None or not input.is_floating_point():
-        return input, weight, bias, normalized
-    return input, weight, bias, normalized, lambda n: (running_mean.repeat(n), running_var.repeat(n), eps)
-
-
-def instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> tuple:
-    return (
-        input,
-        weight,
-        bias,
-        lambda: F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, 0.0, eps),
-    )

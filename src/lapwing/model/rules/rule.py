@@ -238,16 +238,7 @@ def read_addmm(
 class Embedding(MatrixRule):
     """y = Wᵀ onehot(x), W (vocabulary, features); the row of `padding_idx` gets no gradient."""
 
-    def bind(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Call | None:
+    def bind(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Call | None:
         if padding_idx is not None and padding_idx < 0:
             padding_idx += weight.shape[0]
         return Call((input,), weight, options={"padding": padding_idx})
