@@ -163,10 +163,13 @@ def gathered(runs: Sequence[Scores]) -> tuple[dict[str, dict[str, list[float]]],
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean over seeds, with the standard deviation where there are several that are not all equal."""
+    """Return the mean over seeds, with the standard deviation where there are several."""
     found = torch.tensor(list(values), dtype=torch.float64)
     mean = f"{found.mean():.{SHOWN}g}"
-    return mean if len(found) < 2 or bool((found == found[0]).all()) else f"{mean} ± {found.std():.2g}"
+    if len(found) < 2:
+        return mean
+    equal = bool((found == found[0]).all())  # whose deviation need not be zero, by rounding
+    return f"{mean} ± {0.0 if equal else found.std().item():.2g}"
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -65,6 +65,7 @@ def test_verdicts_spreads_and_bad_numbers(tmp_path: Path) -> None:
     assert verdict() == "does not hold"  # nothing was compared
     assert spread([1.0]) == "1"
     assert spread([1.0, 3.0]) == "2 ± 1.4"
+    assert spread([-2.95] * 3) == "-2.95 ± 0"
     with pytest.raises(BadData, match="a verdict is one of"):
         Claim("a", "b", "c", "maybe", "d")
     with pytest.raises(BadData, match="finite"):
