@@ -198,7 +198,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--curvature", type=int, default=1000, help="training images of which curvature is computed")
     add("--test", type=int, default=300, help="test images of LeNet-5, and as many of KMNIST")
     add("--images", type=int, default=40, help="test images of CIFAR-10, and as many of SVHN")
-    add("--resnet-seeds", type=int, default=1, help="seeds of ResNet-20 at most, whose curves cost ten times as much")
+    add("--resnet-seeds", type=int, default=3, help="seeds of ResNet-20 at most, whose curves cost ten times as much")
     add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES))
 
 

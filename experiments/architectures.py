@@ -191,6 +191,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"size": 200, "epochs": 1, "test": 200, "only": ["linear", "cnn 2"]},
         quick={"size": 1000, "epochs": 15, "test": 2000, "only": ["linear", "mlp 4", "mlp 16", "cnn 2", "cnn 4"]},
+        seeds=3,
     )
     parser.add_argument("--size", type=int, default=4000)
     parser.add_argument("--epochs", type=int, default=30)

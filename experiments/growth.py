@@ -177,7 +177,7 @@ def main(given: Any) -> None:
 
 
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke={"axes": ["weights"], "points": 1}, quick={"points": 2})
+    parser = Experiment(__doc__, smoke={"axes": ["weights"], "points": 1}, quick={"points": 2}, seeds=3)
     parser.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES))
     parser.add_argument("--points", type=int, default=4, help="points of each axis")
     main(parser.parse_args())

@@ -158,6 +158,7 @@ if __name__ == "__main__":
         __doc__,
         smoke={"angles": [90.0], "size": 100, "epochs": 1, "test": 100},
         quick={"size": 500, "epochs": 15, "test": 1000},
+        seeds=3,
     )
     parser.add_argument("--angles", nargs="+", type=float, default=[0.0, 90.0])
     parser.add_argument("--size", type=int, default=1000)

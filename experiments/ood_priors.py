@@ -335,7 +335,7 @@ if __name__ == "__main__":
         "precisions": [1.0, 100.0], "variances": [1.0], "lengths": [1.0], "temperatures": [1.0, 10.0],
     }  # fmt: skip
     quick = {"train": 5000, "epochs": 3, "curvature": 500, "val": 300, "test": 300, "waves": 64}
-    parser = Experiment(__doc__, smoke=small, quick=quick)
+    parser = Experiment(__doc__, smoke=small, quick=quick, seeds=3)
     add = parser.add_argument
     add("--networks", nargs="+", choices=tuple(NETWORKS), default=list(NETWORKS))
     add("--train", type=int, default=20_000, help="training images of LeNet-5")

@@ -189,6 +189,6 @@ def main(given: Any) -> None:
 
 
 if __name__ == "__main__":
-    parser = Experiment(__doc__, smoke=SMOKE, quick=QUICK)
+    parser = Experiment(__doc__, smoke=SMOKE, quick=QUICK, seeds=3)
     add_options(parser)
     main(parser.parse_args())
