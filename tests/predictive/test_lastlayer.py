@@ -499,3 +499,22 @@ def test_one_output_may_be_named_by_a_string(tmp_path: Path) -> None:
     found = torch.export.load(tmp_path / "mean.pt2").module()(x)
     assert list(found) == ["mean"]
     torch.testing.assert_close(found["mean"], la.predict(x).mean)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_the_covariance_of_many_outputs_is_that_of_the_weights(structure: str) -> None:
+    """Of more than 64 outputs it is formed a few items at a time; the truth is J Σ Jᵀ with a dense Σ."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 70)).double()
+    data = torch.randn(60, 3).double(), torch.arange(60) % 70
+    la = lapwing.fit(net, data, "classification", structure=structure, select="last_layer", progress=False)
+    x = torch.randn(5, 3).double()
+    a = torch.cat([net[:2](x), torch.ones(5, 1)], 1).detach()
+    eye = torch.eye(70, dtype=torch.float64)
+    rows = torch.cat([torch.einsum("ko,ni->nkoi", eye, a[:, :4]).flatten(2), eye.expand(5, -1, -1)], 2)  # weight, bias
+    expected = rows @ torch.linalg.inv(la.posterior.precision.dense()) @ rows.mT
+    function = la.predict(x).function
+    torch.testing.assert_close(function.covariance, expected)
+    centered = expected - expected.mean(-1, keepdim=True)
+    centered = centered - centered.mean(-2, keepdim=True)
+    torch.testing.assert_close(function.contrast_covariance, centered)

@@ -359,7 +359,7 @@ class GramSweep(Sweep):
 
     def take(self, keep: Tensor) -> GramSweep:
         places = self.f[0, ..., 0].numel()
-        index = (places * keep[:, None] + torch.arange(places)).reshape(-1)
+        index = (places * keep[:, None] + torch.arange(places, device=keep.device)).reshape(-1)
         adjust = self.adjust
         if adjust is not None:
             inner = adjust

@@ -145,7 +145,7 @@ class ClassPrediction(_Labels):
 
     @property
     def uncertainty(self) -> Tensor:
-        return torch.special.entr(self.probs).sum(-1)
+        return self.entropy
 
     def scores(self, y: Tensor) -> dict[str, Tensor]:
         """Return log_prob, confidence, whether the label is correct, Brier score and entropy, each (B, *event).

@@ -18,7 +18,7 @@ from lapwing.model import Network
 from lapwing.model.calls import Inputs
 from lapwing.model.features import Features, features_of
 from lapwing.predictive.function import GaussianFunction
-from lapwing.predictive.linearized import CLOSED_FORM, information_bound, information_gain
+from lapwing.predictive.linearized import CLOSED_FORM, from_root, information_bound, information_gain
 from lapwing.predictive.softmax import ITEMS, ONE, SOME, DenseSpread, SharedSpread, Spread
 
 SHARE = 4
@@ -55,6 +55,19 @@ class Root:
         if self.shared is None:
             return self.white - self.white.mean(-2, keepdim=True)
         return (self.shared[0] - self.shared[0].mean(0)) * self.shared[1][..., None, :]
+
+    def covariance(self, contrast: bool = False) -> Tensor:
+        """V Vᵀ, (..., o, o), or with `contrast` that of the outputs minus their average.
+
+        Of many outputs V is as large as V Vᵀ; where one R serves all inputs, it is then formed a few items at a time.
+        """
+        many = self.shared is not None and len(self.shared[0]) > CLOSED_FORM
+        if self.shared is not None and many and not (self.shared[1].requires_grad or torch.compiler.is_compiling()):
+            left, spread, _ = self.shared
+            found = from_root(left - left.mean(0) if contrast else left, spread.flatten(0, -2))
+            return found.unflatten(0, spread.shape[:-1])
+        white = self.contrasts() if contrast else self.white
+        return white @ white.mT
 
     def variance(self) -> Tensor:
         """The diagonal of V Vᵀ, (..., o)."""
@@ -339,9 +352,9 @@ class LastLayer(nn.Module):
         f = f if scale == 1.0 else scale * f
         return GaussianFunction(
             f,
-            lambda: gram(found.white).to(f),
+            lambda: found.covariance().to(f),
             variance=lambda: found.variance().to(f),
-            contrasts=(lambda: gram(found.contrasts()).to(f)) if shift_invariant and f.shape[-1] > 2 else False,
+            contrasts=(lambda: found.covariance(contrast=True).to(f)) if shift_invariant and f.shape[-1] > 2 else False,
             root=None if found.parts is None else lambda: found.shared,
             closed=True,
             spread=(lambda: self.root.spread(a, scale, found)) if shift_invariant and a.dtype == f.dtype else None,
@@ -352,8 +365,7 @@ class LastLayer(nn.Module):
         found = self.root(a)
         if f.shape[-1] > CLOSED_FORM:
             return information_bound(f, found.variance().to(f), likelihood)
-        white = found.contrasts() if likelihood.shift_invariant else found.white
-        return information_gain(f, gram(white).to(f), likelihood)
+        return information_gain(f, found.covariance(likelihood.shift_invariant).to(f), likelihood)
 
 
 def last_layer_of(
@@ -395,8 +407,3 @@ def _keep(module: nn.Module, names: tuple[str, str], matrix: Tensor | None, bias
     parts = (matrix, None) if matrix is None or not bias else (matrix[..., :-1], matrix[..., -1])
     for name, part in zip(names, parts):
         module.register_buffer(name, None if part is None else part.clone(memory_format=torch.contiguous_format))
-
-
-def gram(root: Tensor) -> Tensor:
-    """V Vᵀ."""
-    return root @ root.mT

@@ -135,7 +135,7 @@ class Linearized:
         if c > CLOSED_FORM and not contrast:
             root = shared_root(self.network, self.plan, self.precision, inputs)
             if root is not None:
-                return _from_root(*root[:2]).to(mean.dtype)
+                return from_root(*root[:2]).to(mean.dtype)
         events = mean[0].numel() // c
         basis = contrasts(c, mean) if contrast else None
         blocks = []
@@ -243,7 +243,7 @@ class Linearized:
         return torch.cat([self.network.jvp(part, steps)[1] for part in parts], 1)
 
 
-def _from_root(root: Tensor, spread: Tensor) -> Tensor:
+def from_root(root: Tensor, spread: Tensor) -> Tensor:
     """Return R diag(s²) Rᵀ of each item, (B, C, C), a few items at a time."""
     c = len(root)
     found = root.new_empty(len(spread), c, c)
