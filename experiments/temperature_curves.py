@@ -31,7 +31,7 @@ from experiments._tempered import (
     told,
 )
 
-ABOUT = {"paper": "000, Figs. 3 and 4", "minutes": 5, "quick": 0.54}
+ABOUT = {"paper": "000, Figs. 3 and 4", "minutes": 14, "quick": 0.54}
 
 
 def claims(runs: dict[str, list[dict[str, Any]]], temperatures: list[float]) -> list[Claim]:
