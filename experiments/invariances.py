@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import lapwing
 from experiments import _datasets as datasets
 
-ABOUT = {"paper": "002, Part I: invariances", "minutes": 3.3, "quick": 0.67, "page": "training.md"}
+ABOUT = {"paper": "002, Part I: invariances", "minutes": 9.2, "quick": 0.67, "page": "training.md"}
 
 
 def digits(part: str, size: int, angle: float, seed: int) -> tuple[Tensor, Tensor]:
