@@ -13,7 +13,7 @@ from torch.distributions import Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData, refuse_export, warn
-from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require_finite, weighted_sum
+from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, require_finite, weighted_sum
 from lapwing.likelihoods.marginal import (
     SPACING,
     Marginal,
@@ -23,6 +23,7 @@ from lapwing.likelihoods.marginal import (
     normal_nodes,
     safe_sqrt,
 )
+from lapwing.model.calls import promote
 from lapwing.storage import register
 
 STEP = 0.25  # largest distance of two nodes of ρ

@@ -13,8 +13,9 @@ from torch.distributions import Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
 from lapwing.errors import BadData
-from lapwing.likelihoods.likelihood import Likelihood, as_target, masked, match_shape, promote, require, require_finite
+from lapwing.likelihoods.likelihood import Likelihood, as_target, masked, match_shape, require, require_finite
 from lapwing.likelihoods.marginal import NormalMarginal, Outputs
+from lapwing.model.calls import promote
 from lapwing.storage import register
 
 SIMPLEX = 1e-3  # how far from 1 the sum of probabilities may be, by rounding in half precision
@@ -341,9 +342,6 @@ class BradleyTerry(Likelihood):
             raise _no_pairs(raw)
         return f
 
-    def predicting(self, f: Tensor) -> Likelihood:
-        return Reward() if f.shape[-1] == 1 else self
-
     def targets(self, f: Tensor, y: Any) -> Tensor:
         if f.shape[-1] != 2:
             raise _no_pairs(f)
@@ -390,6 +388,9 @@ class Reward(Likelihood):
 
     def marginal(self, f: Outputs) -> NormalMarginal:
         return NormalMarginal(f.mean, torch.zeros_like(f.mean), f.variance, lambda: f.item_covariance)
+
+
+BradleyTerry.by_outputs = {1: Reward}
 
 
 def _no_pairs(f: Tensor) -> BadData:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch.distributions import Distribution, Independent, kl_divergence
 
 from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.likelihoods.marginal import Marginal, Outputs
+from lapwing.model.calls import promote
 from lapwing.storage import is_registered, named, unpack
 
 NODES = 64
@@ -50,6 +51,10 @@ class Likelihood(ABC):
 
     links: ClassVar[tuple[str, ...]] = ("mc",)
     """Links from a distribution of f to one of y, by name, the best first. Monte Carlo serves every likelihood."""
+
+    by_outputs: ClassVar[Mapping[int, type[Likelihood]]] = {}
+    """The likelihoods of predictions whose outputs mean something else than in the fit, by the number of outputs: a
+    network that was fitted to preferences between two items predicts the reward of a single item."""
 
     @abstractmethod
     def conditional(self, f: Tensor) -> Distribution:
@@ -269,14 +274,6 @@ class Likelihood(ABC):
         score = self.score(f, self.sample_target(f, generator))
         score = score * self.common_factor.detach().to(score).sqrt()
         return masked(score, None if y is None else self.mask(f, y))
-
-    def predicting(self, f: Tensor) -> Likelihood:
-        """Return the likelihood for predictions from outputs f.
-
-        It is another one if outputs mean something else than in the fit: a network that was fitted to preferences
-        between two items predicts the reward of a single item.
-        """
-        return self
 
     def marginal(self, f: Outputs) -> Marginal | None:
         """Return ∫ p(y | f) N(f) df where it has a closed form or a quadrature in one dimension; else None.
@@ -610,11 +607,6 @@ def _highest(value: Callable[[Tensor], Tensor], likelihood: Likelihood) -> float
             top = int(values.argmax())
             low, high = grid[max(top - 1, 0)].item(), grid[min(top + 1, 32)].item()
     return math.exp((low + high) / 2)
-
-
-def promote(f: Tensor) -> Tensor:
-    """Convert half precision to float32; return float32 and float64 as they are."""
-    return f.float() if f.dtype in (torch.float16, torch.bfloat16) else f
 
 
 def masked(values: Tensor, mask: Tensor | None) -> Tensor:

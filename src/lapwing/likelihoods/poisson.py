@@ -13,8 +13,9 @@ from torch.distributions import Independent
 from torch.distributions import Poisson as PoissonLaw
 
 from lapwing.errors import refuse_export
-from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, promote, require, require_finite
+from lapwing.likelihoods.likelihood import Likelihood, as_target, match_shape, require, require_finite
 from lapwing.likelihoods.marginal import SPACING, Marginal, Outputs, normal_nodes, safe_sqrt
+from lapwing.model.calls import promote
 from lapwing.storage import register
 
 

@@ -1,9 +1,8 @@
 """A module and its batches as pure functions: parameters, selection, the tape, Jacobian rows."""
 
 from lapwing.model.batches import Batch, Batches
-from lapwing.model.blockrows import BlockRows, RecordedPass
 from lapwing.model.calls import batch_size, take, tensors_in, unwrap
-from lapwing.model.linearization import Digest, Linearization
+from lapwing.model.linearization import BlockRows, Digest, Linearization
 from lapwing.model.network import Network, last_layer
 from lapwing.model.params import (
     Params,
@@ -14,7 +13,7 @@ from lapwing.model.params import (
     select_names,
     subnetwork,
 )
-from lapwing.model.tape import Block, Plan, PlanChanged, dynamic_plan
+from lapwing.model.tape import Block, Plan, PlanChanged, RecordedPass, dynamic_plan
 
 __all__ = [
     "Batch", "Batches", "Block", "BlockRows", "Digest", "Linearization", "Network", "Params", "Plan", "PlanChanged",

@@ -442,6 +442,11 @@ def output_tensor(output: object) -> Tensor:
     )
 
 
+def promote(f: Tensor) -> Tensor:
+    """Convert outputs in half precision to float32; return float32 and float64 as they are."""
+    return f.float() if f.dtype in (torch.float16, torch.bfloat16) else f
+
+
 def left_out(output: object) -> tuple[Tensor, ...]:
     """Return the unused tensors of a tuple or list that have the shape of the outputs."""
     if not isinstance(output, (tuple, list)) or hasattr(output, "logits") or not output:

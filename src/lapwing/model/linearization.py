@@ -1,4 +1,6 @@
-"""A network at a batch: its outputs, and backward passes from them to per-sample rows or to sums over samples.
+"""A network at a batch: its outputs, and backward passes from them to rows of its Jacobian or to sums over samples.
+
+Rows are per sample and per block of parameters, and are formed from gradients when they are asked for.
 
 `torch.autograd.grad(f, inputs, v)` imports sympy to compare two shapes: half a second and 44 MB in the first fit of a
 process. `pull` and `pull_all` differentiate the number vᵀf instead, which gives the same gradients without that import.
@@ -6,24 +8,28 @@ process. `pull` and `pull_all` differentiate the number vᵀf instead, which giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.linalg import DenseRows, Jacobian, Layout
-from lapwing.model.blockrows import BlockRows, Gradients, RecordedPass, small_rows
+from lapwing.linalg import DeferredRows, DenseRows, Extent, FactoredRows, Jacobian, Layout, MatrixRows, Rows, Term
+from lapwing.linalg.rows import added
 from lapwing.model.calls import Inputs, batch_size, call, output_tensor, take, warnings_here, weighted
+from lapwing.model.explicitrows import explicit_rows, small_rows
 from lapwing.model.params import Params
-from lapwing.model.rules import Call, RowsRule
-from lapwing.model.tape import FixedNorms, Plan, PlanChanged
+from lapwing.model.rules import Call, MatrixRule, RowsRule, Samples
+from lapwing.model.rules.rule import gram_by_group
+from lapwing.model.tape import Block, FixedNorms, Plan, PlanChanged, RecordedPass
 
 BATCHED_ELEMENTS = 2**22  # sharing a backward pass pays for small networks and costs memory for large ones
 SMALLER = 4  # how many times smaller than its gradients a result must be to be formed as soon as they arrive
+RECENT = 3  # input sums that stay in memory in case another layer reads the same tensor
 Outputs = Callable[[Tensor], Tensor]  # raw outputs -> (n, *event, c)
+Use = tuple[int, MatrixRule, Call, Samples]
 
 # What `autograd.grad(is_grads_batched=True)` maps with; `torch.vmap` has a wrong derivative of `cdist`.
 _vmap = getattr(getattr(torch, "_vmap_internals", None), "_vmap", None)
@@ -419,3 +425,219 @@ class _Arriving:
 def _shaped(g: Tensor | None, r: int, out: Tensor) -> Tensor:
     """Return a record's gradient as (r, *out.shape); zeros where the pass did not reach it."""
     return out.new_zeros(()).expand(r, *out.shape) if g is None else g.reshape(r, *out.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients(Sequence[Tensor]):
+    """The gradients ∂(v·f)/∂out, (r, *out.shape), at every record, from backward passes of r directions.
+
+    If finished rows or sums are much smaller than a record's gradients, `rows` or `sums` holds them and `found` is
+    empty for that record. The passes of a record are joined when the record is asked for, one record at a time: all
+    joined gradients together would double the memory.
+    """
+
+    found: tuple[tuple[Tensor, ...], ...]  # per record, (r', *out.shape) for each pass
+    scales: tuple[Tensor | None, ...] = ()  # per record, a factor that its first pass still has to be multiplied with
+    rows: Mapping[int, list[Tensor]] = field(default_factory=dict)  # by record, finished rows per live tensor
+    sums: Mapping[int, Tensor] = field(default_factory=dict)  # by record, (n, r, q, o) or (q, o, o): see `Digest`
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, k: Any) -> Any:
+        return _joined(list(self.passes(k)))
+
+    def passes(self, k: int) -> Iterator[Tensor]:
+        """Yield the gradients of one record pass by pass, (r', *out.shape) each."""
+        first, *rest = self.found[k]
+        scale = self.scales[k] if self.scales else None
+        yield first if scale is None else first * scale
+        yield from rest
+
+    def narrow(self, k: int, start: int, length: int) -> Tensor:
+        """Return one record's gradients of samples start … start + length − 1, where samples are its first axis."""
+        scales = (None if s is None else s.narrow(0, start, length) for s in self.scales[k : k + 1])
+        return Gradients((tuple(g.narrow(1, start, length) for g in self.found[k]),), tuple(scales))[0]
+
+    def finite(self, k: int) -> bool:
+        """Whether everything that reached a record is finite."""
+        if k in self.sums:
+            parts = [self.sums[k]]
+        else:
+            parts = self.rows[k] if k in self.rows else [*self.passes(k)]
+        if not parts or bool(torch.stack([part.sum() for part in parts]).isfinite().all()):
+            return True
+        return all(bool(part.isfinite().all()) for part in parts)
+
+
+def _joined(passes: list[Tensor]) -> Tensor:
+    """Join passes along their directions, so that the directions of a sample are neighbors in memory."""
+    if len(passes) == 1:
+        return passes[0]
+    if passes[0].ndim == 1:
+        return torch.cat(passes)
+    return torch.cat([g.transpose(0, 1) for g in passes], 1).transpose(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRows(Sequence[Rows]):
+    """One `Rows` per block of the plan, formed on demand and not kept.
+
+    So patches of a convolution are in memory only while they are used.
+    """
+
+    at: RecordedPass
+    gradients: Gradients
+    r: int
+    looped: Mapping[str, Tensor] = field(default_factory=dict)  # rows from a loop over samples, (n, r, size) by name
+    recent: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)  # the last results of `input_gram`
+
+    def __len__(self) -> int:
+        return len(self.at.plan.blocks)
+
+    @property
+    def n(self) -> int:
+        return self.at.n
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.at.params.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.at.params.device
+
+    def __iter__(self) -> Iterator[Rows]:
+        # the default implementation would take an IndexError inside a rule for the end of the sequence
+        return (self[k] for k in range(len(self)))
+
+    def __getitem__(self, k: Any) -> Any:
+        with torch.set_grad_enabled(self.at.create_graph):
+            return self._rows(self.at.plan.blocks[k])
+
+    def _rows(self, block: Block) -> Rows:
+        n, dtype = self.n, self.dtype
+        if block.kind == "unused":
+            zero = torch.zeros((), dtype=dtype, device=self.device)
+            return MatrixRows((Term(zero.expand(n, self.r, 1, 1, 1), zero.expand(n, 1, 1, 1, block.size)),))
+        if block.kind == "matrix":
+            return self._matrix(block)
+        parts = {name: rows.to(dtype) for name, rows in self.looped.items() if name in block.names}
+        taped = set(block.names) - set(parts)
+        for k, step in enumerate(self.at.plan.steps):
+            if step.method != "loop" and not step.names.isdisjoint(taped):
+                for name, rows in explicit_rows(self.at, self.gradients, k).items():
+                    if name in taped:
+                        parts[name] = parts[name] + rows.to(dtype) if name in parts else rows.to(dtype)
+        found = [parts[name] if name in parts else self._zeros(name) for name in block.names]
+        return DenseRows(self._own(torch.cat(found, -1)))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor if self.at.create_graph else tensor.detach()
+
+    def _zeros(self, name: str) -> Tensor:
+        params = self.at.params
+        size = params.sizes[params.names.index(name)]
+        return torch.zeros(self.n, self.r, size, dtype=self.dtype, device=self.device)
+
+    def _matrix(self, block: Block) -> FactoredRows:
+        """Return the rows of a matrix block as factors.
+
+        They are formed for a few samples at a time if samples have several positions and the arguments of the recorded
+        calls can be cut into samples.
+        """
+        assert not any(k in self.gradients.sums for k, _ in block.uses), "gradients were summed up: there are no rows"
+        positions = [self._positions(k) for k, _ in block.uses]
+        if self.at.create_graph or min(positions) < 2:
+            return MatrixRows(self._terms(block, 0, self.n))
+        extent = Extent(self.n, self.r, *block.shape, sum(positions))
+        return DeferredRows(partial(self._terms, block), extent, self.dtype, self.device)
+
+    def _positions(self, k: int) -> int:
+        """Return the positions per sample of a record; 0 where samples are not the first axis of its arguments."""
+        (rule, call_), record, out = self.at.matrix(k), self.at.records[k], self.at.samples(k)
+        first = not out.axis and all(len(t) == self.n for t in (record.out, *call_.inputs))
+        return rule.positions(call_, self.n) if first else 0
+
+    def _terms(self, block: Block, start: int, length: int) -> tuple[Term, ...]:
+        """Return the factors of a block; uses with the same orientation become positions of one term."""
+        pairs: dict[bool, list[tuple[Tensor, Tensor]]] = {}
+        for k, swapped in block.uses:
+            left, right = self._factors(k, block.bias, start, length)
+            pairs.setdefault(swapped, []).append((right, left) if swapped else (left, right))
+        terms = []
+        for found in pairs.values():
+            lefts, rights = zip(*found, strict=True)
+            left = lefts[0] if len(lefts) == 1 else torch.cat(lefts, 2)
+            right = rights[0] if len(rights) == 1 else torch.cat(rights, 2)
+            terms.append(Term(self._own(left.to(self.dtype)), self._own(right.to(self.dtype))))
+        return tuple(terms)
+
+    def _factors(self, k: int, with_ones: bool, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return gradients (length, r, t, groups, out) and inputs (length, 1, t, groups, in) of some samples."""
+        (rule, call_), out = self.at.matrix(k), self.at.samples(k)
+        if length < self.n:
+            call_ = replace(call_, inputs=tuple(t.narrow(0, start, length) for t in call_.inputs))
+            g = self.gradients.narrow(k, start, length)
+        else:
+            g = self.gradients[k]
+        return rule.left(call_, g, out, length), rule.right(call_, out, length, with_ones)
+
+    def gradient_gram(self, block: Block, swapped: bool, reduce: bool) -> Tensor:
+        """Return Σ g gᵀ of a matrix block in one orientation, (q, d, d).
+
+        With `reduce`, g is a sample's gradient summed over its positions; otherwise every position counts by itself.
+        """
+        with torch.no_grad():
+            found = [self._summed_up(*use, reduce) for use in self._uses(block, swapped)]
+            return gram_by_group(added(found).flatten(0, 1).to(self.dtype)) if reduce else added(found)
+
+    def _summed_up(self, k: int, rule: MatrixRule, call_: Call, out: Samples, reduce: bool) -> Tensor:
+        """Return Σ_t g per sample and direction (n, r, q, o), or Σ g gᵀ over everything, (q, o, o)."""
+        if k in self.gradients.sums:
+            return self.gradients.sums[k]
+        if reduce:
+            return rule.left_sum(call_, self.gradients[k], out, self.n)
+        return rule.left_gram(call_, self.gradients[k].to(self.dtype), out, self.n)
+
+    def positions(self, block: Block, swapped: bool, reduce: bool) -> int:
+        """Return how many gradients per sample and direction `gradient_gram` multiplies."""
+        found = sum(rule.positions(call_, self.n) for _, rule, call_, _ in self._uses(block, swapped))
+        return min(found, 1) if reduce else found
+
+    def input_gram(self, block: Block, swapped: bool, reduce: bool, weights: Tensor | None) -> tuple[Tensor, int]:
+        """Return Σ w a aᵀ of a matrix block in one orientation, (q, d, d), and the number of inputs a per sample.
+
+        With `reduce`, a is the mean over a sample's positions; otherwise every position counts by itself. Layers that
+        read the same tensor (query, key and value) share the result.
+        """
+        uses = list(self._uses(block, swapped))
+        _, rule, call_, out = uses[0]
+        if len(uses) > 1 or not rule.plain:
+            return self._input_gram(block, uses, reduce, weights)
+        data = call_.data
+        key = (data.data_ptr(), data.shape, data.stride(), data.dtype, out, block.bias, reduce, id(weights))
+        if key not in self.recent:
+            if len(self.recent) == RECENT:
+                del self.recent[next(iter(self.recent))]
+            self.recent[key] = self._input_gram(block, uses, reduce, weights)
+        return self.recent[key]
+
+    def _input_gram(self, block: Block, uses: list[Use], reduce: bool, weights: Tensor | None) -> tuple[Tensor, int]:
+        n, dtype = self.n, self.dtype
+        with torch.no_grad():
+            if not reduce:
+                found = [rule.right_gram(c, out, n, block.bias, weights, dtype) for _, rule, c, out in uses]
+                return added([matrix for matrix, _ in found]), sum(count for _, count in found)
+            count = sum(rule.positions(c, n) for _, rule, c, _ in uses)
+            mean = added([rule.right_sum(c, out, n, block.bias) for _, rule, c, out in uses]) / max(count, 1)
+            mean = mean.to(dtype) if weights is None else mean.to(dtype) * weights.to(dtype).sqrt()[:, None, None]
+            return gram_by_group(mean), min(count, 1)
+
+    def _uses(self, block: Block, swapped: bool) -> Iterator[Use]:
+        """Yield the records in which a matrix block has this orientation.
+
+        The block is looked up by name, since it may come from the plan of another sequence length with other records.
+        """
+        for k in (k for k, s in self.at.plan.named[block.names].uses if s == swapped):
+            yield k, *self.at.matrix(k), self.at.samples(k)

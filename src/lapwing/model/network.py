@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import LapwingError, UnsupportedModel, brief
-from lapwing.model.blockrows import RecordedPass
 from lapwing.model.calls import (
     APART,
     NOT_DETERMINISTIC,
@@ -50,6 +49,7 @@ from lapwing.model.tape import (
     Pass,
     Plan,
     PlanChanged,
+    RecordedPass,
     dynamic_plan,
     first_reached,
     parameters_behind,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedModel
 from lapwing.linalg import Rows
-from lapwing.model.blockrows import Gradients, RecordedPass
 from lapwing.model.calls import (
     APART,
     NOT_DETERMINISTIC,
@@ -30,13 +29,14 @@ from lapwing.model.calls import (
     tolerance,
     warnings_here,
 )
-from lapwing.model.linearization import Linearization, Outputs, pull
+from lapwing.model.linearization import Gradients, Linearization, Outputs, pull
 from lapwing.model.params import Params
 from lapwing.model.tape import (
     AMBIGUOUS,
     Pass,
     Plan,
     PlanChanged,
+    RecordedPass,
     Step,
     aligned,
     dynamic_plan,

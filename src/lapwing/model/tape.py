@@ -388,6 +388,46 @@ def bind(record: Record) -> tuple[Rule, Call] | None:
     return (rule, call) if live <= roles else None
 
 
+@dataclass(frozen=True, eq=False)
+class RecordedPass:
+    """A forward pass of n samples that the tape recorded, and the plan that says how each record is read."""
+
+    finished: Pass
+    plan: Plan
+    params: Params
+    leaves: dict[str, Tensor]  # the selected parameters as the forward pass saw them
+    n: int
+    create_graph: bool = False
+
+    @cached_property
+    def records(self) -> tuple[Record, ...]:
+        return self.finished.records
+
+    @cached_property
+    def bound(self) -> dict[int, tuple[Rule, Call]]:
+        """Rule and arguments of every record that is read by its rule."""
+        read = (k for k, step in enumerate(self.plan.steps) if step.method == "rule")
+        found = {k: bind(self.records[k]) for k in read}
+        return {k: pair for k, pair in found.items() if pair is not None}
+
+    def matrix(self, k: int) -> tuple[MatrixRule, Call]:
+        """Return rule and arguments of a record that multiplies with a matrix."""
+        rule, call_ = self.bound[k]
+        assert isinstance(rule, MatrixRule)
+        return rule, call_
+
+    def samples(self, k: int) -> Samples:
+        """Return where the samples are in the output of a record."""
+        out = self.plan.steps[k].out
+        assert out is not None  # there is none only where a loop over samples reads the record
+        return out
+
+    def right(self, k: int, with_ones: bool) -> Tensor:
+        """Return the inputs of a record that multiplies with a matrix, (n, 1, t, groups, in)."""
+        rule, call_ = self.matrix(k)
+        return rule.right(call_, self.samples(k), self.n, with_ones)
+
+
 def source_of(tensor: Tensor, names: dict[int, str]) -> Source:
     """Find out where a weight comes from. `names` maps id(parameter) to its name."""
     if id(tensor) in names:

@@ -2,9 +2,9 @@
 
 from lapwing.predictive import classes, values  # noqa: F401  the kinds of predictions
 from lapwing.predictive.function import FunctionDistribution, GaussianFunction
-from lapwing.predictive.links import ClassLaw, register_link
+from lapwing.predictive.links import ClassLaw, predict_targets, register_link
 from lapwing.predictive.mixture import MixtureFunction
-from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.sampled import SampledFunction
 
 __all__ = [

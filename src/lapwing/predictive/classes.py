@@ -31,7 +31,7 @@ class _Labels(Prediction):
         if self.members:
             assert self.weights is not None
             return ClassLaw.mixed([member._law for member in self.members], self.weights)
-        law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
+        law: ClassLaw = law_of(self.link, self.function, self.likelihood, self.samples, self.seed)
         if not law.close and self.kind == "classes" and self.samples is None and not torch.compiler.is_compiling():
             _warn_if_coarse(law.error)
         return law

@@ -28,7 +28,8 @@ from lapwing.model.stored import describe_module, intact, require_same_module, r
 from lapwing.model.watch import Probe
 from lapwing.predictive.distilledlayer import DistilledLayer, EnergyNetwork, fit_head, restored_head
 from lapwing.predictive.function import FunctionDistribution, fixed_generator
-from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.links import predict_targets
+from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.predictive import fits, prepared
 from lapwing.predictive.predictor import Predictor, export
 from lapwing.storage import prefixed, read_file, under, write_file

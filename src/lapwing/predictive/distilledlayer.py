@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 
 from lapwing.errors import CorruptFile, UnsupportedModel
 from lapwing.model import batch_size, take
-from lapwing.model.calls import Inputs, arguments, close, output_tensor, tolerance
+from lapwing.model.calls import Inputs, arguments, close, output_tensor, promote, tolerance
 from lapwing.model.copies import without_fast_path, written_by_forward
 from lapwing.model.linearization import Outputs
 from lapwing.predictive.function import GaussianFunction
@@ -60,7 +60,7 @@ def _record(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def _mean_squares(a: Tensor, axis: int) -> Tensor:
     """The mean square over all positions of each feature along `axis`, (B, c) with at most `WIDEST` features."""
-    a = a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
+    a = promote(a)
     others = [k for k in range(1, a.ndim) if k != axis]
     if others:
         count = 1

@@ -512,6 +512,11 @@ def fixed_generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(SEED)
 
 
+def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
+    """Return a fresh generator for a seed, so that results do not depend on the order of questions."""
+    return None if seed is None else torch.Generator(device).manual_seed(seed)
+
+
 def shares(weights: Tensor, n: int) -> list[int]:
     """Divide n draws among the parts of a mixture in proportion to their weights, rounded by largest remainder."""
     exact = weights.detach().double() * n

@@ -1,4 +1,4 @@
-"""Links: from a distribution over the outputs f to the law of y, by name."""
+"""From a distribution over the outputs f to a prediction of y: which kind it is, and links to the law of y, by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from torch.nn.functional import logsigmoid, threshold
 from lapwing.errors import UnsupportedOperation, nearest
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import Marginal, log_mix, normal_nodes, safe_sqrt
-from lapwing.predictive.function import FunctionDistribution, Known, base_points
+from lapwing.predictive.function import FunctionDistribution, Known, base_points, seeded
 from lapwing.predictive.softmax import Spread, expected_softmax, spread_of
+
+if TYPE_CHECKING:
+    from lapwing.predictive.prediction import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +89,8 @@ When = Callable[[FunctionDistribution, Likelihood], bool]
 
 L = TypeVar("L", bound=Law)
 LINKS: dict[str, tuple[Law, When]] = {}
+KINDS: dict[str, type[Prediction]] = {}
+"""Kinds of predictions ("classes", "labels" and "numbers"), each entered where it is defined."""
 
 
 def register_link(name: str, when: When | None = None) -> Callable[[L], L]:
@@ -109,10 +114,51 @@ def register_link(name: str, when: When | None = None) -> Callable[[L], L]:
 
 
 def law_of(
-    link: str, function: FunctionDistribution, likelihood: Likelihood, samples: int | None, generator: Any
+    link: str, function: FunctionDistribution, likelihood: Likelihood, samples: int | None, seed: int | None
 ) -> Any:
-    """Return the law of y by a link that `choose_link` allowed."""
-    return LINKS[link][0](function, likelihood, samples, generator)
+    """Return the law of y by a link that `choose_link` allowed; the same at every call, also where it needs draws."""
+    return LINKS[link][0](function, likelihood, samples, seeded(seed, function.mean.device))
+
+
+def answering(likelihood: Likelihood, f: Tensor) -> Likelihood:
+    """Return the likelihood of targets at outputs f, which may mean something else than those of the fit."""
+    other = likelihood.by_outputs.get(f.shape[-1])
+    return likelihood if other is None else other()
+
+
+def predict_targets(
+    function: FunctionDistribution,
+    likelihood: Likelihood,
+    *,
+    link: str = "auto",
+    samples: int | None = None,
+    novelty: Tensor | Callable[[], Tensor] | None = None,
+    scalar: bool = False,
+    shifted: bool = False,
+    generator: torch.Generator | None = None,
+) -> Prediction:
+    """Return the prediction that follows from a distribution of f: of classes, labels or numbers, as p(y | f) is.
+
+    `link="auto"` takes what is exact or nearly so (closed form, quadrature in one dimension), else Monte Carlo in
+    output space. `scalar`: the network returned (B,). `shifted`: position t predicts the label at t + 1.
+    """
+    likelihood = answering(likelihood, function.mean)
+    law = None if likelihood.softmax else inner_law(likelihood, function.mean)
+    kind = "labels" if isinstance(law, BernoulliLaw) else "numbers"
+    leaf = KINDS["classes" if likelihood.softmax or isinstance(law, CategoricalLaw) else kind]
+    seed = None
+    if generator is not None:
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    return leaf(
+        function,
+        likelihood,
+        link=choose_link(link, function, likelihood),
+        samples=samples,
+        seed=seed,
+        score=novelty,
+        scalar=scalar,
+        shifted=shifted,
+    )
 
 
 def choose_link(link: str, function: FunctionDistribution, likelihood: Likelihood) -> str:

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli as BernoulliLaw
-from torch.distributions import Categorical as CategoricalLaw
 
 from lapwing.errors import BadData, UnsupportedOperation, nearest, require_generator
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import log_mix
 from lapwing.model.batches import are_tokens, shift
 from lapwing.model.calls import as_tensors, outside_autocast
-from lapwing.predictive.function import FunctionDistribution, fixed_generator
-from lapwing.predictive.links import ClassLaw, choose_link, inner_law
+from lapwing.predictive.function import FunctionDistribution, fixed_generator, seeded
+from lapwing.predictive.links import KINDS, ClassLaw
 from lapwing.predictive.table import SHOWN, frame_of, html_of
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 MOST_WORDS = 8  # numbers or labels of an item that are written out
 
-_KINDS: dict[str, type[Prediction]] = {}  # each kind by its name, where it is defined
 _CLASSES = ("probs", "label", "confidence")
 _VALUES = ("variance", "stddev", "interval", "quantile", "cdf")
 
@@ -78,7 +75,7 @@ class Prediction(ABC):
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
-            _KINDS[cls.kind] = cls
+            KINDS[cls.kind] = cls
 
     function: FunctionDistribution
     likelihood: Likelihood
@@ -370,14 +367,11 @@ class Prediction(ABC):
     def _event_shape(self) -> torch.Size:
         return self.likelihood.law(self.function.mean).event_shape
 
-    def _generator(self) -> torch.Generator | None:
-        """Return a fresh generator per use, so that results do not depend on the order of questions."""
-        return None if self.seed is None else torch.Generator(self.function.mean.device).manual_seed(self.seed)
-
     @cached_property
     @outside_autocast
     def _points(self) -> Tensor:
-        return self.function.points(self.function.usual if self.samples is None else self.samples, self._generator())
+        generator = seeded(self.seed, self.function.mean.device)
+        return self.function.points(self.function.usual if self.samples is None else self.samples, generator)
 
     @outside_autocast
     def _mixture_log_prob(self, y: Tensor) -> Tensor:
@@ -391,40 +385,6 @@ class Prediction(ABC):
     def __repr__(self) -> str:
         shape = tuple(self.function.mean.shape)
         return f"{type(self).__name__}({type(self.likelihood).__name__}, outputs {shape}, link={self.link!r})"
-
-
-def predict_targets(
-    function: FunctionDistribution,
-    likelihood: Likelihood,
-    *,
-    link: str = "auto",
-    samples: int | None = None,
-    novelty: Tensor | Callable[[], Tensor] | None = None,
-    scalar: bool = False,
-    shifted: bool = False,
-    generator: torch.Generator | None = None,
-) -> Prediction:
-    """Return the prediction that follows from a distribution of f: of classes, labels or numbers, as p(y | f) is.
-
-    `link="auto"` takes what is exact or nearly so (closed form, quadrature in one dimension), else Monte Carlo in
-    output space. `scalar`: the network returned (B,). `shifted`: position t predicts the label at t + 1.
-    """
-    law = None if likelihood.softmax else inner_law(likelihood, function.mean)
-    kind = "labels" if isinstance(law, BernoulliLaw) else "numbers"
-    leaf = _KINDS["classes" if likelihood.softmax or isinstance(law, CategoricalLaw) else kind]
-    seed = None
-    if generator is not None:
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    return leaf(
-        function,
-        likelihood,
-        link=choose_link(link, function, likelihood),
-        samples=samples,
-        seed=seed,
-        score=novelty,
-        scalar=scalar,
-        shifted=shifted,
-    )
 
 
 def _items(index: Any, count: int, device: torch.device) -> Tensor:

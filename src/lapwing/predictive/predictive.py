@@ -27,7 +27,8 @@ from lapwing.predictive.linearized import (
     information_gain,
     novelty_precision,
 )
-from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.links import answering, predict_targets
+from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.sampled import sampled_function, warn_of_collapse
 
 JVP_DRAWS = 16  # for link="jvp": eight products and their mirror images
@@ -167,7 +168,7 @@ class Predictive:
         f = function.mean if found is None else found[0]
         return predict_targets(
             function if scale == 1.0 else function.scaled(scale),
-            belief.likelihood.predicting(f),
+            belief.likelihood,
             link=link,
             samples=samples,
             novelty=lambda: self.novelty(inputs, f, found),
@@ -194,7 +195,8 @@ class Predictive:
 
         `found` are the outputs and the inputs of the last layer, where the short path has them.
         """
-        mean, likelihood = mean.detach(), self.belief.likelihood.predicting(mean)
+        mean = mean.detach()
+        likelihood = answering(self.belief.likelihood, mean)
         layer = None if found is None else self.novelty_layer
         if layer is not None and found is not None:
             return layer.information(*found, likelihood)

@@ -17,7 +17,8 @@ from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.model.calls import warnings_here
 from lapwing.predictive.lastlayer import LastLayer
-from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.links import predict_targets
+from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.softmax import prepare
 from lapwing.predictive.writtenout import WrittenOut
 from lapwing.storage import replacing

@@ -17,8 +17,8 @@ from lapwing.model import Network, batch_size, take
 from lapwing.model.calls import Inputs, outside_autocast, outside_inference
 from lapwing.model.watch import Watch
 from lapwing.predictive.function import BLOCK, FunctionDistribution, fixed_generator
-from lapwing.predictive.links import inner_law, log_class_probs
-from lapwing.predictive.prediction import Prediction, predict_targets
+from lapwing.predictive.links import inner_law, log_class_probs, predict_targets
+from lapwing.predictive.prediction import Prediction
 
 LOOKED_AT = 16  # items of a batch that are compared with the network's own predictions
 SURE = 0.9  # probability from which the network itself counts as sure of its label
@@ -153,5 +153,4 @@ class Ensemble:
             function = sampled_function(self.network, self.weights, inputs, differentiable)
         warn_of_collapse(self.network, self.likelihood, function, inputs)
         function = function if self.logit_temperature == 1.0 else function.scaled(1 / self.logit_temperature)
-        likelihood = self.likelihood.predicting(function.mean)
-        return predict_targets(function, likelihood, link=link, scalar=self.scalar, shifted=self.shifted)
+        return predict_targets(function, self.likelihood, link=link, scalar=self.scalar, shifted=self.shifted)

@@ -52,7 +52,7 @@ class ValuePrediction(Prediction):
         if self.link in ("exact", "quadrature"):
             marginal = self.likelihood.marginal(self.function)
         elif self.link != "mc":
-            marginal = law_of(self.link, self.function, self.likelihood, self.samples, self._generator())
+            marginal = law_of(self.link, self.function, self.likelihood, self.samples, self.seed)
         return self._sampled_marginal() if marginal is None else marginal
 
     def _sampled_marginal(self) -> Marginal:

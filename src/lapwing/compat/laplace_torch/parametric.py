@@ -29,7 +29,7 @@ from lapwing.likelihoods import Likelihood as Family
 from lapwing.linalg import PSD, DenseRows
 from lapwing.model.batches import NoSamples
 from lapwing.posterior import Belief, Prior, Tempered
-from lapwing.predictive.prediction import predict_targets
+from lapwing.predictive.links import predict_targets
 
 AT_ONCE = 1024  # outputs of all items together up to which joint draws come from their covariance
 
