@@ -32,7 +32,7 @@ from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linke
 from lapwing.evidence.candidates import fit_logits
 from lapwing.evidence.heldout import GramSweep, Nodes
 from lapwing.predictive import GaussianFunction, predict_targets
-from lapwing.predictive.linearized import FLOOR, information_gain
+from lapwing.predictive.novelty import FLOOR, information_gain
 
 ABOUT = {"paper": "", "minutes": None, "quick": 0.6, "page": "tuning.md"}
 

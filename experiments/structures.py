@@ -30,7 +30,7 @@ from lapwing.curvature.onepass import pass_over
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import Jacobian
 from lapwing.model import Batches, Network, Params
-from lapwing.predictive.linearized import Linearized
+from lapwing.predictive.predictive import Linearized
 
 ABOUT = {
     "paper": "003",

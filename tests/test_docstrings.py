@@ -121,9 +121,7 @@ EXAMPLES = examples()
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # advice, such as that of tuning without held-out data
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_and_prints_what_it_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_runs_and_prints_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = given()

@@ -99,9 +99,7 @@ def truth(model: nn.Module, batches: list[dict]) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("structure", ["full", "diag"])
-def test_batches_that_differ_in_more_than_samples(
-    case: str, structure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_that_differ_in_more_than_samples(case: str, structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
     admit = Regrouped.admit
     monkeypatch.setattr(Regrouped, "admit", lambda *a, **k: taken.append(admit(*a, **k)) or taken[-1])

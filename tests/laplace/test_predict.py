@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing
 from lapwing import Laplace, Prediction
-from lapwing.predictive.linearized import CLOSED_FORM
+from lapwing.predictive.function import CLOSED_FORM
 
 STRUCTURES = ("diag", "blockdiag", "kron", "ekfac", "full", "lowrank")
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -199,7 +199,7 @@ def test_products_are_at_the_weights_of_the_fit() -> None:
 def test_products_in_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     la, x = fitted(), torch.randn(5, 4, dtype=torch.float64)
     whole = la.predict(x, link="jvp").probs
-    monkeypatch.setattr("lapwing.predictive.linearized.CHUNK", 2 * la.plan.graph)
+    monkeypatch.setattr("lapwing.predictive.predictive.CHUNK", 2 * la.plan.graph)
     torch.testing.assert_close(la.predict(x, link="jvp").probs, whole)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.predictive.linearized import FLOOR, information_gain
+from lapwing.predictive.novelty import FLOOR, information_gain
 
 
 def network() -> nn.Module:

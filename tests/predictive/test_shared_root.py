@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import lapwing
-from lapwing.predictive.linearized import contrasts, shared_root
+from lapwing.predictive.function import contrasts
+from lapwing.predictive.predictive import shared_root
 
 CLASSES = 70  # beyond 64 outputs covariances are not formed
 

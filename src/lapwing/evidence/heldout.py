@@ -32,7 +32,7 @@ from lapwing.evidence.settings import Groups, Setting
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, Rows
 from lapwing.posterior import Belief
-from lapwing.predictive.linearized import COVARIANCES
+from lapwing.predictive.function import COVARIANCES
 
 CHUNK = 2**22  # values of f in one Monte Carlo step
 Adjust = Callable[[Tensor, Tensor, slice | Tensor], Tensor]

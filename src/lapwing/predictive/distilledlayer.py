@@ -24,8 +24,7 @@ from lapwing.model import batch_size, take
 from lapwing.model.calls import Inputs, arguments, close, output_tensor, promote, tolerance
 from lapwing.model.copies import without_fast_path, written_by_forward
 from lapwing.model.linearization import Outputs
-from lapwing.predictive.function import GaussianFunction
-from lapwing.predictive.linearized import contrasts
+from lapwing.predictive.function import GaussianFunction, contrasts
 
 CALLS = 8
 """Layers, at most, whose inputs are looked at: the first, the last and others in between."""

@@ -14,6 +14,7 @@ from torch.quasirandom import SobolEngine
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods.marginal import safe_sqrt
+from lapwing.linalg.rows import chunks
 from lapwing.model.calls import outside_autocast
 from lapwing.predictive.writtenout import is_written_out, powers
 
@@ -27,6 +28,13 @@ SAMPLES = 1024
 
 WEIGHT_DRAWS = 128
 """Points of f in a Monte Carlo expectation where each costs a pass through the network."""
+
+CLOSED_FORM = 64
+"""Outputs per sample up to which everything comes from covariances; beyond, `sample` takes one JVP per draw."""
+
+COVARIANCES = 1024
+"""Outputs per sample up to which class probabilities come from covariances; beyond, they come from draws by JVPs.
+Equally accurate probabilities would need more draws than there are outputs."""
 
 _DRAWS = 64  # points by weight draws per block: a constant, so that results do not depend on the batch
 
@@ -450,6 +458,24 @@ def scaled_root(root: tuple[Tensor, ...], factor: float) -> tuple[Tensor, ...]:
     """Return the shared root of `factor` times the outputs."""
     left, spread, *inverse = root
     return (factor * left, spread, *(each / factor for each in inverse))
+
+
+def from_root(root: Tensor, spread: Tensor) -> Tensor:
+    """Return R diag(s²) Rᵀ of each item, (B, C, C), a few items at a time."""
+    c = len(root)
+    found = root.new_empty(len(spread), c, c)
+    for start, length in chunks(len(spread), c * c * root.element_size()):
+        own = spread[start : start + length].square()
+        torch.matmul(root * own[:, None], root.mT, out=found[start : start + length])
+    return found
+
+
+def contrasts(c: int, like: Tensor) -> Tensor:
+    """Return Helmert's orthonormal basis (c − 1, c) of c outputs without their average."""
+    rank = torch.arange(1, c, dtype=torch.float64, device=like.device)
+    basis = torch.tril(torch.ones(c - 1, c, dtype=torch.float64, device=like.device))
+    basis[:, 1:].diagonal().copy_(-rank)
+    return (basis / (rank * (rank + 1)).sqrt()[:, None]).to(like.dtype)
 
 
 class MatrixPowers(torch.autograd.Function):

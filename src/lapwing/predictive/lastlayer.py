@@ -17,8 +17,8 @@ from lapwing.linalg import PSD, DenseRows, Jacobian, MatrixRows, Term
 from lapwing.model import Network
 from lapwing.model.calls import Inputs
 from lapwing.model.features import Features, features_of
-from lapwing.predictive.function import GaussianFunction
-from lapwing.predictive.linearized import CLOSED_FORM, from_root, information_bound, information_gain
+from lapwing.predictive.function import CLOSED_FORM, GaussianFunction, from_root
+from lapwing.predictive.novelty import information_bound, information_gain
 from lapwing.predictive.softmax import ITEMS, ONE, SOME, DenseSpread, SharedSpread, Spread
 
 SHARE = 4

@@ -1,6 +1,6 @@
 """Write the files of this folder with a version of Lapwing that writes format 2 (any before November 2026).
 
-    PYTHONPATH=<old checkout>/src python tests/storage/format2/make.py
+PYTHONPATH=<old checkout>/src python tests/storage/format2/make.py
 """
 
 import json
