@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lapwing
 from benchmarks.workloads import WORKLOADS
-from lapwing.predictive.function import base_points
+from lapwing.predictive.softmax import base_points
 
 NETWORKS = ("resnet20", "lenet")
 TARGETS = {"fit": 1.2, "64 images": 1.15, "one image, resnet20": 1.2, "one image, lenet": 2.0, "100 settings": 1.0}

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.likelihoods import Categorical
-from lapwing.predictive import GaussianFunction, predict_targets, softmax
-from lapwing.predictive.softmax import DenseSpread, SharedSpread, expected_softmax
+from lapwing.predictive import GaussianFunction, function, predict_targets
+from lapwing.predictive.function import DenseSpread, SharedSpread
+from lapwing.predictive.softmax import expected_softmax
 
 
 def covariance(kind: str, classes: int, scale: float) -> Tensor:
@@ -173,7 +174,7 @@ def test_items_in_chunks_are_those_alone(classes: int, monkeypatch: pytest.Monke
     mean = torch.randn(5, classes, generator=generator, dtype=torch.float64)
     root = torch.randn(5, classes, classes, generator=generator, dtype=torch.float64) / classes**0.5
     alone = [expected_softmax(m[None], DenseSpread((r @ r.mT)[None]), None) for m, r in zip(mean, root)]
-    monkeypatch.setattr(softmax, "ITEMS", 2 * classes**2)
+    monkeypatch.setattr(function, "ITEMS", 2 * classes**2)
     spread = DenseSpread(root @ root.mT)
     assert spread.chunk == 2
     found = expected_softmax(mean, spread, None)

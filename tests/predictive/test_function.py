@@ -7,7 +7,8 @@ import torch
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.predictive import GaussianFunction, MixtureFunction, SampledFunction
-from lapwing.predictive.function import base_points, symmetric_root
+from lapwing.predictive.decompositions import symmetric_root
+from lapwing.predictive.softmax import base_points
 
 
 def spd(*shape, rank=None, seed=0):

@@ -10,8 +10,9 @@ from tests import dense
 from torch import Tensor, nn
 
 import lapwing
+from lapwing.predictive.function import DenseSpread, SharedSpread
 from lapwing.predictive.maximum import by_maximum
-from lapwing.predictive.softmax import DenseSpread, SharedSpread, expected_softmax
+from lapwing.predictive.softmax import expected_softmax
 
 
 def found_by(mean: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,16 +9,18 @@ import torch
 from tests import dense
 from torch import Tensor
 
-from lapwing.predictive.pairs import (
+from lapwing.predictive.function import DenseSpread, SharedSpread
+from lapwing.predictive.softmax import (
+    CLOSE,
     FewPairs,
     Pairs,
     expected_entropy,
     expected_sigmoid,
+    expected_softmax,
     matched_points,
     narrowness,
     pairs_of_one,
 )
-from lapwing.predictive.softmax import CLOSE, DenseSpread, SharedSpread, expected_softmax
 
 
 def integral(mean: Tensor, variance: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

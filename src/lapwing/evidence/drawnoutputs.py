@@ -24,8 +24,8 @@ from lapwing.evidence.heldout import Nodes, Sweep
 from lapwing.evidence.settings import Groups
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief
-from lapwing.predictive.function import SEED
 from lapwing.predictive.predictive import Pushed
+from lapwing.predictive.softmax import SEED
 
 PAIRS = 16  # draws of z; each counts with its mirror image −z
 PER_DECADE = 1.25  # nodes: variances are then right to about 1 %, far below the noise of the draws

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,18 +17,29 @@ from lapwing.errors import UnsupportedOperation, positive
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import normal_nodes
 from lapwing.predictive import GaussianFunction, Prediction, predict_targets
-from lapwing.predictive.function import SEED
-from lapwing.predictive.pairs import Pairs
-from lapwing.predictive.softmax import CLOSE, DenseSpread, kept_points
+from lapwing.predictive.softmax import CLOSE, SEED, Pairs, apart_from, kept_points
 
 Score = Callable[[Tensor, Tensor, Tensor, Likelihood], Tensor]
 """(mean (N, C), covariance (N, C, C), canonical targets, likelihood) -> log p(y) of each item, (N,); differentiable."""
 SCALING = "temperature scaling"
 OVERFLOW = 80.0  # exponents beyond this overflow in float32, with room for a sum
-NODE, LOWEST, WIDEST = 10, -3.3, 5.2  # the rule for one logit: every tenth node, between so many standard deviations.
-# Below the lowest lie 5e-4 of the mass, where the probability, which grows with the logit, is smallest.
 RELATIVE = 0.02  # the largest error, in parts of a probability, for which pairs of classes do
 JITTER = 1e-6  # share of the mean variance added to the diagonal: the covariance of f may be singular
+
+
+def own_nodes() -> tuple[Tensor, Tensor]:
+    """Return coarse nodes (Q,) and log weights for N(0, 1); the integrand is smooth, so that few suffice.
+
+    It takes every tenth node of `normal_nodes`. Below the lowest lie 5e-4 of the mass, where the probability, which
+    grows with the logit, is smallest.
+    """
+    nodes, log_weights = normal_nodes(torch.empty(0, dtype=torch.float64))
+    likely = (nodes > -3.3) & (nodes < 5.2)
+    return nodes[likely][::10], log_weights[likely][::10].log_softmax(0)
+
+
+OWN = own_nodes()
+"""The rule for the logit of the class that is scored."""
 
 
 def linked(link: str = "auto", samples: int = 256) -> Score:
@@ -50,7 +62,7 @@ def class_log_prob(mean: Tensor, covariance: Tensor, y: Tensor, likelihood: Like
     """
     mask = likelihood.mask(mean, y)
     own = (y if mask is None else y.masked_fill(~mask, 0)).long()
-    value, error = Pairs.of(mean, DenseSpread(covariance).apart).log_prob(own[:, None])
+    value, error = Pairs.of(mean, partial(apart_from, covariance)).log_prob(own[:, None])
     least = value.detach().exp() * RELATIVE
     open_ = (~(error <= least.clamp(max=CLOSE))).nonzero()[:, 0]
     if len(open_):
@@ -74,7 +86,7 @@ def _log_prob_by_points(mean: Tensor, covariance: Tensor, y: Tensor, samples: in
     ahead = root[:, :-1, :-1] - root[:, -1:, :-1]
     spread = (ahead.transpose(0, 1).reshape(-1, base.shape[1]) @ base.T).unflatten(0, (-1, len(mean)))
     spread = spread.add_((center[:, :-1] - center[:, -1:]).T[:, :, None])  # (C − 1, N, S): f_c − E[f_y | others]
-    nodes, log_weights = own_nodes(mean)
+    nodes, log_weights = (each.to(mean) for each in OWN)
     steps = root[:, -1, -1][:, None, None] * nodes  # (N, 1, Q): f_y − E[f_y | others]
     overflow = spread.detach().amax((0, 2)) > OVERFLOW
     if not bool(overflow.any()):
@@ -89,13 +101,6 @@ def _by_exponentials(spread: Tensor, steps: Tensor, log_weights: Tensor) -> Tens
     """Average the sigmoids of f_y − log Σ exp(f_c) over points and nodes; `spread` is overwritten."""
     inner = (spread.exp_().sum(0)[..., None] * (-steps).exp()).add_(1).reciprocal_()
     return (inner.mean(1) @ log_weights.exp()).log()
-
-
-def own_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coarse nodes (Q,) and log weights for N(0, 1); the integrand is smooth, so that few suffice."""
-    nodes, log_weights = normal_nodes(like)
-    likely = (nodes > LOWEST) & (nodes < WIDEST)
-    return nodes[likely][::NODE], log_weights[likely][::NODE].log_softmax(0)
 
 
 def contrast_root(covariance: Tensor, order: Tensor) -> Tensor:

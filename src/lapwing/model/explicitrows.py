@@ -7,8 +7,8 @@ parameters before it meets the data is then pulled back to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,19 @@ from lapwing.model.calls import map_tensors
 from lapwing.model.rules import Call, MatrixRule, RowsRule, Samples
 from lapwing.model.tape import Record, RecordedPass, Source
 
-if TYPE_CHECKING:
-    from lapwing.model.linearization import Gradients
+
+class OutputGradients(Protocol):
+    """The gradients at every record, (r, *out.shape) each, and rows that are finished already."""
+
+    @property
+    def rows(self) -> Mapping[int, list[Tensor]]: ...
+
+    def __getitem__(self, k: int) -> Any: ...
+
+    def passes(self, k: int) -> Iterator[Tensor]: ...
 
 
-def explicit_rows(at: RecordedPass, gradients: Gradients, k: int) -> dict[str, Tensor]:
+def explicit_rows(at: RecordedPass, gradients: OutputGradients, k: int) -> dict[str, Tensor]:
     """Return the rows of record k for every parameter behind it, {name: (n, r, size)}."""
     record, step = at.records[k], at.plan.steps[k]
     by_tensor = _by_rule(at, gradients, k) if step.method == "rule" else _by_replay(at, gradients[k], k)
@@ -33,7 +41,7 @@ def explicit_rows(at: RecordedPass, gradients: Gradients, k: int) -> dict[str, T
     return rows
 
 
-def _by_rule(at: RecordedPass, gradients: Gradients, k: int) -> list[Tensor]:
+def _by_rule(at: RecordedPass, gradients: OutputGradients, k: int) -> list[Tensor]:
     """Return (n, r, *shape) for each live tensor."""
     (rule, call_), out, record = at.bound[k], at.samples(k), at.records[k]
     if isinstance(rule, MatrixRule):

@@ -79,7 +79,7 @@ class Params:
         """Length of the whole flat vector, before `index` picks from it."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Length P of the vectors that structures and posteriors see."""
         return self.total if self.index is None else self.index.numel()

@@ -180,7 +180,7 @@ class VarianceHead(nn.Module):
     def __init__(self, basis: Tensor, weights: Tensor, widths: Sequence[int]) -> None:
         super().__init__()
         self._widths, self._outputs = tuple(widths), len(basis)
-        self.register_buffer("basis", basis)
+        self.register_buffer("basis", basis.contiguous())  # as it comes back from a file, so that products round alike
         self.register_buffer("weights", weights)
         ends = [*accumulate(self._widths, initial=0)]
         means = weights.new_zeros(len(self._widths), weights.shape[1])

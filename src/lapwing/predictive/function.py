@@ -1,27 +1,25 @@
-"""Distributions over the outputs f of the network, (B, *event, C), and the fixed points that stand for N(0, I)."""
+"""Distributions over the outputs f of the network, (B, *event, C), and how logits spread, as a softmax asks for it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.quasirandom import SobolEngine
+from torch.nn.functional import embedding
 
 from lapwing.errors import UnsupportedOperation
 from lapwing.likelihoods.marginal import safe_sqrt
 from lapwing.linalg.rows import chunks
 from lapwing.model.calls import outside_autocast
-from lapwing.predictive.writtenout import is_written_out, powers
+from lapwing.predictive.decompositions import MatrixPowers, symmetric_root
+from lapwing.predictive.softmax import SEED, SOME, Spread, apart_from, base_points
 
-SEED = 2021
-"""The seed of everything that is drawn without a generator."""
-
-ZERO = 1e6  # inverse variance of what stands for zero, in units of the largest that may
+ITEMS = 2**23  # elements of covariances of logits under way at a time
 BLOCK = 2**24  # elements of f in one block of points
 SAMPLES = 1024
 """Points of f in a Monte Carlo expectation; a power of two suits the Sobol sequence."""
@@ -133,8 +131,8 @@ class FunctionDistribution(ABC):
         return None
 
     @property
-    def spread(self) -> Any:
-        """The `Spread` of a softmax over all items, where there is a shorter way to it than a root or a covariance."""
+    def spread(self) -> Spread | None:
+        """The spread of logits of all items, where there is a shorter way to it than a root or a covariance."""
         return None
 
     @outside_autocast
@@ -169,7 +167,7 @@ class GaussianFunction(FunctionDistribution):
     _contrasts: Callable[[], Tensor] | bool
     _root: Callable[[], tuple[Tensor, ...] | None] | None
     _closed: bool
-    _spread: Callable[[], Any] | None
+    _spread: Callable[[], Spread | None] | None
 
     def __init__(
         self,
@@ -182,7 +180,7 @@ class GaussianFunction(FunctionDistribution):
         contrasts: Callable[[], Tensor] | bool = False,
         root: Callable[[], tuple[Tensor, ...] | None] | None = None,
         closed: bool = False,
-        spread: Callable[[], Any] | None = None,
+        spread: Callable[[], Spread | None] | None = None,
     ) -> None:
         if covariance is None and variance is None and sampler is None:
             raise ValueError("GaussianFunction needs a covariance, a variance or a sampler; all are missing.")
@@ -365,7 +363,7 @@ class GaussianFunction(FunctionDistribution):
         return self._found_root
 
     @property
-    def spread(self) -> Any:
+    def spread(self) -> Spread | None:
         return None if self._spread is None else self._spread()
 
     @property
@@ -478,61 +476,6 @@ def contrasts(c: int, like: Tensor) -> Tensor:
     return (basis / (rank * (rank + 1)).sqrt()[:, None]).to(like.dtype)
 
 
-class MatrixPowers(torch.autograd.Function):
-    """The first `count` of A^½, A^−½, A⁻¹ for symmetric A (..., C, C), which may be singular.
-
-    Eigenvalues up to `rounding` of the largest stand for zero, where A⁻¹ is very large. Unlike a Cholesky factor the
-    root exists for singular A, and unlike eigenvectors the powers are continuous in A, so that rounding in A only
-    rounds the result. Backward by divided differences (Daleckiĭ and Kreĭn), which are zero on the null space, where
-    the root has no derivative.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, rounding: float, count: int) -> tuple[Tensor, ...]:
-        if is_written_out():
-            return powers((matrix + matrix.mT) / 2)[:count]
-        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-        floor = rounding * values[..., -1:]
-        inside = values > floor
-        roots = torch.where(inside, values, 0.0).sqrt()
-        backs = torch.where(inside, values.clamp(min=torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
-        ctx.save_for_backward(roots, backs, vectors)
-        ctx.set_materialize_grads(True)
-        each = roots, backs, torch.where(inside, 1 / values.masked_fill(~inside, 1.0), ZERO / floor)
-        return tuple((vectors * power[..., None, :]) @ vectors.mT for power in each[:count])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        roots, backs, vectors = ctx.saved_tensors
-        total = roots[..., :, None] + roots[..., None, :]
-        slope = torch.where(total > 0, 1 / total.masked_fill(total == 0, 1.0), 0.0)
-        pairs = backs[..., :, None] * backs[..., None, :]
-        slopes = slope, -slope * pairs, -pairs.square()
-        inside = sum(vectors.mT @ gradient @ vectors * each for gradient, each in zip(gradients, slopes))
-        found = vectors @ inside @ vectors.mT
-        return (found + found.mT) / 2, None, None
-
-
-def symmetric_root(matrix: Tensor) -> Tensor:
-    """Return the symmetric square root of a positive semi-definite matrix (..., C, C); differentiable."""
-    root: Tensor = MatrixPowers.apply(matrix.double(), matrix.shape[-1] * torch.finfo(matrix.dtype).eps, 1)[0]
-    return root.to(matrix.dtype)
-
-
-def base_points(n: int, dim: int, like: Tensor, seed: int = SEED) -> Tensor:
-    """Return fixed points (n, dim) that stand for N(0, I): a scrambled Sobol sequence through the normal quantile.
-
-    For softmax probabilities from 1,024 points the error is about 1/20 of that of independent draws at 3 classes, 1/5
-    at 10 and 1/2 at 100 (antithetic draws reach 1/2).
-    """
-    if dim > SobolEngine.MAXDIM:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(n, dim, generator=generator, dtype=torch.float64).to(like)
-    uniform = SobolEngine(dim, scramble=True, seed=seed).draw(n, dtype=torch.float64)
-    return torch.special.ndtri(uniform.clamp(2**-53, 1 - 2**-53)).to(like)
-
-
 def fixed_generator(device: torch.device) -> torch.Generator:
     """Return the generator that stands in where none is given."""
     return torch.Generator(device).manual_seed(SEED)
@@ -549,3 +492,158 @@ def shares(weights: Tensor, n: int) -> list[int]:
     counts = exact.floor().long()
     counts[(exact - counts).argsort(descending=True)[: n - int(counts.sum())]] += 1
     return counts.tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class DenseSpread(Spread):
+    """The spread of logits whose covariance (n, K, K), that of f minus its average over the K logits, is given."""
+
+    covariance: Tensor
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """C^½, c · C^−½ and c = 1 / diag(C⁻¹), where the average of f, which C lacks, is free."""
+        wide, k = self.covariance.double(), self.covariance.shape[-1]
+        top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        top = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
+        rounding = k * torch.finfo(self.covariance.dtype).eps
+        root, back, inverse = MatrixPowers.apply(wide + top / k, rounding, 3)  # top on the average, taken away again
+        conditional = 1 / (inverse.diagonal(dim1=-2, dim2=-1) - 1 / (k * top[..., 0]))
+        back = conditional[..., None] * (back - top.rsqrt() / k)
+        like = self.covariance.dtype
+        return (root - top.sqrt() / k).to(like), back.to(like), conditional.to(like)
+
+    @property
+    def conditional(self) -> Tensor:
+        return self._parts[2]
+
+    def root(self, pivot: Tensor) -> Tensor:
+        """A Cholesky factor, cheaper than the symmetric root; the average, which C lacks, gets a variance too."""
+        wide, k = self.covariance.double(), self.covariance.shape[-1]
+        top = wide.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        level = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
+        ridge = k * torch.finfo(self.covariance.dtype).eps * level
+        eye = torch.eye(k, dtype=wide.dtype, device=wide.device)
+        found, failed = torch.linalg.cholesky_ex(wide + level / k + ridge * eye)
+        found = torch.where((failed > 0)[:, None, None], torch.inf, found)  # takes the other way then
+        return (found - found.gather(1, pivot.unsqueeze(-1).expand(-1, 1, k))).to(self.covariance)
+
+    def apart(self, pivot: Tensor) -> Tensor:
+        return apart_from(self.covariance, pivot)
+
+    def steps(self, z: Tensor) -> Tensor:
+        return _product(z, self._parts[0])
+
+    def own(self, z: Tensor) -> Tensor:
+        return _product(z, self._parts[1])
+
+    @property
+    def variance(self) -> Tensor:
+        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0)
+
+    def times(self, v: Tensor) -> Tensor:
+        return v @ self.covariance
+
+    def take(self, items: Tensor) -> DenseSpread:
+        part = DenseSpread(self.covariance[items])
+        if "_parts" in self.__dict__:
+            part.__dict__["_parts"] = tuple(each[items] for each in self._parts)
+        return part
+
+    @property
+    def chunk(self) -> int:
+        return max(1, ITEMS // self.covariance[0].numel())
+
+
+def _product(z: Tensor, matrices: Tensor) -> Tensor:
+    """Return A_n z_s for points (S, K) and matrices (n, K, K), (S, n, K)."""
+    n, k, _ = matrices.shape
+    return (z @ matrices.reshape(n * k, k).mT).reshape(z.shape[0], n, k)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSpread(Spread):
+    """The spread of logits with covariances R diag(s²) Rᵀ, one R (K, K) for all items and s (n, K): a last layer."""
+
+    left: Tensor
+    spread: Tensor
+    inverse: Tensor | None = None  # of the left side, where it is at hand
+    squares: Tensor | None = None  # (R_kj − R_pj)² as (p, k·j), for few classes, where it is at hand
+    centered: tuple[Tensor, Tensor] | None = None  # R minus its average over the logits, and its squares, likewise
+
+    @cached_property
+    def _dual(self) -> Tensor:
+        """R^−T."""
+        found = torch.linalg.inv(self.left.double()) if self.inverse is None else self.inverse
+        return found.mT.to(self.left)
+
+    @cached_property
+    def _precision(self) -> tuple[Tensor, Tensor]:
+        """V⁻¹1 and the diagonal of V⁻¹ − V⁻¹1 1ᵀV⁻¹ / 1ᵀV⁻¹1, each (n, K): the average of f is free."""
+        dual, inverse = self._dual.double(), 1 / self.spread.double().square()
+        along = (inverse * dual.sum(0)) @ dual.mT
+        diagonal = inverse @ dual.square().mT - along.square() / along.sum(-1, keepdim=True)
+        return along, diagonal
+
+    @property
+    def conditional(self) -> Tensor:
+        return (1 / self._precision[1]).to(self.spread)
+
+    def root(self, pivot: Tensor) -> Tensor:
+        return (self.left - embedding(pivot, self.left)) * self.spread.unsqueeze(1)
+
+    def apart(self, pivot: Tensor) -> Tensor:
+        if self.squares is not None:
+            each = embedding(pivot, self.squares).view(-1, *self.left.shape)
+            return (each * self.spread.square().unsqueeze(1)).sum(-1)
+        if self.spread.shape[-1] <= SOME:
+            return self.root(pivot).square().sum(-1)
+        own = (self._centered[pivot[:, 0]] * self.spread.square()) @ self._centered.mT  # covariances with the pivot
+        found = self.variance + self.variance.gather(1, pivot) - 2 * own
+        return found.scatter(1, pivot, 0.0).clamp(min=0)
+
+    @cached_property
+    def _centered(self) -> Tensor:
+        """R minus its average over the logits."""
+        return self.left - self.left.mean(0) if self.centered is None else self.centered[0]
+
+    @cached_property
+    def variance(self) -> Tensor:
+        squares = self._centered.square() if self.centered is None else self.centered[1]
+        return self.spread.square() @ squares.mT
+
+    def times(self, v: Tensor) -> Tensor:
+        return ((v @ self._centered) * self.spread.square().unsqueeze(1)) @ self._centered.mT
+
+    def steps(self, z: Tensor) -> Tensor:
+        return (z[:, None] * self.spread) @ self._centered.mT
+
+    def own(self, z: Tensor) -> Tensor:
+        along = self._precision[0].to(self.spread)
+        back = (z[:, None] / self.spread) @ self._dual.mT
+        return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
+
+    def take(self, items: Tensor) -> SharedSpread:
+        part = replace(self, spread=self.spread[items])
+        part.__dict__.update({name: self.__dict__[name] for name in ("_dual", "_centered") if name in self.__dict__})
+        if "variance" in self.__dict__:
+            part.__dict__["variance"] = self.variance[items]
+        return part
+
+    @property
+    def chunk(self) -> int:
+        classes = self.spread.shape[-1]
+        return max(1, ITEMS // (classes * min(classes, SOME)))
+
+
+def spread_of(function: FunctionDistribution) -> Spread | None:
+    """Return the roots of the covariances of all items, (items, C, C); None where there are only draws."""
+    found = function.spread
+    if found is not None:
+        return found
+    shared = function.shared_root
+    if shared is not None:
+        root, spread, *inverse = (part.to(function.mean) for part in shared)
+        return SharedSpread(root, spread.reshape(-1, spread.shape[-1]), next(iter(inverse), None))
+    covariance = function.contrast_covariance
+    return None if covariance is None else DenseSpread(covariance.reshape(-1, *covariance.shape[-2:]))

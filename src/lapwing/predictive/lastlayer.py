@@ -17,9 +17,17 @@ from lapwing.linalg import PSD, DenseRows, Jacobian, MatrixRows, Term
 from lapwing.model import Network
 from lapwing.model.calls import Inputs
 from lapwing.model.features import Features, features_of
-from lapwing.predictive.function import CLOSED_FORM, GaussianFunction, from_root
+from lapwing.predictive.function import (
+    CLOSED_FORM,
+    ITEMS,
+    DenseSpread,
+    GaussianFunction,
+    SharedSpread,
+    Spread,
+    from_root,
+)
 from lapwing.predictive.novelty import information_bound, information_gain
-from lapwing.predictive.softmax import ITEMS, ONE, SOME, DenseSpread, SharedSpread, Spread
+from lapwing.predictive.softmax import ONE, SOME
 
 SHARE = 4
 """The part of the memory budget that the root of a dense covariance may take; those of differences take as much."""

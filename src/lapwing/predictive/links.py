@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,8 @@ from torch.nn.functional import logsigmoid, threshold
 from lapwing.errors import UnsupportedOperation, nearest
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.marginal import Marginal, log_mix, normal_nodes, safe_sqrt
-from lapwing.predictive.function import FunctionDistribution, Known, base_points, seeded
-from lapwing.predictive.softmax import Spread, expected_softmax, spread_of
-
-if TYPE_CHECKING:
-    from lapwing.predictive.prediction import Prediction
+from lapwing.predictive.function import FunctionDistribution, Known, Spread, seeded, spread_of
+from lapwing.predictive.softmax import base_points, expected_softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +86,8 @@ When = Callable[[FunctionDistribution, Likelihood], bool]
 
 L = TypeVar("L", bound=Law)
 LINKS: dict[str, tuple[Law, When]] = {}
-KINDS: dict[str, type[Prediction]] = {}
-"""Kinds of predictions ("classes", "labels" and "numbers"), each entered where it is defined."""
+KINDS: dict[str, Callable[..., Any]] = {}
+"""Kinds of predictions ("classes", "labels" and "numbers"): the classes that enter themselves, as `Prediction` says."""
 
 
 def register_link(name: str, when: When | None = None) -> Callable[[L], L]:
@@ -136,8 +133,8 @@ def predict_targets(
     scalar: bool = False,
     shifted: bool = False,
     generator: torch.Generator | None = None,
-) -> Prediction:
-    """Return the prediction that follows from a distribution of f: of classes, labels or numbers, as p(y | f) is.
+) -> Any:
+    """Return the `Prediction` that follows from a distribution of f: of classes, labels or numbers, as p(y | f) is.
 
     `link="auto"` takes what is exact or nearly so (closed form, quadrature in one dimension), else Monte Carlo in
     output space. `scalar`: the network returned (B,). `shifted`: position t predicts the label at t + 1.

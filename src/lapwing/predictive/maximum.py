@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lapwing.predictive.pairs import Estimate
+from lapwing.predictive.levels import Estimate
 
 STEPS, FINE = 20, 120  # nodes of the integral over t, and those for items with a few very wide logits
 APART = 0.75  # how far apart they may lie, in standard deviations of the narrowest logit with its Gumbel number

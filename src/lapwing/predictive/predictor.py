@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.model.calls import warnings_here
+from lapwing.predictive.decompositions import WrittenOut
 from lapwing.predictive.lastlayer import LastLayer
 from lapwing.predictive.links import predict_targets
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.softmax import prepare
-from lapwing.predictive.writtenout import WrittenOut
 from lapwing.storage import replacing
 
 SUFFIXES = (".pt2", ".onnx")

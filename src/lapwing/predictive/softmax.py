@@ -1,8 +1,9 @@
-"""E[softmax(f)] for Gaussian f: quasi-Monte Carlo over all logits but one, which is integrated in closed form.
+"""E[softmax(f)] for Gaussian f, from pairs of classes wherever these suffice.
 
-Given the other logits, f_k is Gaussian, and its softmax is a sigmoid of f_k minus the log-sum of the others. So each
-point gives every class the expectation of a sigmoid in place of its value. Where logits are wide and independent, a
-point would else give all its weight to one class, and 65 classes would need 100,000 points for what 1,000 do here.
+A pair is a class with the one of the highest mean logit, the pivot. Between two classes the softmax is a sigmoid of one
+Gaussian number, whose expectation has a closed form. Where no third class matters, the pairs are all there is.
+Elsewhere a few points say which part of its pair a class loses to others. What remains is left to the law of the
+maximum (`maximum.py`), where there are many classes, and to many points (`levels.py`).
 """
 
 from __future__ import annotations
@@ -13,32 +14,31 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import embedding
+from torch.nn.functional import linear
+from torch.quasirandom import SobolEngine
 
-from lapwing.predictive.function import SEED, FunctionDistribution, MatrixPowers, base_points
+from lapwing.predictive.levels import (
+    BLOCK,
+    CHEAP,
+    ENOUGH,
+    REPLICATES,
+    Estimate,
+    by_levels,
+    by_traced_levels,
+    points_at_once,
+    traced_levels,
+)
 from lapwing.predictive.maximum import FINE, STEPS, by_maximum, prepare_maximum
-from lapwing.predictive.pairs import TINY, Estimate, FewPairs, Pairs, matched_points, pairs_of_one, prepare_pairs
 
-ENOUGH = 6e-3
-"""Estimated total variation from the exact probabilities at which no more points are taken."""
-
-CHEAP, AMPLE = 1024, 5e-4  # up to so many points of few classes, more are taken until the error is below this
-FEW = 64  # classes up to which points are that cheap; of more classes fewer are
-
-REPLICATES = 4  # independent sequences of points, whose spread tells the error
-FIRST, LEVELS = 64, 9  # points of the first sequences, and how many times there are new ones, of twice as many
-LEAST = 512  # logits of a sequence: points of few classes cost little, so that there are more of them at first
-TRACED = 2048  # points per item, at most, where their number cannot depend on the item
-MOST = 2**23  # logits of an item, over all its points
-BLOCK = 2**19  # logits under way at a time: what fits a cache
-ITEMS = 2**23  # elements of covariances under way at a time
-NODES, SHIFTS = 10, 4  # of the trapezoidal rule for the logit that is integrated, a standard deviation apart
-NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as good as its expectation
+SEED = 2021
+"""The seed of everything that is drawn without a generator."""
 
 CLOSE = 3e-4
 """The largest stated error for which pairs of classes, or a few points, do."""
@@ -48,6 +48,24 @@ PLAIN = 2**12  # logits up to which NumPy is cheaper
 STAGES = ((2, 3.0, CLOSE), (16, 1.5, 2e-3))
 """How many times as many points as the first ones, how many times the error that the difference of two sequences of
 them suggests is stated (two small ones may agree by chance), and up to which error they do."""
+
+_WEIGHTS = (
+    0.00295114457971, 0.0478905920632, 0.18501179795, 0.30729394019,
+    0.279249331366, 0.142827779694, 0.0329222362896, 0.00185317786782,
+)  # fmt: skip
+_SCALES = (
+    0.728235434357, 0.936409308877, 1.19068486289, 1.51415981619,
+    1.93163536704, 2.47289383185, 3.17765866379, 4.13540726651,
+)  # fmt: skip
+"""sigmoid(x) = Σ w Φ(x/s) up to 4e-9 everywhere: such mixtures are due to Monahan and Stefanski (1992)."""
+
+PAIRS = 16  # pairs of points z, −z in each of two sequences, at least
+BELOW = -80.0  # a logit that adds nothing to any sum, and whose exponential does not underflow
+RARE = -7.0  # logit below which a class is rarely chosen, also in the tail of its law
+TINY = float(torch.finfo(torch.float32).tiny)
+WIDEST = 36.0  # variance of a difference of logits beyond which a few points say nothing
+
+Array = NDArray[Any]
 
 
 class Spread(ABC):
@@ -95,163 +113,6 @@ class Spread(ABC):
     @abstractmethod
     def chunk(self) -> int:
         """How many items to work on at a time."""
-
-
-@dataclass(frozen=True, eq=False)
-class DenseSpread(Spread):
-    """The spread of logits whose covariance (n, K, K), that of f minus its average over the K logits, is given."""
-
-    covariance: Tensor
-
-    @cached_property
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """C^½, c · C^−½ and c = 1 / diag(C⁻¹), where the average of f, which C lacks, is free."""
-        wide, k = self.covariance.double(), self.covariance.shape[-1]
-        top = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
-        top = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
-        rounding = k * torch.finfo(self.covariance.dtype).eps
-        root, back, inverse = MatrixPowers.apply(wide + top / k, rounding, 3)  # top on the average, taken away again
-        conditional = 1 / (inverse.diagonal(dim1=-2, dim2=-1) - 1 / (k * top[..., 0]))
-        back = conditional[..., None] * (back - top.rsqrt() / k)
-        like = self.covariance.dtype
-        return (root - top.sqrt() / k).to(like), back.to(like), conditional.to(like)
-
-    @property
-    def conditional(self) -> Tensor:
-        return self._parts[2]
-
-    def root(self, pivot: Tensor) -> Tensor:
-        """A Cholesky factor, cheaper than the symmetric root; the average, which C lacks, gets a variance too."""
-        wide, k = self.covariance.double(), self.covariance.shape[-1]
-        top = wide.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
-        level = top.clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
-        ridge = k * torch.finfo(self.covariance.dtype).eps * level
-        eye = torch.eye(k, dtype=wide.dtype, device=wide.device)
-        found, failed = torch.linalg.cholesky_ex(wide + level / k + ridge * eye)
-        found = torch.where((failed > 0)[:, None, None], torch.inf, found)  # takes the other way then
-        return (found - found.gather(1, pivot.unsqueeze(-1).expand(-1, 1, k))).to(self.covariance)
-
-    def apart(self, pivot: Tensor) -> Tensor:
-        own = self.covariance.diagonal(dim1=-2, dim2=-1)
-        row = self.covariance.gather(1, pivot[:, :, None].expand(-1, 1, own.shape[-1]))[:, 0]
-        return (own + own.gather(1, pivot) - 2 * row).clamp(min=0)
-
-    def steps(self, z: Tensor) -> Tensor:
-        return _product(z, self._parts[0])
-
-    def own(self, z: Tensor) -> Tensor:
-        return _product(z, self._parts[1])
-
-    @property
-    def variance(self) -> Tensor:
-        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0)
-
-    def times(self, v: Tensor) -> Tensor:
-        return v @ self.covariance
-
-    def take(self, items: Tensor) -> DenseSpread:
-        part = DenseSpread(self.covariance[items])
-        if "_parts" in self.__dict__:
-            part.__dict__["_parts"] = tuple(each[items] for each in self._parts)
-        return part
-
-    @property
-    def chunk(self) -> int:
-        return max(1, ITEMS // self.covariance[0].numel())
-
-
-def _product(z: Tensor, matrices: Tensor) -> Tensor:
-    """Return A_n z_s for points (S, K) and matrices (n, K, K), (S, n, K)."""
-    n, k, _ = matrices.shape
-    return (z @ matrices.reshape(n * k, k).mT).reshape(z.shape[0], n, k)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedSpread(Spread):
-    """The spread of logits with covariances R diag(s²) Rᵀ, one R (K, K) for all items and s (n, K): a last layer."""
-
-    left: Tensor
-    spread: Tensor
-    inverse: Tensor | None = None  # of the left side, where it is at hand
-    squares: Tensor | None = None  # (R_kj − R_pj)² as (p, k·j), for few classes, where it is at hand
-    centered: tuple[Tensor, Tensor] | None = None  # R minus its average over the logits, and its squares, likewise
-
-    @cached_property
-    def _dual(self) -> Tensor:
-        """R^−T."""
-        found = torch.linalg.inv(self.left.double()) if self.inverse is None else self.inverse
-        return found.mT.to(self.left)
-
-    @cached_property
-    def _precision(self) -> tuple[Tensor, Tensor]:
-        """V⁻¹1 and the diagonal of V⁻¹ − V⁻¹1 1ᵀV⁻¹ / 1ᵀV⁻¹1, each (n, K): the average of f is free."""
-        dual, inverse = self._dual.double(), 1 / self.spread.double().square()
-        along = (inverse * dual.sum(0)) @ dual.mT
-        diagonal = inverse @ dual.square().mT - along.square() / along.sum(-1, keepdim=True)
-        return along, diagonal
-
-    @property
-    def conditional(self) -> Tensor:
-        return (1 / self._precision[1]).to(self.spread)
-
-    def root(self, pivot: Tensor) -> Tensor:
-        return (self.left - embedding(pivot, self.left)) * self.spread.unsqueeze(1)
-
-    def apart(self, pivot: Tensor) -> Tensor:
-        if self.squares is not None:
-            each = embedding(pivot, self.squares).view(-1, *self.left.shape)
-            return (each * self.spread.square().unsqueeze(1)).sum(-1)
-        if self.spread.shape[-1] <= SOME:
-            return self.root(pivot).square().sum(-1)
-        own = (self._centered[pivot[:, 0]] * self.spread.square()) @ self._centered.mT  # covariances with the pivot
-        found = self.variance + self.variance.gather(1, pivot) - 2 * own
-        return found.scatter(1, pivot, 0.0).clamp(min=0)
-
-    @cached_property
-    def _centered(self) -> Tensor:
-        """R minus its average over the logits."""
-        return self.left - self.left.mean(0) if self.centered is None else self.centered[0]
-
-    @cached_property
-    def variance(self) -> Tensor:
-        squares = self._centered.square() if self.centered is None else self.centered[1]
-        return self.spread.square() @ squares.mT
-
-    def times(self, v: Tensor) -> Tensor:
-        return ((v @ self._centered) * self.spread.square().unsqueeze(1)) @ self._centered.mT
-
-    def steps(self, z: Tensor) -> Tensor:
-        return (z[:, None] * self.spread) @ self._centered.mT
-
-    def own(self, z: Tensor) -> Tensor:
-        along = self._precision[0].to(self.spread)
-        back = (z[:, None] / self.spread) @ self._dual.mT
-        return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
-
-    def take(self, items: Tensor) -> SharedSpread:
-        part = replace(self, spread=self.spread[items])
-        part.__dict__.update({name: self.__dict__[name] for name in ("_dual", "_centered") if name in self.__dict__})
-        if "variance" in self.__dict__:
-            part.__dict__["variance"] = self.variance[items]
-        return part
-
-    @property
-    def chunk(self) -> int:
-        classes = self.spread.shape[-1]
-        return max(1, ITEMS // (classes * min(classes, SOME)))
-
-
-def spread_of(function: FunctionDistribution) -> Spread | None:
-    """Return the roots of the covariances of all items, (items, C, C); None where there are only draws."""
-    found: Spread | None = function.spread
-    if found is not None:
-        return found
-    shared = function.shared_root
-    if shared is not None:
-        root, spread, *inverse = (part.to(function.mean) for part in shared)
-        return SharedSpread(root, spread.reshape(-1, spread.shape[-1]), next(iter(inverse), None))
-    covariance = function.contrast_covariance
-    return None if covariance is None else DenseSpread(covariance.reshape(-1, *covariance.shape[-2:]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,47 +299,11 @@ class _Chunk:
         return points.to(self.mean.device)
 
     def _by_levels(self, samples: int | None) -> Softmax:
-        """Take new levels of points for the items whose error is too large still."""
-        levels = enumerate(_levels(samples, self.mean.shape[-1]))
-        _, (size, sequences) = next(levels)
-        probs, entropy, error = self._level(0, size, sequences)
-        done = size * sequences
-        open_ = self._open(error, done).nonzero()[:, 0]
-        for level, (size, sequences) in levels:
-            if not len(open_):
-                break
-            p, h, e = self._take(open_)._level(level, size, sequences)
-            now = size * sequences
-            new = now / (done + now)  # earlier points count as well
-            probs[open_] = torch.lerp(probs[open_], p, new)
-            entropy[open_] = torch.lerp(entropy[open_], h, new)
-            error[open_] = e * math.sqrt(new)
-            done += now
-            open_ = open_[self._open(error[open_], done)]
-        return Softmax(probs, entropy, error, self._logs)
+        return Softmax(*by_levels(self.mean, self.spread, self._sequences, samples), self._logs)
 
     def traced(self, samples: int | None) -> Softmax:
-        """Do the same without branches, for export.
-
-        All items take the points of every level up to `TRACED` of them, and each keeps the average of those that `run`
-        would take.
-        """
-        probs, entropy = torch.zeros_like(self.mean), torch.zeros_like(self.mean[:, 0])
-        error, done = torch.full_like(entropy, torch.inf), 0
-        wide = (self.spread.conditional.amax(-1) > NARROW)[:, None]
-        for level, (size, sequences) in enumerate(_traced_levels(samples, self.mean.shape[-1])):
-            now = size * sequences
-            points = self._sequences(level, size, sequences)
-            integrated, h = _average(self.mean, self.spread, points, True, whole=True)
-            plain, _ = _average(self.mean, self.spread, points, False, whole=True)
-            found = torch.where(wide, integrated, plain)
-            found = found / found.sum(-1, keepdim=True)
-            new = now / (done + now)
-            still = self._open(error, done)
-            probs = torch.where(still[:, None], torch.lerp(probs, found.mean(0), new), probs)
-            entropy = torch.where(still, torch.lerp(entropy, h, new), entropy)
-            error = torch.where(still, _error_of(found) * math.sqrt(new), error)
-            done += now
+        """Do the same without branches, for export: every way is taken, and each item keeps what `run` would."""
+        probs, entropy, error = by_traced_levels(self.mean, self.spread, self._sequences, samples)
         pairs = Pairs.of(self.mean, self.spread.apart)
         stages = reversed(range(len(STAGES))) if self._few_do else ()
         ways = [(*self._some_points(pairs, stage), STAGES[stage][2]) for stage in stages]
@@ -494,31 +319,11 @@ class _Chunk:
         whole = len(items) == len(self.mean)
         return self if whole else replace(self, mean=self.mean[items], spread=self.spread.take(items))
 
-    def _open(self, error: Tensor, done: int) -> Tensor:
-        """Tell which items need more points after so many."""
-        few = done * max(self.mean.shape[-1], FEW) < CHEAP * FEW
-        return error.detach() > (AMPLE if few else ENOUGH)
-
     def _sequences(self, level: int, size: int, sequences: int) -> Tensor:
         """Return the points (sequences, size, K) of a level."""
         mean = self.mean
         seeds = range(self.seed + 97 * level, self.seed + 97 * level + sequences)
         return torch.stack([_points(size, mean.shape[-1], seed, mean.dtype) for seed in seeds]).to(mean.device)
-
-    def _level(self, level: int, size: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return probabilities, expected entropy and error from so many sequences of points."""
-        mean, spread, points = self.mean, self.spread, self._sequences(level, size, sequences)
-        wide = spread.conditional.amax(-1) > NARROW
-        count = int(wide.sum())
-        if count in (0, len(mean)):
-            probs, entropy = _average(mean, spread, points, integrated=count > 0)
-        else:
-            probs, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(len(mean))
-            for which, integrated in ((wide, True), (~wide, False)):
-                some = which.nonzero()[:, 0]
-                probs[:, some], entropy[some] = _average(mean[some], spread.take(some), points, integrated)
-        probs = probs / probs.sum(-1, keepdim=True)
-        return probs.mean(0), entropy, _error_of(probs)
 
     def _logs(self, probs: Tensor) -> Tensor:
         """Return log p, from sums of logarithms where p is so small that sums of exponentials underflow."""
@@ -527,7 +332,7 @@ class _Chunk:
         if len(small):
             points = _points(CHEAP // REPLICATES, probs.shape[-1], self.seed, probs.dtype).to(probs.device)
             spread, mean = self.spread.take(small), self.mean[small]
-            each = [(mean + spread.steps(z)).log_softmax(-1).logsumexp(0) for z in points.split(_rows(mean))]
+            each = [(mean + spread.steps(z)).log_softmax(-1).logsumexp(0) for z in points.split(points_at_once(mean))]
             far = torch.stack(each).logsumexp(0) - math.log(len(points))
             logs[small] = torch.where(probs[small] < math.sqrt(torch.finfo(probs.dtype).tiny), far, logs[small])
         return logs
@@ -541,91 +346,297 @@ def _is_plain(t: Tensor) -> bool:
     return plain and not followed
 
 
-def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
-    """Make the points that a traced form will hold: tracing itself can make none."""
-    prepare_pairs(classes, [size for size, *_ in STAGES] if classes < SOME else (), SEED, dtype)
-    if classes >= SOME:
-        prepare_maximum(classes)
-    for level, (size, sequences) in enumerate(_traced_levels(samples, classes)):
-        for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
-            kept_points(size, classes, seed, dtype)
+def narrowness(variance: Tensor) -> Tensor:
+    """Return 1/√(2(s² + variance)) for each term of the mixture, (..., 8)."""
+    return torch.add(_mixture(variance.dtype, variance.device)[0], variance.unsqueeze(-1), alpha=2).rsqrt()
 
 
-def _error_of(probs: Tensor) -> Tensor:
-    """Estimate the total variation of the average of several sequences (r, n, K) from the exact value, (n,)."""
-    sequences = probs.shape[0]
-    deviation = probs.detach().std(0) if sequences > 1 else torch.full_like(probs[0], torch.inf)
-    return deviation.sum(-1) * math.sqrt(2 / math.pi / sequences) / 2
+def expected_sigmoid(mean: Tensor, variance: Tensor, narrow: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E[sigmoid(x)] for x ~ N(mean, variance) as c and a, with c · exp(a) its value; `narrow` is `narrowness`.
 
-
-def _traced_levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
-    """Return the levels of which all items take the points where no choice may depend on them."""
-    levels: list[tuple[int, int]] = []
-    total = 0
-    for size, sequences in _levels(samples, classes):
-        total += size * sequences
-        if levels and total > TRACED:
-            break
-        levels.append((size, sequences))
-    return levels
-
-
-def _levels(samples: int | None, classes: int) -> list[tuple[int, int]]:
-    """Return the points per sequence and the number of sequences of each level."""
-    if samples is not None:
-        sequences = min(REPLICATES, samples)
-        return [(SHIFTS * -(-samples // (sequences * SHIFTS)), sequences)]
-    sizes = [FIRST * 2**level for level in range(LEVELS) if FIRST * 2**level * classes >= LEAST]
-    return [(size, REPLICATES) for size in sizes if REPLICATES * size <= CHEAP or REPLICATES * size * classes <= MOST]
-
-
-def _rows(mean: Tensor) -> int:
-    return max(1, BLOCK // max(1, mean.numel()))
-
-
-def _average(
-    mean: Tensor, spread: Spread, points: Tensor, integrated: bool, whole: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Average the softmax over each sequence of points (r, S, K), giving (r, n, K), and its entropy over all, (n,).
-
-    `integrated`: each probability is integrated over its own logit instead of taken at the point. `whole`: all points
-    are taken at once.
+    From sigmoid(x) = Σ w Φ(x/s) follows E[sigmoid(x)] = Σ w Φ(mean/u) with u² = s² + variance. Very small expectations
+    keep their relative accuracy, and their logarithms, by E[sigmoid(x)] = exp(mean + variance/2) E[sigmoid(−x −
+    variance)].
     """
-    sequences, size, _ = points.shape
-    total, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(mean.shape[0])
-    for part in points.split(size if whole else SHIFTS * max(1, _rows(mean) // (sequences * SHIFTS)), 1):
-        z = part.flatten(0, 1)
-        f = mean + spread.steps(z)
-        highest, first = f.max(-1, keepdim=True)
-        f = f - highest
+    squares, weights, _ = _mixture(mean.dtype, mean.device)
+    half = torch.add(mean, variance, alpha=0.5)
+    at = torch.maximum(mean, torch.sub(mean, half, alpha=2))  # −mean − variance where half < 0
+    core = (at.unsqueeze(-1) * narrow).erf() @ weights + 0.5
+    if mean.dtype == torch.float64:  # exact without variance, where the 4e-9 of the mixture can be seen
+        core = core + at.sigmoid() - (at.unsqueeze(-1) * squares.rsqrt()).erf() @ weights - 0.5
+    return core.clamp(min=torch.finfo(core.dtype).tiny), half.clamp(max=0)  # rounding may leave less than nothing
+
+
+def expected_entropy(mean: Tensor, narrow: Tensor) -> Tensor:
+    """Return E[h(x)] for the entropy h(x) of a choice with probability sigmoid(x), x ~ N(mean, variance).
+
+    h has the derivative −x · sigmoid′(x), so that h(x) = Σ w s² φ(x/s)/s for the same mixture.
+    """
+    squares, _, heights = _mixture(mean.dtype, mean.device)
+    found = ((mean.unsqueeze(-1) * narrow).square().neg().exp() * narrow) @ heights
+    if mean.dtype == torch.float64:  # as for the expected sigmoid
+        known = ((mean.unsqueeze(-1) * squares.rsqrt()).square().neg().exp() * squares.rsqrt()) @ heights
+        below = -mean.abs()  # h is even, and its terms do not overflow here
+        found = found + below.exp().log1p() - below * below.sigmoid() - known
+    return found
+
+
+@lru_cache(maxsize=16)
+def _mixture(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 2s², w/2 and w s²/√π, as the error function takes them."""
+    weights, scales = (torch.tensor(each, dtype=torch.float64) for each in (_WEIGHTS, _SCALES))
+    weights = weights / weights.sum()
+    found = 2 * scales.square(), weights / 2, weights * scales.square() / math.sqrt(math.pi)
+    squares, halves, heights = (each.to(device, dtype) for each in found)
+    return squares, halves, heights
+
+
+@lru_cache(maxsize=1)
+def _terms() -> tuple[tuple[float, ...], ...]:
+    """Return the same numbers term by term."""
+    return tuple(zip(*(each.tolist() for each in _mixture(torch.float64, torch.device("cpu")))))
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Logits (n, K) by their pairs with the pivot (n, 1): the sigmoid s_k of each, in expectation.
+
+    `center` and `apart` are mean and variance of f_k − f_pivot, and E[s_k] is `core` · exp(`tail`), each (n, K). The
+    pivot itself is so far below in `center` that it adds nothing to any sum: its E[s_k] is 0.
+    """
+
+    pivot: Tensor
+    center: Tensor
+    apart: Tensor
+    narrow: Tensor
+    core: Tensor
+    tail: Tensor
+
+    @classmethod
+    def of(cls, mean: Tensor, apart: Callable[[Tensor], Tensor]) -> Pairs:
+        """Return the pairs of logits with this mean, and Var(f_k − f_pivot) for any pivot."""
+        highest, pivot = mean.max(-1, keepdim=True)
+        center, variance = (mean - highest).scatter(1, pivot, BELOW), apart(pivot)
+        narrow = narrowness(variance)
+        return cls(pivot, center, variance, narrow, *expected_sigmoid(center, variance, narrow))
+
+    @cached_property
+    def own(self) -> Tensor:
+        """E[s_k]; 0 for the pivot."""
+        return self.core * self.tail.exp()
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """The sum of the expected entropies of the pairs, (n,)."""
+        return expected_entropy(self.center, self.narrow).sum(-1)
+
+    def log_prob(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log p of one class (n, 1) per item as `alone` has it, and the bound on its error, (n,)."""
+        e = self.center.exp()
+        share = (e + 1) / (e.sum(-1, keepdim=True) + 1)
+        rest = (self.own * share).sum(-1, keepdim=True)
+        others = (self.core.log() + self.tail + share.log()).gather(1, y)
+        value = torch.where(y == self.pivot, (-rest).log1p(), others).squeeze(-1)
+        return value, torch.minimum(self.least(), self.bound())
+
+    def alone(self) -> tuple[Tensor, Tensor]:
+        """Return probabilities and entropy with what third classes take from each pair as it is at the mean.
+
+        They are exact without variance. Class k loses s_k Σ_j p_j to the others j, where p_j ≤ s_j; `least` and `bound`
+        say how much that can be.
+        """
+        e = self.center.exp()
+        grown, rest = e + 1, e.sum(-1, keepdim=True)
+        total, size = rest + 1, e * self.center
+        probs = _with_pivot(self.own * (grown / total), self.pivot)
+        pairs = torch.addcdiv(grown.log(), size, grown, value=-1).sum(-1)  # their entropies at the mean
+        whole = torch.addcdiv(rest.log1p(), size.sum(-1, keepdim=True), total, value=-1).squeeze(-1)
+        return probs, whole + (self.entropy - pairs)
+
+    def least(self) -> Tensor:
+        """Return a bound on the error of `alone`: twice the sum of all E[s_j] but the largest, (n,).
+
+        What class k loses to others, summed over k, is at most that, and so is its value at the mean, since s_j there
+        is at most E[s_j].
+        """
+        own = self.own.detach()
+        return 2 * (own.sum(-1) - own.amax(-1))
+
+    def bound(self) -> Tensor:
+        """Return another bound on the error of `alone`, (n,), which is the smaller one where variances are small.
+
+        It is Σ_{j≠k} E[s_j s_k]. Since s ≤ 1 and s ≤ exp(f − f_pivot), E[s_j s_k] ≤ b_j b_k with the smaller of 1 and
+        exp(center + apart) as b.
+        """
+        b = (self.center + self.apart).detach().clamp(max=0).exp()
+        return b.sum(-1).square() - b.square().sum(-1)
+
+    def with_points(self, root: Tensor, points: Tensor, caution: float, items: Tensor | None = None) -> Estimate:
+        """Return the estimate with what third classes take from each pair averaged over two sequences of points.
+
+        `items` are the numbers of those n items that are wanted, all without it. `root` V (n, K, k) is one of the
+        covariances of f − f_pivot; `points` are (2P, k), one sequence after the other.
+        Each probability is E[s_k] times the ratio of the averages of p_k and s_k, and the entropies of the pairs are
+        replaced by their expectations where there are few rivals to the pivot. The error is `caution` times what the
+        difference of the sequences suggests, and infinite where variances are beyond `WIDEST`.
+        """
+        every = self.pivot, self.center, self.apart.amax(-1), self.own, self.entropy
+        pivot, center, widest, own, entropy = every if items is None else (each[items] for each in every)
+        f = linear(root, points) + center.unsqueeze(-1)  # (n, K, 2P)
         e = f.exp()
-        own = e.scatter(-1, first, 0.0).sum(-1, keepdim=True)  # the others of the highest, which would cancel
-        p = e / (own + 1)
-        entropy = entropy + ((own + 1).log()[..., 0] - (p * f).sum(-1)).sum(0)
-        if not integrated:
-            total = total + p.unflatten(0, part.shape[:2]).sum(1)
-            continue
-        others = f.scatter(-1, first, -torch.inf).logsumexp(-1, keepdim=True)  # `own` underflows where logits are wide
-        rest = (own + 1 - e).clamp(min=torch.finfo(f.dtype).tiny).log().scatter(-1, first, others)
-        odds = (f - rest - spread.own(z)).unflatten(0, (sequences, -1, SHIFTS))
-        total = total + _expected_sigmoid(odds, spread.conditional)
-    return total / size, entropy / (sequences * size)
+        grown, rest = e + 1, e.sum(1, keepdim=True)
+        p, s = e / (rest + 1), e / grown
+        averages = _averages(len(points), f.dtype, f.device)  # of either sequence, and of both
+        share = (p @ averages) / (s @ averages).clamp(min=torch.finfo(f.dtype).tiny)  # (n, K, 3): left of each pair
+        one, other, both = (own.unsqueeze(-1) * share).unbind(-1)
+        probs = _with_pivot(both, pivot)
+        few = torch.rsub(own.sum(-1), 2, alpha=2).clamp(0, 1)  # with many rivals, pairs say little
+        pairs = torch.addcmul(grown.log(), s, f, value=-1).sum((1, 2)) / len(points)  # their entropy at the points
+        whole = (rest.log1p().sum((1, 2)) - (p * f).sum((1, 2))) / len(points)
+        with torch.no_grad():
+            apart = one - other
+            error = caution / 4 * (apart.abs().sum(-1) + apart.sum(-1).abs())
+            fine = (widest <= WIDEST) & (probs.amin(-1) >= 0)
+            error = torch.where(fine, error, torch.inf)
+        return probs, whole + few * (entropy - pairs), error
 
 
-def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
-    """Return Σ_s E[sigmoid(x_s + √v t)], t ~ N(0, 1), for x (r, S, SHIFTS, n, K) and v (n, K), as (r, n, K).
+def apart_from(covariance: Tensor, pivot: Tensor) -> Tensor:
+    """Return Var(f_k − f_p) for covariances (n, K, K) and one class p per item (n, 1), (n, K)."""
+    own = covariance.diagonal(dim1=-2, dim2=-1)
+    row = covariance.gather(1, pivot[:, :, None].expand(-1, 1, own.shape[-1]))[:, 0]
+    return (own + own.gather(1, pivot) - 2 * row).clamp(min=0)
 
-    This uses the trapezoidal rule. The points of every group of `SHIFTS` have their own nodes, between those of the
-    others, so that together they are as good as a finer rule.
+
+def pairs_of_one(mean: list[float], pivot: int, apart: list[float]) -> tuple[list[float], float, float]:
+    """Return what `Pairs.alone` does, and the bound on its error, for one item in plain numbers.
+
+    One call of PyTorch costs as much as a dozen terms of these sums, and a request of one item needs sixty calls.
     """
-    shifts = torch.arange(SHIFTS, dtype=torch.float64)[:, None] / SHIFTS
-    nodes = torch.arange(NODES, dtype=torch.float64) - NODES / 2 + shifts  # (SHIFTS, NODES)
-    weights = (-nodes.square() / 2).softmax(-1).to(x)
-    total, scale = x.new_zeros(x.shape[0], *variance.shape), variance.sqrt()
-    for node, weight in zip(nodes.to(x).T, weights.T, strict=True):
-        each = (x + node[:, None, None] * scale).sigmoid_().sum(1)
-        total = total + torch.einsum("h,rhnk->rnk", weight, each)
-    return total
+    center = [m - mean[pivot] for m in mean]
+    grown = [1 + math.exp(d) for d in center]
+    total = sum(grown) - len(grown)
+    own, entropy, first, second = [0.0] * len(mean), math.log(total), 0.0, 0.0
+    for k, (d, v, g) in enumerate(zip(center, apart, grown)):
+        if k == pivot:
+            continue
+        b = math.exp(min(d + v, 0.0))
+        first, second = first + b, second + b * b
+        if d + 2 * v < RARE:  # two terms of the series in exp(x) do, whose expectations are simple
+            one, two = math.exp(d + v / 2), math.exp(2 * (d + v))
+            own[k], h = one - two, one * (1 - d - v) - two * (0.5 - d - 2 * v)
+        else:
+            at, s, h = max(d, -d - v), 0.5, 0.0
+            for square, weight, height in _terms():
+                narrow = 1 / math.sqrt(square + 2 * v)
+                s += weight * math.erf(at * narrow)
+                h += height * narrow * math.exp(-((d * narrow) ** 2))
+            own[k] = max(s, 0.0) * math.exp(min(d + v / 2, 0.0))
+        entropy += h - math.log(g) + d * (g - 1) * (1 / g - 1 / total)
+    probs = [s * g / total for s, g in zip(own, grown)]
+    probs[pivot] = 1 - sum(probs)
+    return probs, entropy, min(2 * (sum(own) - max(own)), first**2 - second)
+
+
+@dataclass(frozen=True, eq=False)
+class FewPairs:
+    """`Pairs` of a few items in NumPy, whose calls cost a third of those of PyTorch; it answers as they do.
+
+    `alone` is what `Pairs.alone` returns with the smaller bound on its error, and `entropy` is that of the pairs.
+    """
+
+    pivot: Array
+    center: Array
+    apart: Array
+    own: Array
+    entropy: Array
+    alone: tuple[Array, Array, Array]
+
+    @classmethod
+    def of(cls, mean: Array, pivot: Array, apart: Array) -> FewPairs:
+        """Return the pairs of logits with this mean and Var(f_k − f_pivot), all (n, K), for pivots (n,)."""
+        at = np.arange(len(mean)), pivot
+        center = mean - mean[at][:, None]
+        center[at] = BELOW
+        e, least = np.exp(center), np.exp(np.minimum(center + apart, 0))
+        own, entropies = _expected(center, apart)
+        grown, rest, size = e + 1, e.sum(-1), e * center
+        probs = own * (grown / (rest[:, None] + 1))
+        _give_pivot(probs, at)
+        entropy = entropies.sum(-1)
+        whole = np.log1p(rest) - size.sum(-1) / (rest + 1) + (entropy - (np.log(grown) - size / grown).sum(-1))
+        first = 2 * (own.sum(-1) - own.max(-1))
+        error = np.minimum(first, np.square(least.sum(-1)) - np.square(least).sum(-1))
+        return cls(pivot, center, apart, own, entropy, (probs, whole, error))
+
+    def with_points(self, items: Array, root: Array, points: Array, caution: float) -> tuple[Array, Array, Array]:
+        """Return what `Pairs.with_points` does for these items."""
+        center, own, (n, classes, _) = self.center[items], self.own[items], root.shape
+        f = (root.reshape(n * classes, -1) @ points.T).reshape(n, classes, -1) + center[:, :, None]
+        e = np.exp(f)
+        grown, rest = e + 1, e.sum(1)
+        p, s = e / (rest[:, None] + 1), e / grown
+        averages = _averages(len(points), torch.float32, torch.device("cpu")).numpy()
+        share = (p @ averages) / np.maximum(s @ averages, TINY)  # (n, K, 3)
+        one, other, probs = (own[:, :, None] * share).transpose(2, 0, 1)
+        apart = one - other
+        error = caution / 4 * (np.abs(apart).sum(-1) + np.abs(apart.sum(-1)))
+        _give_pivot(probs, (np.arange(n), self.pivot[items]))
+        few = np.minimum(np.maximum(2 - 2 * own.sum(-1), 0), 1)
+        pairs = (np.log(grown) - s * f).sum((1, 2)) / len(points)
+        whole = (np.log1p(rest).sum(1) - (p * f).sum((1, 2))) / len(points)
+        fine = (self.apart[items].max(-1) <= WIDEST) & (probs.min(-1) >= 0)
+        return probs, whole + few * (self.entropy[items] - pairs), np.where(fine, error, np.inf)
+
+
+def _expected(center: Array, apart: Array) -> tuple[Array, Array]:
+    """Return E[s] and the expected entropy of a pair, as `expected_sigmoid` and `expected_entropy` have them.
+
+    Of rare classes, two terms of the series in exp(x) do, whose expectations are simple.
+    """
+    one, two = np.exp(center + apart / 2), np.exp(2 * (center + apart))
+    own, entropy = one - two, one * (1 - center - apart) - two * (0.5 - center - 2 * apart)
+    some = np.flatnonzero(center + 2 * apart >= RARE)
+    if len(some):
+        squares, weights, heights = (each.numpy() for each in _mixture(torch.float32, torch.device("cpu")))
+        mean, variance = center.take(some), apart.take(some)
+        narrow = 1 / np.sqrt(squares + 2 * variance[:, None])
+        at = np.maximum(mean, -mean - variance)[:, None] * narrow
+        core = torch.from_numpy(at).erf_().numpy() @ weights + np.float32(0.5)
+        own.put(some, np.maximum(core, TINY) * np.exp(np.minimum(mean + variance / 2, 0)))
+        entropy.put(some, (np.exp(-np.square(mean[:, None] * narrow)) * narrow) @ heights)
+    return own, entropy
+
+
+def _give_pivot(probs: Array, at: tuple[Array, Array]) -> None:
+    """Give the pivot of each item what its other probabilities leave of 1, in place."""
+    probs[at] = 0
+    probs[at] = 1 - probs.sum(-1)
+
+
+def _with_pivot(probs: Tensor, pivot: Tensor) -> Tensor:
+    """Give the pivot what the other probabilities (n, K) leave of 1."""
+    return probs.scatter(1, pivot, 1 - probs.sum(1, keepdim=True))
+
+
+@lru_cache(maxsize=64)
+def _averages(points: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the matrix (points, 3) that averages the first half, the second half and all."""
+    first = (torch.arange(points) < points // 2).double()
+    return (torch.stack([2 * first, 2 - 2 * first, torch.ones(points).double()], 1) / points).to(device, dtype)
+
+
+def base_points(n: int, dim: int, like: Tensor, seed: int = SEED) -> Tensor:
+    """Return fixed points (n, dim) that stand for N(0, I): a scrambled Sobol sequence through the normal quantile.
+
+    For softmax probabilities from 1,024 points the error is about 1/20 of that of independent draws at 3 classes, 1/5
+    at 10 and 1/2 at 100 (antithetic draws reach 1/2).
+    """
+    if dim > SobolEngine.MAXDIM:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(n, dim, generator=generator, dtype=torch.float64).to(like)
+    uniform = SobolEngine(dim, scramble=True, seed=seed).draw(n, dtype=torch.float64)
+    return torch.special.ndtri(uniform.clamp(2**-53, 1 - 2**-53)).to(like)
 
 
 @lru_cache(maxsize=64)
@@ -637,3 +648,38 @@ def kept_points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
 def _points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
     small = n * dim <= 2**18 or torch.compiler.is_compiling()
     return kept_points(n, dim, seed, dtype) if small else base_points(n, dim, torch.empty(0, dtype=dtype), seed)
+
+
+@lru_cache(maxsize=64)
+def matched_points(dim: int, times: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Return two sequences of points and their mirror images, each with covariance I exactly, one after the other.
+
+    These are `times` · `PAIRS` points each, more for fewer than seven dimensions, where they cost little, and more than
+    there are dimensions: (4 · pairs, dim).
+    """
+    found, pairs = [], PAIRS * (4 if dim <= 3 else 2 if dim <= 6 else 1)
+    while pairs <= dim:
+        pairs *= 2
+    pairs *= times
+    for own in (seed, seed + 1):
+        z = base_points(pairs, dim, torch.empty(0, dtype=torch.float64), own)
+        z = torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / pairs), z.mT, upper=False).mT
+        found += [z, -z]
+    return torch.cat(found).to(dtype)
+
+
+def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
+    """Make the points that a traced form will hold: tracing itself can make none."""
+    prepare_pairs(classes, [size for size, *_ in STAGES] if classes < SOME else (), SEED, dtype)
+    if classes >= SOME:
+        prepare_maximum(classes)
+    for level, (size, sequences) in enumerate(traced_levels(samples, classes)):
+        for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
+            kept_points(size, classes, seed, dtype)
+
+
+def prepare_pairs(classes: int, times: Sequence[int], seed: int, dtype: torch.dtype) -> None:
+    """Make the tensors that a traced form will hold, with these sets of points: tracing itself can make none."""
+    _mixture(dtype, torch.device("cpu"))
+    for stage, each in enumerate(times):
+        _averages(len(matched_points(classes, each, seed + 2 * stage, dtype)), dtype, torch.device("cpu"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing.predictive.softmax import LEVELS
+from lapwing.predictive.levels import LEVELS
 from tests.devices.elsewhere import counting, device
 
 HERE = device()

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lapwing.predictive.function import MatrixPowers
-from lapwing.predictive.writtenout import WrittenOut, is_written_out, powers
+from lapwing.predictive.decompositions import MatrixPowers, WrittenOut, is_written_out, powers
 
 
 def matrices(k: int, condition: float = 1e3, batch: tuple[int, ...] = (4,)) -> torch.Tensor:

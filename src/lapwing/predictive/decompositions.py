@@ -1,4 +1,7 @@
-"""What ONNX or its runtime lacks, in operations that they have: decompositions of small matrices, erf of doubles."""
+"""Decompositions of small covariances: roots that autograd can follow, and those written out that ONNX lacks.
+
+What ONNX or its runtime lacks is made of operations that they have; so is the error function of doubles.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 STEPS = 30
 """Steps of Newton and Schulz: an eigenvalue of 1e-8 of the trace takes 23 to come near 1, and 5 to reach it."""
+
+ZERO = 1e6  # inverse variance of what stands for zero, in units of the largest that may
 
 _HERE = threading.local()
 
@@ -110,3 +115,45 @@ def _cholesky_ex(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _slogdet(matrix: Tensor) -> Logdet:
     found = pivots(matrix)[1]
     return Logdet(torch.ones_like(found[..., 0]), found.log().sum(-1))
+
+
+class MatrixPowers(torch.autograd.Function):
+    """The first `count` of A^½, A^−½, A⁻¹ for symmetric A (..., C, C), which may be singular.
+
+    Eigenvalues up to `rounding` of the largest stand for zero, where A⁻¹ is very large. Unlike a Cholesky factor the
+    root exists for singular A, and unlike eigenvectors the powers are continuous in A, so that rounding in A only
+    rounds the result. Backward by divided differences (Daleckiĭ and Kreĭn), which are zero on the null space, where
+    the root has no derivative.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, rounding: float, count: int) -> tuple[Tensor, ...]:
+        if is_written_out():
+            return powers((matrix + matrix.mT) / 2)[:count]
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        floor = rounding * values[..., -1:]
+        inside = values > floor
+        roots = torch.where(inside, values, 0.0).sqrt()
+        backs = torch.where(inside, values.clamp(min=torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
+        ctx.save_for_backward(roots, backs, vectors)
+        ctx.set_materialize_grads(True)
+        each = roots, backs, torch.where(inside, 1 / values.masked_fill(~inside, 1.0), ZERO / floor)
+        return tuple((vectors * power[..., None, :]) @ vectors.mT for power in each[:count])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        roots, backs, vectors = ctx.saved_tensors
+        total = roots[..., :, None] + roots[..., None, :]
+        slope = torch.where(total > 0, 1 / total.masked_fill(total == 0, 1.0), 0.0)
+        pairs = backs[..., :, None] * backs[..., None, :]
+        slopes = slope, -slope * pairs, -pairs.square()
+        inside = sum(vectors.mT @ gradient @ vectors * each for gradient, each in zip(gradients, slopes))
+        found = vectors @ inside @ vectors.mT
+        return (found + found.mT) / 2, None, None
+
+
+def symmetric_root(matrix: Tensor) -> Tensor:
+    """Return the symmetric square root of a positive semi-definite matrix (..., C, C); differentiable."""
+    root: Tensor = MatrixPowers.apply(matrix.double(), matrix.shape[-1] * torch.finfo(matrix.dtype).eps, 1)[0]
+    return root.to(matrix.dtype)
