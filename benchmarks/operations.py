@@ -1,7 +1,8 @@
 """The operations, by name: `fit-kron`, `predict-kron`, `probs-ekfac`, `sweep-diag`, …
 
 A name is made of an action, a structure and a variant. Without a variant nothing is dropped from the curvature (except
-from EKFAC's basis, which is the default one), and Kronecker factors are of the *expand* kind, like the peers'. Variants:
+from EKFAC's basis, which is the default one), and Kronecker factors are of the *expand* kind, like the peers'.
+Variants:
 
 - `mc` is a Monte Carlo Fisher;
 - `1e-3` leaves out a thousandth of the curvature;
