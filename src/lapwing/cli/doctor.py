@@ -172,7 +172,7 @@ def _tape_lines(problem: Problem, verbose: bool) -> list[str]:
     )
     unused = [name for block in plan.blocks if block.kind == "unused" for name in block.names]
     if unused:
-        lines.append(f"warning: {some(unused)} do not reach the outputs; only the prior is known of them")
+        lines.append(f"warning: {some(unused)} do not reach the outputs, so the data say nothing about them")
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 

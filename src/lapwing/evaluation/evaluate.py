@@ -47,7 +47,7 @@ def evaluate(
     `novelty` says whether that score is computed, which costs about as much as another prediction: by default only with
     `ood`.
 
-    The report shows single items: `classes` are names of classes (by default those of the data set or the network's
+    The report shows single items: `classes` are names of classes (by default from the data set or the network's
     configuration), and `describe(inputs)` turns inputs that hold one sample into a text or a picture (C, H, W), as in
     `describe=lambda x: tokenizer.decode(x["input_ids"][0])`.
 

@@ -51,7 +51,7 @@ def _plain(block: PSD) -> tuple[Tensor, Tensor] | None:
 
 
 def _in_order(index: Tensor, sizes: list[int]) -> bool:
-    """Whether the entries of a block are those of its weight, row by row, each row followed by its bias."""
+    """Whether a block lists its weight row by row, with each row followed by its bias."""
     if len(sizes) == 1:
         return bool((index[1:] - index[:-1] == 1).all())
     rows = index.reshape(sizes[1], -1)
