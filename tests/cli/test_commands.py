@@ -379,7 +379,7 @@ def test_a_fit_is_not_lost_when_tuning_fails(folder: Path, capsys: pytest.Captur
     assert fit("--structure", "diag", "--tune-evidence", "--learn", "temperature") == 1
     said = capsys.readouterr().err
     assert "the evidence cannot choose a temperature" in said
-    assert "net.lapwing holds it, untuned" in said
+    assert "net.lapwing contains the untuned posterior" in said
     assert predict("--out", "p.csv") == 0
 
 
@@ -546,7 +546,7 @@ def test_data_in_order_are_told_from_shuffled_ones() -> None:
     single = TensorDataset(torch.randn(3, 4))
     require_order(DataLoader(Stream()), "data.py:stream")
     require_order(DataLoader(single, batch_size=None), "data.py:single")
-    with pytest.raises(lapwing.BadData, match="predictions are written in the order they come"):
+    with pytest.raises(lapwing.BadData, match="predictions are written in the order of the data"):
         require_order(DataLoader(single, batch_size=None, shuffle=True), "data.py:single")
 
 
