@@ -49,10 +49,10 @@ def along_data(name: str, curve: Sequence[tuple[float, Outcome]]) -> list[str]:
     exponent = slope([x for x, _ in curve], [o.ours.seconds or 0.0 for _, o in curve]) or 0.0
     ratio = (last[1].ours.peak or 0) / max(1, first[1].ours.peak or 0)
     return [
-        f"{name}, LeNet-5: memory at N = {last[0]:,.0f} is {ratio:.2f} × that at {first[0]:,.0f} "
-        f"(target flat, ≤ {FLAT}: {_word(ratio <= FLAT)}).",
+        f"{name}, LeNet-5: memory at N = {last[0]:,.0f} is {ratio:.2f} × the memory at N = {first[0]:,.0f} "
+        f"(target: at most {FLAT} ×, {_word(ratio <= FLAT)}).",
         f"{name}, LeNet-5: time grows as N^{exponent:.2f} "
-        f"(target linear, ≤ {1 + SLACK:g}: {_word(exponent <= 1 + SLACK)}).",
+        f"(target: exponent at most {1 + SLACK:g}, {_word(exponent <= 1 + SLACK)}).",
     ]
 
 
@@ -62,7 +62,7 @@ def along_width(name: str, curve: Sequence[tuple[float, Outcome]]) -> list[str]:
     counted = slope(widths, [mlp_flops(int(x), o.cell.n, name) for x, o in curve]) or 0.0
     return [
         f"{name}, MLP: time grows as width^{exponent:.2f}, the FLOP count as width^{counted:.2f} "
-        f"(target no faster: {_word(exponent <= counted + SLACK)})."
+        f"(target: no faster than the count, {_word(exponent <= counted + SLACK)})."
     ]
 
 

@@ -1,10 +1,15 @@
 """The operations, by name: `fit-kron`, `predict-kron`, `probs-ekfac`, `sweep-diag`, …
 
-A name is an action, a structure and the curvature's estimator: `fit-kron-mc` is a Monte Carlo Fisher, `fit-diag-1e-3`
-keeps the curvature to a thousandth, `fit-kron-default` is what `fit` does by itself, `fit-kron-reduce` sums gradients
-over positions, `fit-ekfac-basis` drops nothing in its basis either, `probs-kron-jvp` draws probabilities by
-forward-mode products; without a suffix nothing is dropped (of EKFAC's moments; its basis is the default) and Kronecker
-factors are of the *expand* kind, as the peers'.
+A name is made of an action, a structure and a variant. Without a variant nothing is dropped from the curvature (except
+from EKFAC's basis, which is the default one), and Kronecker factors are of the *expand* kind, like the peers'.
+Variants:
+
+- `mc` is a Monte Carlo Fisher;
+- `1e-3` leaves out a thousandth of the curvature;
+- `default` is what `fit` does without options;
+- `reduce` sums gradients over positions;
+- `basis` drops nothing from EKFAC's basis;
+- `jvp` draws probabilities by forward-mode products.
 """
 
 from dataclasses import dataclass
@@ -23,10 +28,10 @@ STRUCTURES = ("diag", "kron", "ekfac", "full")
 VARIANTS = {
     "": "",
     "mc": "Monte Carlo",
-    "1e-3": "kept to 1e-3",
-    "default": "as by default",
+    "1e-3": "tolerance 1e-3",
+    "default": "default settings",
     "reduce": "reduce",
-    "basis": "nothing dropped in its basis either",
+    "basis": "exact basis",
     "jvp": "16 draws by JVP",
 }
 PRIOR = 1.0
@@ -48,18 +53,18 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """In words, for the table."""
+        """Describe the operation in words, for the table."""
         what = ACTIONS[self.action]
         return f"{what}, {self.structure}" + (f" ({VARIANTS[self.variant]})" if self.variant else "")
 
     @property
     def of_new(self) -> bool:
-        """Whether it is about the inputs to predict, not about the data of the fit."""
+        """Whether its cost depends on the inputs to predict, not on the data of the fit."""
         return self.action in ("predict", "probs", "distilled", "ensemble")
 
 
 def operation(name: str) -> Operation:
-    """The operation with this name."""
+    """Return the operation with this name."""
     action, _, rest = name.partition("-")
     structure, _, variant = rest.partition("-")
     if action not in ACTIONS or structure not in STRUCTURES or variant not in VARIANTS:

@@ -1,7 +1,7 @@
 """Tables from measured cells: `python -m benchmarks.report bench-output/bench.json --into docs/benchmarks.md`.
 
-Between the lines `<!-- bench: KIND -->` and `<!-- end -->` of a Markdown file stands what this prints. KIND is `peers`
-(the rows that laplace-torch has too), `short` (the rows that have a target) or `long` (everything).
+`--into` replaces what stands between the lines `<!-- bench: KIND -->` and `<!-- end -->` of a Markdown file. KIND is
+`peers` (the rows that laplace-torch has too), `short` (the rows that have a target) or `long` (everything).
 """
 
 import argparse
@@ -20,8 +20,8 @@ from benchmarks.results import Measurement
 from benchmarks.targets import Verdict, target
 
 HEADER = (
-    "network", "operation", "N", "Lapwing, epochs", "MB", "peer", "epochs", "MB", "ratio: time", "memory",
-    "difference", "target", "reached",
+    "network", "operation", "N", "Lapwing: gradient epochs", "Lapwing: MB", "peer", "peer: gradient epochs", "peer: MB",
+    "time ratio", "memory ratio", "difference", "target", "target reached",
 )  # fmt: skip
 MARK = {True: "yes", False: "**no**", None: "–"}
 NAMES = {
@@ -38,13 +38,13 @@ NAMES = {
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One row for each cell and peer."""
+    """Return a table with one row per cell and peer."""
     rows = [row for outcome in outcomes for row in rows_of(outcome)]
     return markdown(HEADER, rows)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; cells are escaped."""
+    """Return a table in Markdown, with escaped cells."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -67,12 +67,12 @@ def rows_of(outcome: Outcome) -> list[list[str]]:
 
 
 def own(m: Measurement) -> list[str]:
-    """Epochs (and forward passes of a prediction) and megabytes, or why not."""
+    """Return gradient epochs (and forward passes for a prediction) and megabytes, or the error of a failed run."""
     if m.error:
         return [shorten(m.error), ""]
     time = number(m.epochs)
     if operation(m.operation).of_new and m.forwards is not None:
-        time += f" ({number(m.forwards)} forwards)"
+        time += f" ({number(m.forwards)} forward passes)"
     return [time, "" if m.peak is None else number(m.peak / 1e6)]
 
 
@@ -85,7 +85,7 @@ def count(n: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three figures, without exponents: 0.0123, 1.23, 12.3, 1,234."""
+    """Write a number with three figures, without exponents: 0.0123, 1.23, 12.3, 1,234."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -96,18 +96,18 @@ def times(value: float | None) -> str:
 
 
 def short(outcomes: Sequence[Outcome]) -> str:
-    """The rows that have a target, beside the first peer: how the project stands against its own aims."""
+    """Return the rows that have a target, with the first peer: how the project stands against its own aims."""
     rows = []
     for outcome in outcomes:
         cell, asked = outcome.cell, target(outcome.cell.workload, outcome.cell.operation)
         if asked:
             what = [NAMES.get(cell.workload, cell.workload), cell.op.title, count(outcome.ours.n)]
             rows.append([*what, phrase(outcome.ours), beside(outcome), asked.text, MARK[asked.reached(outcome)]])
-    return markdown(("network", "operation", "N", "Lapwing", "peer", "target", "reached"), rows)
+    return markdown(("network", "operation", "N", "Lapwing", "peer", "target", "target reached"), rows)
 
 
 def beside(outcome: Outcome) -> str:
-    """What the first peer needs, in its own figures and in ours."""
+    """Say what the first peer needs, in its own figures and as multiples of ours."""
     if not outcome.peers:
         return ""
     peer = outcome.peers[0]
@@ -118,18 +118,18 @@ def beside(outcome: Outcome) -> str:
 
 
 def named(peer: Measurement, ours: Measurement) -> str:
-    """The peer, with its number of data where it is another."""
+    """Name the peer, with its number of data if that differs from ours."""
     return peer.by + ("" if peer.n == ours.n else f" (N {count(peer.n)})")
 
 
 def phrase(m: Measurement) -> str:
-    """Epochs, forward passes and megabytes with their units; an error as it is."""
+    """Write epochs, forward passes and megabytes with their units, or the error of a failed run."""
     time, memory = own(m)
     return f"{time.replace(' (', ' epochs (') if '(' in time else f'{time} epochs'}, {memory} MB" if memory else time
 
 
 def peers(outcomes: Sequence[Outcome]) -> str:
-    """The operations that laplace-torch has too: what each side needs, in gradient epochs or forward passes."""
+    """Return the rows that laplace-torch has too: what each side needs, in gradient epochs or forward passes."""
     rows = []
     for outcome in outcomes:
         for k, peer in enumerate(outcome.peers):
@@ -137,11 +137,11 @@ def peers(outcomes: Sequence[Outcome]) -> str:
                 what = [NAMES.get(outcome.cell.workload, outcome.cell.workload), outcome.cell.op.title]
                 ratios = [times(outcome.speed(k)), times(outcome.thrift(k))]
                 rows.append([*what, plainly(outcome.ours), plainly(peer), *ratios])
-    return markdown(("network", "operation", "Lapwing", "laplace-torch", "times as fast", "as small"), rows)
+    return markdown(("network", "operation", "Lapwing", "laplace-torch", "time ratio", "memory ratio"), rows)
 
 
 def plainly(m: Measurement) -> str:
-    """One cost with its unit, and the memory above the model and the data."""
+    """Write one cost with its unit, and the memory above the model and the data."""
     if m.error:
         return "refuses the network" if "un-supported layers" in m.error else shorten(m.error)
     forwards = operation(m.operation).of_new and m.forwards is not None
@@ -150,18 +150,18 @@ def plainly(m: Measurement) -> str:
 
 
 def growth_table(points: Sequence[tuple[str, float, Outcome]]) -> str:
-    """Seconds and megabytes at each size."""
+    """Return a table of seconds and megabytes at each size."""
     rows = []
     for axis, size, outcome in points:
         for m in (outcome.ours, *outcome.peers):
             peak = "" if m.peak is None else number(m.peak / 1e6)
             seconds = shorten(m.error, 40) if m.error else number(m.seconds)
             rows.append([f"{axis} = {count(int(size))}", m.operation, m.by, seconds, number(m.gradient), peak])
-    return markdown(("size", "operation", "by", "seconds", "a gradient epoch, s", "MB"), rows)
+    return markdown(("size", "operation", "library", "seconds", "seconds per gradient epoch", "MB"), rows)
 
 
 def document(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report."""
     parts = [f"# Benchmark\n\n{conditions(record)}\n\n{import_line(record)}"]
     for threads, outcomes in by_threads(record).items():
         clock = "CPU time" if threads == 1 else "wall time"
@@ -169,7 +169,7 @@ def document(record: dict[str, Any]) -> str:
     points = growth_of(record)
     if points:
         said = "\n".join(f"- {sentence}" for sentence in findings(points))
-        parts.append(f"## Growth\n\n![growth](growth.png)\n\n{said}\n\n{growth_table(points)}")
+        parts.append(f"## How time and memory grow\n\n![growth](growth.png)\n\n{said}\n\n{growth_table(points)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -180,14 +180,15 @@ def conditions(record: dict[str, Any]) -> str:
     return (
         f"{place['date']}, {place['processor']}, {place['cores']} cores, load {place['load'][0]:.1f} before and "
         f"{place['load'][1]:.1f} after; Python {place['python']}, torch {place['torch']}, "
-        f"laplace-torch {place['laplace-torch']}, curvlinops {place['curvlinops']}; Lapwing at {place['commit']}. "
-        f"Printed by `{place['command']}` in {place['minutes']:.0f} minutes, {place['cpu_minutes']:.0f} of CPU time."
+        f"laplace-torch {place['laplace-torch']}, curvlinops {place['curvlinops']}; Lapwing at commit "
+        f"{place['commit']}. "
+        f"Printed by `{place['command']}` in {place['minutes']:.0f} minutes ({place['cpu_minutes']:.0f} of CPU time)."
         + warning
     )
 
 
 def import_line(record: dict[str, Any]) -> str:
-    """Import times in those of torch."""
+    """Say how long imports take, relative to `import torch`."""
     found = record.get("imports") or {}
     if not found.get("torch"):
         return "Import times were not measured."
@@ -196,7 +197,7 @@ def import_line(record: dict[str, Any]) -> str:
         f"`import lapwing` takes {ours:.2f} × `import torch` (target ≤ 1.15: {'reached' if ours <= 1.15 else 'missed'})"
     )
     if "laplace" in found:
-        line += f"; `import laplace` {found['laplace'] / found['torch']:.2f} ×"
+        line += f"; `import laplace` takes {found['laplace'] / found['torch']:.2f} ×"
     return line + f". `import torch` takes {found['torch']:.2f} s."
 
 
@@ -223,13 +224,13 @@ def restored(raw: dict[str, Any]) -> Outcome:
 
 
 def insert(text: str, kind: str, content: str) -> str:
-    """The text with what stands between the marks of this kind replaced."""
+    """Replace what stands between the marks of this kind."""
     pattern = re.compile(rf"(<!-- bench: {kind} -->\n).*?(<!-- end -->)", re.DOTALL)
     return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
 
 
 def nested(text: str) -> str:
-    """The report without its title, its headings one level lower, as a part of a page."""
+    """Return the report as a part of a page: without its title, and with headings one level lower."""
     return re.sub(r"^##", "###", text.split("\n", 2)[2], flags=re.MULTILINE)
 
 

@@ -59,7 +59,7 @@ def no_covariances() -> Target:
         outputs = SHAPES[outcome.cell.workload].outputs
         return at_most(outcome.ours.peak, 4 * outcome.cell.m * outputs**2)
 
-    return Target("without any K×K: less memory than those", reached)
+    return Target("less memory than one outputs × outputs matrix per input", reached)
 
 
 def within(limit: int) -> Target:

@@ -12,7 +12,7 @@ FIRST, ROUNDS, PER_ROUND = 6, 8, 3
 
 
 def moons(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two interleaved half circles with noise: inputs (n, 2) and labels (n,)."""
+    """Draw two interleaved half circles with noise: inputs (n, 2) and labels (n,)."""
     angle = torch.rand(n, generator=generator) * torch.pi
     label = (torch.rand(n, generator=generator) > 0.9).long()  # the second moon is rare
     x = torch.stack([angle.cos(), angle.sin()], 1)
@@ -21,7 +21,7 @@ def moons(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tenso
 
 
 def trained(x: torch.Tensor, y: torch.Tensor) -> nn.Module:
-    """A small network at the mode under a Gaussian prior of precision 0.1."""
+    """Train a small network to the mode under a Gaussian prior of precision 0.1."""
     network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-2)
     for _ in range(150):
@@ -33,7 +33,7 @@ def trained(x: torch.Tensor, y: torch.Tensor) -> nn.Module:
 
 
 def accuracies(by_uncertainty: bool, seed: int) -> list[float]:
-    """Balanced accuracy on test data after each round of labels."""
+    """Return the balanced accuracy on test data after each round of labels."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     (pool, answers), (test, truth) = moons(400, generator), moons(2000, generator)

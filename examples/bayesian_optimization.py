@@ -22,7 +22,7 @@ branin = Branin(negate=True)
 
 
 def evaluate(x: torch.Tensor) -> torch.Tensor:
-    """The function at x in [-1, 1]²."""
+    """Return the values of the function at x in [-1, 1]²."""
     low, high = branin.bounds.double()
     return branin(low + (x + 1) / 2 * (high - low)).double()[:, None]
 

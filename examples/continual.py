@@ -1,4 +1,4 @@
-"""Two tasks one after the other: yesterday's posterior is today's prior, so the first task is not forgotten.
+"""Continual learning: the posterior of the old tasks is the prior of the next one, so none is forgotten.
 
 python examples/continual.py
 """
@@ -10,7 +10,7 @@ import lapwing
 
 
 def task(seed: int) -> tuple[Tensor, Tensor]:
-    """Forty-dimensional blobs; each task has its own centers."""
+    """Draw inputs from three clusters in forty dimensions, with labels; each task has its own centers."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(3, (200,), generator=generator)
     centers = 1.5 * torch.randn(3, 40, generator=generator)

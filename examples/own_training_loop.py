@@ -1,4 +1,4 @@
-"""Learn prior and noise inside a training loop of your own: one call an epoch.
+"""Learn prior and noise inside a training loop of your own, with one call per epoch.
 
 python examples/own_training_loop.py
 """

@@ -1,4 +1,4 @@
-"""Find idle inputs, remove units that the data do not need, and get a smaller network.
+"""Find inputs that do not matter, and remove units that the data do not need: the result is a smaller network.
 
 python examples/prune.py
 """

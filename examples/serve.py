@@ -3,9 +3,9 @@
     pip install fastapi uvicorn
     python examples/serve.py --forever          # then: curl -d '{"inputs": [[0.1, 0.2, ...]]}' .../predict
 
-The posterior covers all weights of a small network on scikit-learn's digits. It is distilled into a predictor of one
-forward pass, which any number of threads may call at the same time. Without --forever the script asks itself once over
-a loopback socket and ends.
+The posterior covers all weights of a small network on scikit-learn's digits. It is distilled into a predictor that
+costs about one forward pass, and that any number of threads may call at the same time. Without --forever the script
+sends one request to its own server and ends.
 """
 
 import json

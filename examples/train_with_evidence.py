@@ -1,4 +1,4 @@
-"""Train a classifier while the evidence chooses one prior precision for each layer: no validation set needed.
+"""Train a classifier while the evidence chooses one prior precision per layer, without a validation set.
 
 python examples/train_with_evidence.py
 """

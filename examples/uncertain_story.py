@@ -1,4 +1,4 @@
-"""Which words of a generated story is the language model unsure of, for want of data?
+"""Find the words of a generated story that a language model is unsure of because it has seen too few data.
 
 Needs the extra `huggingface` and the folder `tinystories-260k`, a Llama with 260,000 weights, in LAPWING_DATA.
 
@@ -19,7 +19,7 @@ START = "Once upon a time, there was a little"
 
 
 def main() -> None:
-    """Fit and tune the attention of the last layer on stories, write one, and rank its words by what is not known."""
+    """Fit and tune a posterior over the last attention layer, write a story, rank its words by their uncertainty."""
     if not FOLDER.is_dir():
         print(f"there is no folder {FOLDER}: set LAPWING_DATA")
         return

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Active learning: ask for the labels that teach most
 #
-# Labels are expensive. Instead of labeling images at random, the network asks for those about which its weights disagree most:
-# `p.epistemic`, the mutual information between the label and the weights (BALD). An image that is blurred for everyone has a high entropy,
-# but little to teach.
+# Labels are expensive. Instead of labeling images at random, the network asks for the labels of the images with the highest `p.epistemic`,
+# the mutual information between the label and the weights (BALD). This differs from the entropy: a blurred image has a high entropy, but
+# its label teaches the network little.
 
 # %%
 import torch
@@ -40,8 +40,8 @@ def by_epistemic(model, labeled, rest, generator):
 
 
 # %% [markdown]
-# Both start with the same 20 labels and ask for ten more in each of twelve rounds. This is repeated three times with different first labels. Asking
-# pays after a while: the first questions of a network that has seen 20 images are not better than random ones.
+# Both ways start with the same 20 labels and ask for ten more in each of twelve rounds. This is repeated three times with different first
+# labels. Choosing by uncertainty pays only after a while: a network that has seen 20 images does not choose better than chance.
 
 # %%
 def curve(score, seed):

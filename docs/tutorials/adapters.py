@@ -2,7 +2,7 @@
 # # Adapters of a language model
 #
 # A language model is fine-tuned with LoRA adapters: small matrices beside the frozen weights. A posterior over the adapters says, token by
-# token, what the fine-tuning data have not determined. The model is a real Llama with 260,000 weights that writes children's stories
+# token, how much the fine-tuning data leave open. The model is a pretrained Llama with 260,000 weights that writes children's stories
 # (`tinystories-260k` in the folder named by `LAPWING_DATA`).
 
 # %%
@@ -23,8 +23,8 @@ base = transformers.LlamaForCausalLM.from_pretrained(folder)
 model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 # %% [markdown]
-# ## Fine-tune
-# Twenty sentences about a dragon, with a few words exchanged. The adapters are trained with the model's own loss.
+# ## Fine-tune the adapters
+# The data are twenty texts about a dragon that differ in a name and a place. The adapters are trained with the model's own loss.
 
 # %%
 names, places = ["Tim", "Lily", "Max", "Anna", "Ben"], ["cave", "garden", "forest", "castle"]
@@ -42,9 +42,9 @@ for _ in range(40):
 print(f"loss {before:.2f} before, {model(**batch).loss.item():.2f} after fine-tuning")
 
 # %% [markdown]
-# ## Fit
-# `factor="mc"` estimates the curvature from sampled tokens: the exact one would need a direction per token and word. Only what requires
-# gradients takes part, so the posterior is over the adapters.
+# ## Fit a posterior over the adapters
+# `factor="mc"` estimates the curvature from sampled tokens; the exact curvature would need one direction per token and word. A fit covers
+# only weights that require gradients, so the posterior is over the adapters.
 
 # %%
 la = lapwing.fit(
@@ -53,9 +53,9 @@ la = lapwing.fit(
 print(f"{la.params.size:,} weights in {len(la.params.names)} tensors")
 
 # %% [markdown]
-# ## What is not known
-# `p.epistemic[:, t]` is what the posterior does not know about the token at t + 1, in nats: small in a sentence like those it was tuned
-# on, larger where the text goes elsewhere.
+# ## Compare the uncertainty of two texts
+# `p.epistemic[:, t]` is the epistemic uncertainty about the token at t + 1, in nats. It is small in a text like the fine-tuning data, and
+# larger in a text about something else.
 
 # %%
 for text in (texts[0], "The robot lived in a volcano. One day Zoe heard the robot sing."):

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Bayesian optimization with a network as surrogate
 #
-# BoTorch chooses the next experiment from a probabilistic model. `lapwing.botorch.LaplaceModel` lets a network be that model: the
-# linearized network with its posterior is a Gaussian process whose kernel the network has learned.
+# Bayesian optimization looks for the best experiment with few trials. BoTorch chooses each next trial by a probabilistic model.
+# `lapwing.botorch.LaplaceModel` makes a network that model: the linearized network with its posterior is a Gaussian process whose kernel
+# the network has learned.
 
 # %%
 import torch
@@ -39,7 +40,8 @@ def surrogate(x, y):
 
 
 # %% [markdown]
-# Eight random experiments, then twenty that maximize the expected improvement. Beside it, a search at random.
+# The search starts with eight random experiments, then makes twenty that maximize the expected improvement. A random search is the
+# comparison.
 
 # %%
 torch.manual_seed(1)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A calibrated classifier that abstains
 #
-# A trained network gives probabilities, but when it says 99 % it is often right less often than that. This tutorial fits a posterior to a
-# small classifier of handwritten digits, tunes it on held-out data, and lets it abstain where it is uncertain.
+# A trained network gives probabilities, but of the answers to which it gives 99 %, often fewer than 99 % are right. This tutorial fits a
+# posterior to a small classifier of handwritten digits, tunes it on held-out data, and lets it abstain where it is uncertain.
 
 # %%
 import torch
@@ -35,7 +35,7 @@ la = la.tune((x[val], y[val]))
 print(la.summary())
 
 # %% [markdown]
-# ## Compare
+# ## Compare with the network and with temperature scaling
 # `evaluate` takes anything that predicts. Here it compares the network, the network with one temperature (the usual remedy), and the
 # posterior.
 
@@ -46,9 +46,8 @@ report = lapwing.evaluate(methods, (x[test], y[test]))
 print(report.table())
 
 # %% [markdown]
-# ## Reliability
-# In a reliability diagram, the confidence of a calibrated classifier equals the share of its correct answers: the bars are on the
-# diagonal.
+# ## See whether confidence can be trusted
+# A reliability diagram shows the share of correct answers against the confidence. For a calibrated classifier the bars end on the diagonal.
 
 # %%
 curves = {}
@@ -58,9 +57,9 @@ for name, probs in {"network": model(x[test]).softmax(-1).detach(), "Laplace": l
 lapwing.plots.reliability(curves)
 
 # %% [markdown]
-# ## Abstain
-# The engineer wants an error rate of at most one percent and is willing to pass difficult images on to a person. Sorting by uncertainty
-# shows how many images can be answered.
+# ## Abstain on uncertain images
+# Suppose that you want an error rate of at most one percent, and can pass difficult images on to a person. Sorting the images by
+# uncertainty shows how many of them the classifier can answer.
 
 # %%
 p = la.predict(x[test])

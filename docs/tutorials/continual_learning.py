@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Continual learning
+# # Continual learning: one task after another
 #
-# A network that learns one task after another forgets the first ones. With yesterday's posterior as today's prior, weights that mattered
-# yesterday are held, and the others are free.
+# A network that learns one task after another forgets the first ones. If the posterior of the old tasks is the prior of the new one,
+# weights that mattered for the old tasks stay where they are, and the others are free to change.
 
 # %%
 import torch
@@ -39,7 +39,7 @@ def learn(model, task, penalty=lambda: 0.0):
 
 
 # %% [markdown]
-# ## Without a memory
+# ## Without a posterior: the network forgets
 
 # %%
 model = network()
@@ -48,8 +48,8 @@ for task in tasks:
 print("plain training:", " ".join(f"{a:.1%}" for a in accuracies(model)))
 
 # %% [markdown]
-# ## With yesterday's posterior
-# `Prior.from_posterior` turns a posterior into the next prior. The penalty is its negative log-density.
+# ## With a diagonal posterior as the next prior
+# `Prior.from_posterior` turns a posterior into the next prior. The training loss gets a penalty, the negative log-density of this prior.
 
 # %%
 def away(posterior, model):
@@ -68,10 +68,11 @@ for task in tasks[1:]:
 print("with posteriors:", " ".join(f"{a:.1%}" for a in accuracies(model)))
 
 # %% [markdown]
-# ## Kronecker factors
-# A diagonal posterior holds each weight by itself. Kronecker factors (`structure="kron"`, or `"ekfac"`) also hold directions in which weights
-# act together, so they protect more of what was learned. The sum of two such posteriors is exact where the first is a Kronecker product, and
-# elsewhere the nearest Gaussian in the best basis at hand; `neglected` of each block says what share of the sum is outside it.
+# ## With Kronecker factors, which protect more
+# A diagonal posterior holds each weight by itself. Kronecker factors (`structure="kron"`, or `"ekfac"`) also hold directions in which
+# weights act together, so they protect more of what was learned. Each new task adds the curvature of its data to the posterior of the old
+# tasks. This sum is exact if the old posterior is a Kronecker product; otherwise it is the nearest Gaussian in the best basis at hand.
+# `neglected` of each block says what share of the sum this basis leaves out.
 
 # %%
 model = network()

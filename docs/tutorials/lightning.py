@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Lightning
+# # A posterior in Lightning
 #
-# `LaplaceCallback` fits a posterior when training ends, at the weights of the best checkpoint. It travels inside the checkpoint, and
-# `trainer.predict` returns predictions with uncertainty.
+# `LaplaceCallback` fits a posterior when training ends, at the weights of the best checkpoint. The posterior is saved inside the
+# checkpoint, and `trainer.predict` returns predictions with uncertainty.
 
 # %%
 import logging
@@ -64,8 +64,8 @@ predictions = trainer.predict(module, test)
 print(f"{len(predictions)} batches; probabilities {tuple(predictions[0].probs.shape)}, epistemic {tuple(predictions[0].epistemic.shape)}")
 
 # %% [markdown]
-# ## From the checkpoint
-# The posterior is in the checkpoint, as tensors and plain types. Later, in another program:
+# ## Load the posterior from the checkpoint
+# The checkpoint contains the posterior, as tensors and plain types. Another program loads it like this:
 
 # %%
 again = Classifier.load_from_checkpoint(checkpoint.best_model_path).eval()

@@ -1,8 +1,9 @@
 # %% [markdown]
-# # Matrix-free: exact curvature that fits no memory
+# # Matrix-free: exact curvature that does not fit into memory
 #
 # The full Gauss–Newton matrix of a network with 200,000 weights has 40 billion entries. `structure="matrixfree"` never forms it: it only
-# multiplies it with vectors, at the price of about two gradients per product, and gets solves, samples and the evidence from that.
+# multiplies it with vectors, at the price of about two gradients per product, and computes solves, samples and the evidence from such
+# products.
 
 # %%
 import torch
@@ -30,7 +31,7 @@ def trained(width):
 
 # %% [markdown]
 # ## The same numbers as the dense matrix
-# On a small network both can be computed, and agree.
+# On a small network both structures are possible, and their results agree.
 
 # %%
 small = trained(8)

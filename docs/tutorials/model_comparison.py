@@ -49,8 +49,8 @@ print(comparison.table())
 lapwing.plots.evidence(comparison)
 
 # %% [markdown]
-# The evidence and the loss on new data agree about what is too simple. Beyond the width that suffices both change little: the extra units
-# are hardly determined by the data, and cost little.
+# The evidence and the loss on new data agree about which networks are too simple. Beyond the width that suffices both change little: the
+# data hardly determine the extra units, so these cost little.
 
 # %%
 for name, la in fits.items():
@@ -58,7 +58,7 @@ for name, la in fits.items():
     print(f"{name:9s} log evidence {evidence:8.2f}   loss on new data {losses[name]:6.3f}   effective weights {la.effective_parameters:5.1f}")
 
 # %% [markdown]
-# What three of the models say, with their 95 % intervals: the straight line explains as noise whatever it cannot follow.
+# The picture shows predictions of three models with their 95 % intervals. The straight line treats as noise whatever it cannot follow.
 
 # %%
 grid = torch.linspace(-4, 4, 200, dtype=torch.float64)[:, None]

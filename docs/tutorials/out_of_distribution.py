@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Inputs of another kind
 #
-# A classifier must answer, even for an image that shows none of its classes. This tutorial trains on the digits 0 to 7 and looks at how
+# A classifier answers even if an image shows none of its classes. This tutorial trains on the digits 0 to 7, and measures how
 # well different scores tell the digits 8 and 9, and pure noise, from new images of the known digits.
 
 # %%
@@ -28,10 +28,12 @@ for _ in range(300):
 la = lapwing.fit(model, (x[train], y[train]), "classification", structure="ekfac").tune((x[val], y[val]))
 
 # %% [markdown]
-# ## Three scores
+# ## Compare three scores
 # - `p.entropy`: how undecided the prediction is. A blurred 3 has a high entropy, too.
-# - `p.epistemic`: the part of it that comes from not knowing the weights.
+# - `p.epistemic`: the part of the entropy that comes from not knowing the weights.
 # - `p.novelty`: how much a label at this input would teach about the weights. It does not depend on the tuned prior.
+#
+# The table has the AUROC of each score: 1 means that it separates the two kinds of images perfectly, 0.5 is chance.
 
 # %%
 outside = {"digits 8 and 9": x[unknown], "noise": torch.rand(300, 64)}
@@ -46,7 +48,7 @@ for name, images in outside.items():
     print(f"{name:16s} {values[0]:16.3f} {values[1]:8.3f} {values[2]:10.3f} {values[3]:8.3f}")
 
 # %% [markdown]
-# The higher a curve, the more digits 8 and 9 are found at the price of the same share of false alarms.
+# At the same share of false alarms, a higher curve means that more of the digits 8 and 9 are found.
 
 # %%
 other = la.predict(outside["digits 8 and 9"])
@@ -56,14 +58,14 @@ lapwing.plots.roc(
 )
 
 # %% [markdown]
-# These are the digits that `novelty` finds strangest.
+# These are the digits 8 and 9 with the highest novelty.
 
 # %%
 lapwing.plots.uncertain_images(outside["digits 8 and 9"].reshape(-1, 8, 8), other.novelty, count=8)
 
 # %% [markdown]
-# No score is the best for every network: compare them on inputs that your own network may meet. `lapwing.evaluate(..., ood={...})` prints
-# them all, with the accuracy and the calibration beside them.
+# No score is the best for every network: compare them on inputs that your own network may meet. `lapwing.evaluate(..., ood={...})` computes
+# them all, together with accuracy and calibration.
 
 # %%
 report = lapwing.evaluate({"network": model, "Laplace": la}, (x[test], y[test]), ood=outside)

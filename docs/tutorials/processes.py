@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Several processes
+# # Fit on several processes
 #
-# Under `torchrun` every process passes its own shard of the data to `fit`, and all get the same posterior: that of all data. Nothing else
-# changes. Here two processes on one machine do it, and the result is compared with a single process.
+# Under `torchrun` every process passes its own shard of the data to `fit`, and all processes get the posterior of all data. Nothing else
+# changes. This tutorial starts two processes on one machine, and compares the result with that of a single process.
 
 # %%
 import subprocess
@@ -39,4 +39,4 @@ command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npr
 print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 # %% [markdown]
-# An empty shard is fine. Processes with different weights or options are refused on every process, and where one process fails, all do.
+# A shard may be empty. If processes have different weights or options, or if one process fails, `fit` raises an error on every process.

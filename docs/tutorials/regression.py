@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Regression with intervals
 #
-# A scientist has measurements and wants error bars, and does not know how large the noise is.
+# You have measurements and want error bars, but do not know how large the noise is. This tutorial learns the noise from the data, checks
+# the intervals on new data, and then models noise that changes with the input.
 
 # %%
 import torch
@@ -26,7 +27,7 @@ model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(),
 train(model, lambda: nn.functional.mse_loss(model(x), y))
 
 # %% [markdown]
-# ## Noise that nobody told
+# ## Learn the noise
 # `"regression"` estimates the noise from the residuals. `tune(method="evidence")` learns noise and prior precision together, from the
 # training data alone.
 
@@ -41,8 +42,8 @@ p = la.predict(grid)
 lapwing.plots.band(grid, p, data=(x, y))
 
 # %% [markdown]
-# The band widens between the two clouds of points and beyond them, where the network has seen nothing. `p.aleatoric` is the noise and
-# `p.epistemic` what more data would remove; both are variances.
+# The band widens between the two clouds of points and outside them, where the network has seen no data. `p.aleatoric` is the noise, and
+# `p.epistemic` is the part that more data would remove; both are variances.
 
 # %%
 for at in (-2.0, -0.4, 1.5, 4.0):
@@ -50,7 +51,7 @@ for at in (-2.0, -0.4, 1.5, 4.0):
     print(f"x = {at:4.1f}: noise {point.aleatoric.sqrt().item():.2f}, network {point.epistemic.sqrt().item():.2f}")
 
 # %% [markdown]
-# ## Do the intervals hold?
+# ## Check the intervals on new data
 # On new data from the same source, 95 % intervals should contain 95 % of the targets.
 
 # %%
@@ -63,10 +64,10 @@ for level in (0.5, 0.8, 0.95):
     print(f"{level:.0%} intervals contain {inside:.1%}")
 
 # %% [markdown]
-# ## Noise that changes with the input
+# ## Model noise that changes with the input
 # With `HeteroscedasticGaussian` the network has two outputs per target. Here they are the mean and the logarithm of the variance; without
-# `parametrization="mean"` they are natural parameters, which suit training by the evidence. The likelihood itself is the loss:
-# `likelihood.log_prob` is per item.
+# `parametrization="mean"` they are natural parameters, which suit training by the evidence. The likelihood itself gives the loss:
+# `likelihood.log_prob` returns one number per item.
 
 # %%
 x2 = torch.rand(300, 1) * 6 - 3

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # scikit-learn
+# # Networks with posteriors in scikit-learn
 #
 # `LaplaceClassifier` and `LaplaceRegressor` are scikit-learn estimators. They build and train a small network for the data, or take one of
 # yours, and give it a posterior. They work in pipelines, searches and cross-validation.
@@ -17,7 +17,7 @@ from lapwing.sklearn import LaplaceClassifier, LaplaceRegressor
 
 # %% [markdown]
 # ## Regression with standard deviations
-# On 442 patients. `predict(X, return_std=True)` gives a standard deviation per patient that includes the noise.
+# The data are 442 patients. `predict(X, return_std=True)` gives one standard deviation per patient, which includes the noise.
 
 # %%
 X, y = load_diabetes(return_X_y=True)
@@ -28,8 +28,8 @@ inside = np.abs(y_test - mean) < 1.96 * std
 print(f"R² {model.score(X_test, y_test):.2f}; the 95 % intervals contain {inside.mean():.0%} of the test patients")
 
 # %% [markdown]
-# ## Classification
-# Beside scikit-learn's own network, on 569 tumors. The logarithmic loss punishes confidence in a wrong answer.
+# ## Classification with calibrated probabilities
+# The data are 569 tumors, and scikit-learn's own network is the comparison. The logarithmic loss punishes confidence in a wrong answer.
 
 # %%
 X, y = load_breast_cancer(return_X_y=True)
@@ -43,7 +43,7 @@ for name, model in models.items():
     print(f"{name:18s} accuracy {model.score(X_test, y_test):.3f}, log loss {log_loss(y_test, model.predict_proba(X_test)):.3f}")
 
 # %% [markdown]
-# ## In a search
+# ## Choose the architecture in a grid search
 
 # %%
 search = GridSearchCV(LaplaceClassifier(epochs=50, random_state=0), {"hidden": [(16,), (50, 50)]}, scoring="neg_log_loss", cv=2)

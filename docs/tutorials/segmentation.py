@@ -2,8 +2,8 @@
 # # Segmentation: one uncertainty per pixel
 #
 # A network that labels every pixel has as many outputs as pixels × classes. Lapwing reads outputs of shape (batch, classes, height,
-# width) with `Categorical(class_dim=1)`; `factor="mc"` estimates the curvature from sampled labels, because the exact one would need a
-# direction per pixel and class.
+# width) with `Categorical(class_dim=1)`; `factor="mc"` estimates the curvature from sampled labels, because the exact curvature would
+# need one direction per pixel and class.
 
 # %%
 import torch
@@ -35,7 +35,8 @@ for _ in range(300):
     optimizer.step()
 
 # %% [markdown]
-# Fit on the training images, tune on ten more, predict four new ones. Everything has one value per pixel.
+# The posterior is fitted on the training images and tuned on ten more; then it predicts four new ones. Every field of the prediction has
+# one value per pixel.
 
 # %%
 la = lapwing.fit(
@@ -50,7 +51,7 @@ print(f"pixels right: {float(1 - wrong.float().mean()):.1%}")
 print(f"epistemic uncertainty of wrong pixels: {float(p.epistemic[wrong].mean() / p.epistemic[~wrong].mean()):.0f} times that of right ones")
 
 # %% [markdown]
-# The uncertainty lies along the edge of the discs, where the images decide least.
+# The uncertainty is largest along the edges of the discs, where the images say least about the class.
 
 # %%
 figure = Figure(figsize=(8, 5.6), layout="constrained")

@@ -37,7 +37,7 @@ la = la.tune((x[val], y[val]))
 print(lapwing.evaluate({"network": model, "last layer": la}, (x[test], y[test])).table("accuracy", "nll", "ece"))
 
 # %% [markdown]
-# ## A plain module
+# ## Make a plain module for servers
 # `la.predictor` returns an `nn.Module` that no longer needs `la`. Any number of threads may call it.
 
 # %%
@@ -58,8 +58,8 @@ together = predictor(x[test[:8]])["probs"]
 print("the same as all at once:", all(torch.allclose(answers[k][0], together[k], atol=1e-6) for k in range(8)))
 
 # %% [markdown]
-# ## A file
-# `.pt2` is read by `torch.export.load`, `.onnx` by ONNX Runtime. The batch dimension is dynamic.
+# ## Write a file that runs without Lapwing
+# `torch.export.load` reads `.pt2` files, ONNX Runtime reads `.onnx` files. The batch dimension is dynamic.
 
 # %%
 path = Path(tempfile.mkdtemp()) / "digits.pt2"

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Training with the evidence
 #
-# Weight decay is usually found by trying values on held-out data. The evidence can find it during training, one value per layer, together
-# with the noise, from the training data alone. Here it does so for a regression on 442 patients, of whom a third is kept for the test.
+# Weight decay is usually found by trying values on held-out data. The evidence can find it during training from the training data alone:
+# one value per layer, and the noise. This tutorial does so for a regression on 442 patients, of whom a third is kept for the test.
 
 # %%
 import torch
@@ -26,8 +26,8 @@ def network():
 
 
 # %% [markdown]
-# The same network, once without a prior and once with `lapwing.train`, which moves prior precisions and noise towards the maximum of the
-# evidence after a burn-in.
+# The same network is trained twice: once without a prior, and once with `lapwing.train`, which moves prior precisions and noise towards the
+# maximum of the evidence after a burn-in.
 
 # %%
 plain = network()
@@ -50,7 +50,7 @@ for name, network in {"no prior": plain, "evidence": model}.items():
     print(f"{name}: root mean squared error {error:.3f} on the test patients")
 
 # %% [markdown]
-# The posterior comes with the training, and its intervals hold on patients it has not seen.
+# `trained.laplace` is the posterior. Its intervals should contain the stated share of patients that it has not seen.
 
 # %%
 p = trained.laplace.predict(x[test])

@@ -1,4 +1,4 @@
-"""The Laplace object: a fitted posterior, and everything one does with it."""
+"""`Laplace`: a fitted posterior, and everything that you can do with it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Laplace:
     """A posterior over the selected weights of a trained network: N(θ̂, (T/φ·H + Π)⁻¹). Made by `lapwing.fit`.
 
     It holds the network, a belief (curvature, prior, likelihood, temperature) and the options of the fit. Nothing here
-    changes: `replace`, `tune`, `update` and `damping` return new objects. Only `update` reads training data, and `tune`
-    what it is given.
+    changes: `replace`, `tune`, `update` and `damping` return new objects. `update` and `tune` read the data that they
+    are given.
 
     Examples:
         >>> la = lapwing.fit(model, train_loader, "classification").tune(val_loader)
@@ -73,7 +73,7 @@ class Laplace:
 
     @property
     def module(self) -> nn.Module:
-        """The network of the user.
+        """The user's network.
 
         Examples:
             >>> la.module is model
@@ -233,13 +233,13 @@ class Laplace:
         logit_temperature: float | None = None,
         repair: bool | None = None,
     ) -> Laplace:
-        """Return the posterior with another prior, temperature or noise on the same curvature; no data are read.
+        """Return the posterior for another prior, temperature or noise on the same curvature; no data are read.
 
         `likelihood` may differ only in a common factor of its noise: other ratios between outputs, another family or
         other options change the curvature and need a new fit. "regression" estimates the noise from the residuals of
         the fit. `logit_temperature` divides the logits before they become probabilities: temperature scaling on top of
-        the posterior. `repair=True` raises the prior precision by the smallest sufficient amount where the posterior
-        would not be positive definite, and `summary()` reports it.
+        the posterior. If the posterior would not be positive definite, `repair=True` raises the prior precision by the
+        smallest sufficient amount, and `summary()` reports it.
 
         Examples:
             >>> wide = la.replace(prior=0.1, temperature=0.5)
@@ -291,9 +291,9 @@ class Laplace:
     def update(self, data: Any, *, generator: torch.Generator | None = None) -> Laplace:
         """Add data to the curvature, as if it were fitted on the union (diag, blockdiag, kron, full).
 
-        EKFAC keeps the eigenbasis of the first fit and adds exact second moments in it; low rank keeps as much as its
-        rank can hold. n_data grows by the number of new data. A noise that the fit estimated and that was not tuned is
-        estimated again from all residuals, with the same ratios between outputs.
+        EKFAC keeps the eigenbasis of the first fit and adds exact second moments in it; low rank keeps the leading
+        eigenpairs of the sum. n_data grows by the number of new data. A noise that the fit estimated and that was not
+        tuned is estimated again from all residuals, with the same ratios between outputs.
 
         Examples:
             >>> la.update(val_loader).n_data  # 120 data of the fit and 60 new ones
@@ -330,7 +330,7 @@ class Laplace:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError, TypeError) as error:
-            raise BadData(f"there is no device {str(device)!r} here ({error}): use 'cpu'") from error
+            raise BadData(f"there is no device {str(device)!r} on this machine ({error}): use 'cpu'") from error
         network = replace(self.network, params=self.params.to(device))
         belief = replace(self.belief, curvature=self.curvature.to(network, device))
         watch = None if self.watch is None else self.watch.to(device)
@@ -351,13 +351,12 @@ class Laplace:
         """Return the predictive distribution at inputs x: a tensor, a tuple called as model(*x), or a dict.
 
         `method="linearized"` uses f̂ + J(θ − θ̂), so that f ~ N(f̂, J Σ Jᵀ) (Immer et al. 2021): in closed form, or by
-        `samples` forward-mode products if there are many outputs. "sampled" runs the network at `samples` drawn
-        weights. `link` turns f into probabilities: "auto" takes
-        a link that is exact or nearly so, else Monte Carlo; "probit", "bridge" and "mc" ask for that link; "jvp" is
-        coarse Monte Carlo by about `samples` forward-mode products and their mirror images, without covariances.
-        `joint=True` keeps the covariance between inputs, `differentiable=True` the gradients with respect to x. Without
-        a generator, results are the same at every call and for any split into batches. With a logit temperature s,
-        `function` is the distribution of f/s.
+        `samples` forward-mode products if there are many outputs. `method="sampled"` runs the network at `samples`
+        drawn weights. `link` turns f into probabilities: "auto" takes a link that is exact or nearly so, else Monte
+        Carlo; "probit", "bridge" and "mc" ask for that link; "jvp" is coarse Monte Carlo by about `samples`
+        forward-mode products and their mirror images, without covariances. `joint=True` keeps the covariance between
+        inputs, `differentiable=True` the gradients with respect to x. Without a generator, results are the same at
+        every call and for any split into batches. With a logit temperature s, `function` is the distribution of f/s.
 
         Examples:
             >>> p = la.predict(x)
@@ -380,10 +379,10 @@ class Laplace:
 
     @outside_inference
     def kernel_factors(self, x: Inputs, *, differentiable: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return f (B, *event, C) at inputs x, and U and V (B, *event, C, k) that give its covariance with f anywhere.
+        """Return f (B, *event, C) at inputs x, and factors U and V (B, *event, C, k) of its covariance.
 
-        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ is the kernel of the linearized model, for factors of the same call or of two calls.
-        k is about the number of weights. Many small joint covariances (`lapwing.botorch`) thus cost one pass.
+        U(x) V(x′)ᵀ = J(x) Σ J(x′)ᵀ is the covariance of f(x) and f(x′), for factors from the same call or from two
+        calls. k is about the number of weights. So many small joint covariances (`lapwing.botorch`) cost one pass.
         `differentiable=True` keeps the gradients with respect to x.
 
         Examples:
@@ -399,7 +398,7 @@ class Laplace:
 
     @outside_inference
     def predictor(self, *outputs: str, samples: int | None = None) -> Predictor:
-        """Return predictions as a plain `nn.Module` that no longer needs this object, for posteriors over a last layer.
+        """Return predictions as a plain `nn.Module` that does not need this object, for posteriors over a last layer.
 
         `forward(x)` returns a dict of tensors, one per name of `outputs`: attributes of `Prediction` such as "probs",
         "mean", "variance", "epistemic", "aleatoric", "entropy", "novelty". Without names: "probs" and "epistemic", or
@@ -416,8 +415,8 @@ class Laplace:
         layer = self._predictive.last_layer
         if layer is None:
             raise UnsupportedOperation(
-                "a predictor is for a posterior over the linear layer that produces the outputs as they are: fit with "
-                "select='last_layer', use la.distill(data).predictor(), or la.predict(x)"
+                "a predictor needs a posterior over a linear last layer, with at most a fixed affine map after it: fit "
+                "with select='last_layer', or use la.distill(data).predictor() or la.predict(x)"
             )
         names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
         return Predictor(
@@ -459,12 +458,13 @@ class Laplace:
     ) -> Distilled:
         """Return a predictor that gives this posterior's linearized predictions in about one forward pass.
 
-        The network's outputs stay as they are. A head on the energies of its layers learns the covariance that this
-        posterior gives them, at the first `most` inputs of `data` (targets are not read) and, with `perturb`, at noisy
-        and mixed inputs, so that it is uncertain where the posterior is. One input in five is held out, and
-        `.distances` and `.summary()` say how far the predictor is from the posterior there and on the sets of `ood`,
-        which it never learns from. For classes, `function` leaves out the variance that all logits share, which no
-        probability sees. `epochs` trains the head's correction (50 by default; 0 leaves it out).
+        The outputs of the network do not change. A head that reads the energies of its layers (the mean squares of
+        their inputs) learns the covariance that this posterior gives the outputs, at the first `most` inputs of `data`
+        (targets are not read) and, with `perturb`, at noisy and mixed inputs, so that it is uncertain where the
+        posterior is. One input in five is held out, and `.distances` and `.summary()` say how far the predictor is from
+        the posterior there and on the sets of `ood`, which it never learns from. For classes, `function` leaves out the
+        variance that all logits share, which does not affect probabilities. `epochs` is how long the head's correction
+        is trained (50 by default; 0 leaves it out).
 
         Examples:
             >>> fast = la.distill(train_loader, epochs=0, ood={"noise": noise})
@@ -489,7 +489,7 @@ class Laplace:
         )
 
     def _unlabeled(self, data: Any) -> Iterator[Inputs]:
-        """Prepared inputs of data with or without targets, or of one tensor."""
+        """Yield prepared inputs of data with or without targets, or of one tensor."""
         data = as_tensors(data)
         return map(self._predictive.inputs, self.batches([data] if isinstance(data, Tensor) else data).unlabeled())
 
@@ -506,7 +506,7 @@ class Laplace:
 
     @outside_inference
     def ensemble(self, n: int, generator: torch.Generator | None = None) -> Ensemble:
-        """Return n fixed weight samples as n networks: the same ones at every input.
+        """Return an ensemble of n networks with weights drawn once from the posterior.
 
         Examples:
             >>> five = la.ensemble(5)
@@ -527,7 +527,7 @@ class Laplace:
         )
 
     def batches(self, data: Any) -> Batches:
-        """Read data as the fit read its own."""
+        """Read data in the same way as the fit did."""
         return self._predictive.batches(data)
 
     @cached_property
@@ -555,10 +555,11 @@ class Laplace:
     ) -> Laplace:
         """Choose prior, temperature and noise; `.tuning` of the result lists what was tried, with scores.
 
-        Held-out `data` choose by their negative log-likelihood under the link that predictions use
-        (`method="validation"`, all settings from one pass). Without data the evidence chooses, which on networks that
-        interpolate their data often picks too small a precision. So `tune()` alone keeps a classifier's posterior only
-        if leave-one-out on the training data shows that it helps; `method="evidence"` keeps it in any case.
+        With held-out `data` (`method="validation"`), settings are chosen by the negative log-likelihood of these data
+        under the link that predictions use, all from one pass. Without data the evidence chooses, which often picks
+        too small a precision for networks that interpolate their data. So `tune()` without arguments keeps a
+        classifier's posterior only if leave-one-out on the training data shows that it helps; `method="evidence"`
+        keeps it in any case.
 
         `learn` is any of "prior", "temperature", "logit_temperature", "noise". By default, held-out data choose the
         prior, the temperature if that helps, and the logit temperature or a noise that the fit estimated; the evidence
@@ -566,11 +567,11 @@ class Laplace:
         "unit" (one precision per output of a layer: per class, for a last layer) and "input" (one per input: per
         feature). `grid` maps names of `learn` to candidates, one of which is chosen.
 
-        `rule` picks from what was tried: "lowest" the lowest NLL, "widest" the smallest precision that is shown to be
-        no worse (`evidence.widest`), which is as good on data like these and more cautious elsewhere.
-        `predictive="sampled"` scores what `predict(x, method="sampled")` predicts, a
-        grid of settings with common random numbers; T·n_data are the pseudo-observations of Ritter et al. (2018).
-        `progress`: True shows a bar, False none, None as in the fit.
+        `rule` chooses among the settings that were tried: "lowest" takes the lowest NLL, "widest" the smallest
+        precision that is shown to be no worse (`evidence.widest`), which is as good on data like these and more
+        cautious elsewhere. `predictive="sampled"` scores what `predict(x, method="sampled")` predicts, on a grid of
+        settings with common random numbers; T·n_data are the pseudo-observations of Ritter et al. (2018). `progress`:
+        True shows a bar, False none, None does as in the fit.
 
         Examples:
             >>> la = la.tune(val_loader)
@@ -624,7 +625,7 @@ class Laplace:
 
     @outside_inference
     def summary(self) -> str:
-        """Return a text that says what was fitted and how, with warnings and notes.
+        """Describe the posterior in a text: what was fitted and how, with warnings and notes.
 
         Examples:
             >>> print(la.summary())
@@ -636,7 +637,7 @@ class Laplace:
     def save(self, path: str | Path) -> None:
         """Write one file (safetensors), atomically; `lapwing.load(path, model)` reads it.
 
-        Missing folders of the path are made.
+        Missing folders of the path are created.
 
         Examples:
             >>> la.save("model.lapwing")
@@ -645,14 +646,14 @@ class Laplace:
         write_file(Path(path), *self.stored())
 
     def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `save` writes: tensors by name, and a description that JSON can hold."""
+        """Return the contents of the file that `save` writes: tensors by name, and a description that JSON can hold."""
         self._require_unchanged()
         return stored(self)
 
     if not TYPE_CHECKING:  # type checkers go on reporting unknown names
 
         def __getattr__(self, name: str) -> Any:
-            """Point out where a name is that another library looks for here."""
+            """Explain where to find a name that another library looks for on a model."""
             if name in ELSEWHERE:
                 raise AttributeError(f"a Laplace posterior has no {name!r}: {ELSEWHERE[name]}")
             return object.__getattribute__(self, name)  # raises, with the error of a property if that failed

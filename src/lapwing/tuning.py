@@ -1,4 +1,4 @@
-"""What `la.tune` does: read the request, choose the method that answers it, and return what was tried."""
+"""The work of `la.tune`: check the request, run the method that it asks for, and return what was tried."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Grid = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a user asks `tune` for; `Laplace.tune` explains each of them."""
+    """The arguments of `Laplace.tune`, whose docstring explains them."""
 
     data: Any
     method: str
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def alone(self) -> bool:
-        """Whether neither data nor a method was given: then the evidence chooses, and leave-one-out may refuse."""
+        """Whether neither data nor a method was given: then leave-one-out may refuse what the evidence chooses."""
         return self.method == "auto" and self.data is None
 
     @property
@@ -69,19 +69,19 @@ class Request:
         return "evidence" if self.data is None else "validation"
 
     def learned(self, likelihood: Likelihood) -> tuple[str, ...] | None:
-        """Names of what is learned, as the likelihood calls them; None for the default of the method."""
+        """Return the names of what is learned, as the likelihood calls them; None for the default of the method."""
         if not self.learn:
             return None
         return likelihood.learned_names((self.learn,) if isinstance(self.learn, str) else tuple(self.learn))
 
     def candidates(self, likelihood: Likelihood) -> Grid | None:
-        """The grid under the names that the likelihood uses."""
+        """Return the grid with the names that the likelihood uses."""
         if self.grid is None:
             return None
         return dict(zip(likelihood.learned_names(tuple(self.grid)), self.grid.values(), strict=True))
 
     def check(self) -> None:
-        """Refuse what no method can do."""
+        """Refuse a request that no method can fulfill."""
         require_predictive(self.predictive)
         if self.prior in ("unit", "input") and (self.chosen != "evidence" or self.alone):
             raise UnsupportedOperation(
@@ -133,9 +133,9 @@ def tune(predictive: Predictive, request: Request, require_unchanged: Callable[[
 
 
 def _training_data(predictive: Predictive) -> Any:
-    """Return the data of the fit, where they can be read again.
+    """Return the data of the fit, or None if they cannot be read again.
 
-    Under `torchrun` every process has its own shard, and tuning has to agree on all, so there are none.
+    Under `torchrun` every process has only its own shard, while all must agree on one tuning, so it is None.
     """
     return None if sharded() else predictive.options.data
 
@@ -160,7 +160,7 @@ def _by_evidence(
 
 
 def _many_outputs(predictive: Predictive, data: Any, link: str) -> tuple[Iterator[Labeled], bool]:
-    """Return the stream of labeled data, and whether its outputs are so many that draws must take their place."""
+    """Return the stream of labeled data, and whether it has so many outputs that draws must replace covariances."""
     labeled = predictive.labeled(data)
     first = next(labeled, None)
     if first is None:

@@ -166,9 +166,10 @@ def test_rows_of_the_table():
     peer = measured("laplace-torch", 8.0, 0.5, peak=4_000_000)
     (row,) = report.rows_of(outcome(peer, peak=2_000_000))
     assert dict(zip(report.HEADER, row)) == {
-        "network": "LeNet-5", "operation": "fit, kron", "N": "128", "Lapwing, epochs": "4", "MB": "4",
-        "peer": "laplace-torch", "epochs": "16", "ratio: time": "4 ×", "memory": "2 ×", "difference": "1e-06",
-        "target": "≤ 4 epochs", "reached": "yes",
+        "network": "LeNet-5", "operation": "fit, kron", "N": "128", "Lapwing: gradient epochs": "4",
+        "Lapwing: MB": "2", "peer": "laplace-torch", "peer: gradient epochs": "16", "peer: MB": "4",
+        "time ratio": "4 ×", "memory ratio": "2 ×", "difference": "1e-06", "target": "≤ 4 epochs",
+        "target reached": "yes",
     }  # fmt: skip
     brief = report.short([outcome(peer, peak=2_000_000)]).splitlines()[-1]
     assert "| 4 epochs, 2 MB | laplace-torch: 16 epochs, 4 MB; 4 × the time, 2 × the memory | ≤ 4 epochs |" in brief

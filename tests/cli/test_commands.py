@@ -315,7 +315,7 @@ def test_predictions_of_sequences_are_arrays(folder: Path, capsys: pytest.Captur
     likelihood = ("--likelihood", "classification", "--structure", "diag")
     assert lap("fit", "net.py:tokens", "net.py:sequences", *likelihood, "--out", "t.lapwing") == 0
     assert lap("predict", "net.py:tokens", "t.lapwing", "net.py:sequences", "--out", "t.csv") == 1
-    assert "write predictions to .npz" in capsys.readouterr().err
+    assert "which does not fit a table: write to .npz" in capsys.readouterr().err
     assert not list(folder.glob("*t.csv*")) + list(folder.glob(".t.csv*"))
     assert lap("predict", "net.py:tokens", "t.lapwing", "net.py:sequences", "--out", "t.npz") == 0
     with np.load("t.npz") as written:
@@ -379,7 +379,7 @@ def test_a_fit_is_not_lost_when_tuning_fails(folder: Path, capsys: pytest.Captur
     assert fit("--structure", "diag", "--tune-evidence", "--learn", "temperature") == 1
     said = capsys.readouterr().err
     assert "the evidence cannot choose a temperature" in said
-    assert "net.lapwing holds it, untuned" in said
+    assert "net.lapwing contains the untuned posterior" in said
     assert predict("--out", "p.csv") == 0
 
 
@@ -546,7 +546,7 @@ def test_data_in_order_are_told_from_shuffled_ones() -> None:
     single = TensorDataset(torch.randn(3, 4))
     require_order(DataLoader(Stream()), "data.py:stream")
     require_order(DataLoader(single, batch_size=None), "data.py:single")
-    with pytest.raises(lapwing.BadData, match="predictions are written in the order they come"):
+    with pytest.raises(lapwing.BadData, match="predictions are written in the order of the data"):
         require_order(DataLoader(single, batch_size=None, shuffle=True), "data.py:single")
 
 

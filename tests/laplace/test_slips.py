@@ -42,7 +42,7 @@ def test_swapped_arguments_of_load(tmp_path: Path) -> None:
 )
 def test_a_device_that_is_not_here(device: str) -> None:
     la, _ = fitted()
-    with pytest.raises(BadData, match=f"no device '{device}' here"):
+    with pytest.raises(BadData, match=f"no device '{device}' on this machine"):
         la.to(device)
 
 

@@ -1,4 +1,4 @@
-"""What a command is, and the arguments that several commands share."""
+"""The class of a command, and the arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lapwing.storage import named
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 Answer = Mapping[str, Any]
-"""What a command found, by name: numbers, texts, paths, tensors, lists and mappings of them."""
+"""The results of a command by name: numbers, texts, paths, tensors, and lists or mappings of these."""
 
 READ = ("model", "weights", "posterior", "data", "train", "tune")  # options that name what is read
 DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
@@ -31,7 +31,7 @@ DATA = ".safetensors or .npz with x and y, .csv with a header, or file.py:name"
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """One command of the command line. `run` prints what a person reads and returns what --json prints."""
+    """One command of the command line. `run` prints a text for people and returns the object that --json prints."""
 
     name: str
     summary: str
@@ -50,7 +50,7 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,  # an example on one line can be copied
         )
         sub.add_argument(
-            "--json", action="store_true", help="print one JSON object on standard output, all else on standard error"
+            "--json", action="store_true", help="print one JSON object on standard output, other text on standard error"
         )
         self.options(sub)
         sub.set_defaults(run=self.run)
@@ -61,7 +61,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="the network: path/to/file.py:name or package.module:name")
     add("--weights", type=Path, metavar="FILE", help="file with the weights: .safetensors, or a state dict in .pt")
-    add("--device", help="device to compute on, such as cuda (default: that of the model)")
+    add("--device", help="device to compute on, such as cuda (default: the device of the model)")
 
 
 def add_posterior(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fit(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Add the likelihood, the weights that take part, the size of the data set and the memory."""
+    """Add the options for the likelihood, the selected weights, the size of the data set and the memory."""
     add = parser.add_argument
     add("--likelihood", choices=named(Likelihood), required=required, help="what the outputs of the network mean")
     add("--select", type=names, default=("all",), metavar="NAMES", help="all (default), last_layer, or names and globs")
@@ -105,7 +105,7 @@ def reading_of(options: argparse.Namespace, labeled: bool = True) -> Reading:
 
 
 def posterior_of(options: argparse.Namespace, model: nn.Module) -> Laplace:
-    """Read the posterior of a file; errors name options that may be missing."""
+    """Read a posterior from a file; errors name options that may be missing."""
     train = None
     if options.train is not None:
         family = likelihood_from_spec(read(options.posterior)[1]["likelihood"])
@@ -136,7 +136,7 @@ def require_other(options: argparse.Namespace, but: str = "") -> None:
 
 
 def plain(value: Any) -> Any:
-    """Turn an answer into JSON types: tensors into lists, paths into texts, infinite numbers and NaN into null."""
+    """Convert results to JSON types: tensors to lists, paths to texts, infinite numbers and NaN to null."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Data for the command line: .safetensors, .npz and .csv files, or an object of the user's Python code."""
+"""Data for the command line: .safetensors, .npz and .csv files, or an object defined in the user's Python code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lapwing.model import Batches, batch_size, take, tensors_in
 from lapwing.model.calls import call, map_tensors
 from lapwing.model.copies import borrowed
 
-COLUMNS = " (which columns are targets, and so no inputs, say --target and --no-target)"
+COLUMNS = " (--target and --no-target say which columns are targets and not inputs)"
 FORMATS = ".safetensors, .npz or .csv, or file.py:name"
 
 
@@ -79,7 +79,7 @@ class Reading:
             inputs, targets = READERS[path.suffix](path, self)
             return _rows(inputs, targets, self.size, text)
         if ":" not in text:
-            raise BadData(f"{text!r} is not data that Lapwing reads: give {FORMATS}; nothing is unpickled")
+            raise BadData(f"{text!r} is not data that Lapwing reads: pass {FORMATS}; nothing is unpickled")
         return self._object(made(read_object(text), text), text)
 
     def _object(self, found: Any, text: str) -> Any:
@@ -101,7 +101,7 @@ class Reading:
 
 
 def require_readable(data: Any, module: nn.Module, text: str) -> None:
-    """Run the model on the first batch, so that data that do not fit are refused before any work."""
+    """Run the model on the first batch, so that unsuitable data are refused before any work."""
     first = guarded(lambda: next(iter(data), None), f"reading {text}")
     if first is None:
         raise BadData(f"{text} holds no batches")
@@ -125,8 +125,8 @@ def require_order(data: Any, text: str) -> None:
     """Refuse a loader that shuffles: predictions could not be matched with inputs."""
     if isinstance(data, DataLoader) and not _in_order(data):
         raise BadData(
-            f"{text} shuffles or has its own sampler, and predictions are written in the order they come: name one "
-            "with shuffle=False"
+            f"{text} shuffles or has its own sampler, but predictions are written in the order of the data: name a "
+            "loader with shuffle=False"
         )
 
 
@@ -185,7 +185,7 @@ def _pair(found: dict[str, Tensor], path: Path) -> tuple[Tensor, Tensor | None]:
 
 
 def _from_csv(path: Path, reading: Reading) -> tuple[Tensor, Tensor | None]:
-    """Read columns of numbers under a header: targets, and all others as features, in their order."""
+    """Read columns of numbers under a header: the target columns, and all others as features, in their order."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file)
@@ -198,7 +198,7 @@ def _from_csv(path: Path, reading: Reading) -> tuple[Tensor, Tensor | None]:
     chosen = [header.index(name) for name in _targets(header, reading, path)]
     features = [k for k in range(len(header)) if k not in chosen]
     if not features:
-        raise BadData(f"{path.name} has no column but the target; if it is a feature, say --no-target")
+        raise BadData(f"{path.name} has no column but the target; if this is a feature, pass --no-target")
     y = values[:, chosen[0]] if len(chosen) == 1 else values[:, chosen]
     return values[:, features], y if chosen else None
 
@@ -216,9 +216,9 @@ def _require_header(header: list[str], path: Path) -> None:
     if not header:
         raise BadData(f"{path.name} is empty")
     if all(_is_number(name) for name in header):
-        raise BadData(f"{path.name} begins with numbers: its first line has to name the columns")
+        raise BadData(f"{path.name} begins with numbers: write the names of the columns into its first line")
     if len(set(header)) < len(header):
-        raise BadData(f"{path.name} names two columns alike: {', '.join(header)}")
+        raise BadData(f"{path.name} names two columns alike: {', '.join(header)}. Rename one of them")
 
 
 def _numbers(row: list[str], header: list[str], path: Path, line: int) -> list[float]:

@@ -51,9 +51,9 @@ def folder() -> Path:
     """Return the folder named by LAPWING_DATA."""
     name = os.environ.get("LAPWING_DATA", "")
     if not name:
-        raise BadData("LAPWING_DATA is not set: let it name the folder that holds mnist/, notmnist/, cifar10/, …")
+        raise BadData("LAPWING_DATA is not set: set it to the folder that contains mnist/, notmnist/, cifar10/, …")
     if not Path(name).is_dir():
-        raise BadData(f"LAPWING_DATA={name} is not a folder: let it name the one that holds mnist/, notmnist/, …")
+        raise BadData(f"LAPWING_DATA={name} is not a folder: set it to the folder that contains mnist/, notmnist/, …")
     return Path(name)
 
 

@@ -1,4 +1,4 @@
-"""`lapwing demo`: from a trained network to a posterior, on real data, with a report at the end."""
+"""`lapwing demo`: train a network on real data, give it a posterior, and write a report."""
 
 import argparse
 import sys
@@ -50,9 +50,9 @@ CLOTHES = (
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """Data in four parts, a network for them and how long it trains.
+    """Data in four parts, a network for them, and how long it is trained.
 
-    The curvature is summed over the first `fitted` training items, which stand for all (None: over all).
+    The curvature is computed from the first `fitted` training items (None: from all), and scaled to all of them.
     """
 
     title: str
@@ -129,7 +129,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    """Print how far the demo is, on standard error."""
+    """Print progress on standard error."""
     print(text, file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""`lapwing doctor`: look at a network without fitting: its operations, which structures fit, what they cost."""
+"""`lapwing doctor`: examine a network without a fit: its operations, and the structures that fit into memory."""
 
 import argparse
 import time
@@ -31,7 +31,7 @@ ASSUMED = 10_000  # samples, where there are no data
 SAMPLES = 8
 SIDES = (32, 28, 64, 224, 96, 8)  # of images, the most usual first
 TOKENS = 16
-PATIENCE = 3600.0  # seconds: a fit that may take longer is proposed for the last layer alone
+PATIENCE = 3600.0  # seconds: a fit that may take longer is recommended for the last layer alone
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def _model_lines(model: nn.Module) -> list[str]:
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
     lines = [f"{type(model).__name__}, {total:,} weights in {len(params)} tensors, {dtypes} on {params[0].device}"]
     if frozen:
-        lines.append(f"{frozen:,} of them are frozen (requires_grad=False) and take no part")
+        lines.append(f"{frozen:,} of them are frozen (requires_grad=False) and get no posterior")
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     if any(m.running_mean is None for m in norms):
         lines.append("warning: a batch norm without running statistics mixes the samples of a batch")
@@ -122,7 +122,7 @@ def _examined(options: argparse.Namespace, model: nn.Module) -> tuple[Any, str, 
 
 
 def _guessed(f: Tensor, y: Any = None) -> str:
-    """Guess classification where there are several outputs and (if known) one target."""
+    """Guess classification if there are several outputs and (if known) one target."""
     several = f.ndim > 1 and f.shape[-1] > 1
     return "classification" if several and (not isinstance(y, Tensor) or y.ndim < f.ndim) else "regression"
 
@@ -172,12 +172,12 @@ def _tape_lines(problem: Problem, verbose: bool) -> list[str]:
     )
     unused = [name for block in plan.blocks if block.kind == "unused" for name in block.names]
     if unused:
-        lines.append(f"warning: {some(unused)} do not reach the outputs; only the prior is known of them")
+        lines.append(f"warning: {some(unused)} do not reach the outputs, so the data say nothing about them")
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 
 def _prices(problem: Problem) -> dict[str, tuple[int | None, Structure, str]]:
-    """Return the bytes of each structure, by the same estimate by which `fit` refuses, and what speaks against it."""
+    """Return the bytes that each structure needs, as `fit` estimates them, and why it cannot be used, if so."""
     found = []
     for name in named(Structure).keys() - {"auto"}:
         with suppress(UnsupportedOperation):  # a structure that needs arguments has no price of its own
@@ -301,7 +301,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """One batch, repeated: data of which only the number matters."""
+    """Data made of one batch that is repeated, for estimates that only need the number of items."""
 
     batch: Any
     times: int
@@ -327,8 +327,8 @@ def made_up(model: nn.Module, shape: tuple[int, ...] | None) -> Tensor:
         except LapwingError:
             continue
     raise BadData(
-        "the shape of an input cannot be guessed from the first layer: say --input 3,32,32 (without the batch), "
-        "or --data for inputs that are not one tensor of numbers"
+        "the shape of an input cannot be guessed from the first layer: pass --input 3,32,32 (without the batch), "
+        "or --data if inputs are not one tensor of numbers"
     )
 
 
@@ -355,9 +355,9 @@ def _normal(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
 
 COMMAND = Command(
     "doctor",
-    "look at a network: its operations, which structures fit into memory, what they cost",
-    "Look at a network without fitting anything: which operations with weights it has and how their Jacobians are "
-    "computed, which structures fit into memory, what they cost, and which settings it would choose and why.",
+    "examine a network: its operations, which structures fit into memory, what they cost",
+    "Examine a network without a fit: print its operations with weights and how their Jacobians are computed, which "
+    "structures fit into memory and what they cost, and the recommended settings with reasons.",
     "lapwing doctor net.py:model --weights net.pt --input 1,28,28",
     _options,
     _run,

@@ -38,7 +38,7 @@ def _fit_options(parser: argparse.ArgumentParser) -> None:
         "--tune-evidence", action="store_true", help="choose prior and noise by the evidence, without held-out data"
     )
     _add_tuning(parser)
-    add("--checkpoint", metavar="DIR", help="folder from which an interrupted fit goes on")
+    add("--checkpoint", metavar="DIR", help="folder from which an interrupted fit resumes")
     add("--seed", type=command.seed, default=0, help="seed of all random draws (default: %(default)s)")
     command.add_reading(parser)
 
@@ -84,7 +84,7 @@ def _tuned(la: Laplace, held_out: Any, options: argparse.Namespace) -> Laplace:
         return la.tune(held_out, learn=options.learn, prior=options.tune_prior)
     except LapwingError as error:
         words = str(error).rstrip(".")
-        raise LapwingError(f"{words}. The fit itself is done: {options.out} holds it, untuned") from error
+        raise LapwingError(f"{words}. The fit itself is done: {options.out} contains the untuned posterior") from error
 
 
 def _tune_options(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +154,7 @@ def _factor_of(options: argparse.Namespace) -> str | Factor:
 
 
 def _require_free(path: Path, force: bool) -> None:
-    """Refuse to replace a posterior, which may have taken hours, unless told to."""
+    """Refuse to replace a posterior without --force, since it may have taken hours."""
     if path.is_dir():
         raise BadData(f"--out {path} is a folder; name a file such as {path / 'model.lapwing'}")
     if path.exists() and not force:

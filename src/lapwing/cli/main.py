@@ -1,6 +1,6 @@
 """The command line: `lapwing …` or `python -m lapwing …`.
 
-Exit codes: 0 fine, 1 the input is wrong (one clear line, no traceback), 2 usage. Results go to standard output;
+Exit codes: 0 success, 1 wrong input (one clear line, no traceback), 2 wrong usage. Results go to standard output;
 progress, warnings and errors go to standard error. With --json, standard output holds one JSON object and nothing else.
 """
 
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def warnings_in_a_line() -> Iterator[None]:
-    """Print warnings on one line each, without the place in the code."""
+    """Print each warning on one line, without its position in the code."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         print(f"lapwing: warning: {' '.join(str(message).split())}", file=sys.stderr)

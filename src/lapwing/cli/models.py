@@ -1,4 +1,4 @@
-"""The user's network with its weights, and other objects of the user's Python code, by name.
+"""Load the user's network with its weights, and other objects of the user's Python code, by name.
 
 A name is `path/to/file.py:name` or `package.module:name`.
 """
@@ -56,7 +56,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, Mapping) or not all(
         isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()
     ):
-        raise BadData(f"{path.name} holds no state dict, nor one under any of {', '.join(WRAPPED)}")
+        raise BadData(f"{path.name} contains no state dict, neither by itself nor under a key {', '.join(WRAPPED)}")
     return dict(found)
 
 
@@ -110,7 +110,7 @@ def some(items: Iterable[str]) -> str:
 
 
 def read_object(text: str) -> Any:
-    """Return the object that `file.py:name` or `module:name` names. It may import from its own and this folder."""
+    """Return the object `file.py:name` or `module:name`; its code may import from its own and the current folder."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise BadData(f"{text!r} names no object: write path/to/file.py:name or package.module:name")
@@ -129,7 +129,7 @@ def read_object(text: str) -> Any:
 
 
 def made(value: Any, text: str) -> Any:
-    """Call what needs no arguments and return the result; return any other value as it is."""
+    """Call a value that is callable without arguments and return the result; return other values as they are."""
     if not callable(value):
         return value
     required = [
@@ -137,7 +137,7 @@ def made(value: Any, text: str) -> Any:
     ]
     if required:
         raise BadData(
-            f"{text} needs arguments ({', '.join(required)}): name an object, or a function that can be called without"
+            f"{text} needs arguments ({', '.join(required)}): name an object, or a function without required arguments"
         )
     return guarded(value, f"calling {text}")
 

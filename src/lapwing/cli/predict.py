@@ -1,4 +1,4 @@
-"""`lapwing predict` and `lapwing report`: what a fitted posterior says about data, item by item or in scores."""
+"""`lapwing predict` and `lapwing report`: write predictions for data, or compare their scores with the network's."""
 
 import argparse
 import csv
@@ -57,7 +57,7 @@ def _predict(options: argparse.Namespace) -> command.Answer:
 
 
 def _fields(la: Laplace, data: Any, options: argparse.Namespace, names: dict[str, None]) -> Iterator[Fields]:
-    """Yield the fields that are written for each batch, one row per item, and note their names."""
+    """Yield the fields to write for each batch, one row per item, and collect their names in `names`."""
     total = len(data) if hasattr(data, "__len__") else None
     for prediction in tqdm(la.predict_loader(data), "predict", total, disable=None, delay=1, leave=False):
         fields = prediction.fields(options.level)
@@ -68,7 +68,7 @@ def _fields(la: Laplace, data: Any, options: argparse.Namespace, names: dict[str
 
 
 def write_predictions(path: Path, batches: Iterable[Fields]) -> int:
-    """Write the fields of all batches, at once or not at all, and return the number of items."""
+    """Write the fields of all batches, completely or not at all, and return the number of items."""
     with replacing(path) as temporary:
         return writer_for(path)(temporary, batches)
 
@@ -85,7 +85,7 @@ def table_of(fields: Fields) -> dict[str, Tensor]:
     for name, value in fields.items():
         if value.ndim > 2:
             raise BadData(
-                f"{name!r} has shape {tuple(value.shape)}, not that of a table: write predictions to .npz or "
+                f"{name!r} has shape {tuple(value.shape)}, which does not fit a table: write to .npz or "
                 ".safetensors"
             )
     return columns_of(fields, 1)
@@ -195,7 +195,7 @@ REPORT = Command(
     "report",
     "compare the network with its posterior, in a table and an HTML page",
     "Score the network alone (MAP) and with its posterior (Laplace) on labeled data, and on data unlike the training "
-    "data. Print what came out and the table, and write an HTML page with intervals, pictures and single items.",
+    "data. Print findings and a table, and write an HTML page with intervals, pictures and single items.",
     "lapwing report net.py:model net.lapwing test.npz --weights net.pt --ood noise=noise.npz --out report.html",
     _report_options,
     _report,

@@ -35,14 +35,14 @@ def experiments() -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class About:
-    """What an experiment says of itself: the first line of its docstring, and its dict `ABOUT`.
+    """What an experiment says about itself: the first line of its docstring, and its dict `ABOUT`.
 
         ABOUT = {"paper": "001, Figs. 3 and 4", "minutes": 12, "quick": 1.5}
 
-    `paper` says where in which document of docs/results/index.md the experiment is from, and is empty for a question of
-    our own. `minutes` is how long the full run takes on two cores, with the seeds that are the default, and `quick` how
-    long `--quick` takes; None where nobody has timed it. `page` and `picture`, relative to docs/results/, are for
-    results that stand on a page with others; an experiment that writes a page of its own needs neither.
+    `paper` names the document of docs/results/index.md and the section that the experiment is from, and is empty for a
+    question of our own. `minutes` is how long the full run takes on two cores with the default seeds, `quick` how long
+    `--quick` takes; None means not timed. `page` and `picture`, relative to docs/results/, are for results that share a
+    page with others; an experiment that writes its own page needs neither.
     """
 
     question: str
@@ -70,7 +70,7 @@ class About:
 
 
 def about(path: Path) -> About:
-    """Read what a script says of itself, without running it."""
+    """Read what a script says about itself, without running it."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     question = (ast.get_docstring(tree) or "").partition("\n")[0]
     for node in tree.body:
@@ -79,7 +79,7 @@ def about(path: Path) -> About:
                 return About(question, **ast.literal_eval(node.value))
             except (TypeError, ValueError) as error:
                 raise BadData(f"ABOUT of {path.name} must be a dict of plain values: {error}") from error
-    raise BadData(f'{path.name} does not say what it is: add ABOUT = {{"paper": "001, Fig. 2", "minutes": 12}}')
+    raise BadData(f'{path.name} has no ABOUT: add ABOUT = {{"paper": "001, Fig. 2", "minutes": 12}}')
 
 
 def _reproduce_options(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def _reproduce(options: argparse.Namespace) -> Answer:
             print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())
         return {"experiments": {name: asdict(each) for name, each in found.items()}}
     if options.name not in known:
-        came = "no name came" if options.name is None else f"there is no experiment {options.name!r}"
+        came = "no name was given" if options.name is None else f"there is no experiment {options.name!r}"
         raise BadData(f"{came}; there are {', '.join(known)} (--list says more)")
     root = str(known[options.name].parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -116,13 +116,13 @@ def _reproduce(options: argparse.Namespace) -> Answer:
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="small data, few measurements: ten minutes on two cores")
+    add("--quick", action="store_true", help="few data and few measurements: ten minutes on two cores")
     add("--out", type=Path, default=Path("bench-output"), help="folder for the results (default: %(default)s)")
     add("--threads", type=int, nargs="+", default=[1], help="1 (default) measures CPU time, more measure wall time")
     add("--workload", help="only these networks, separated by commas, such as lenet,resnet20")
-    add("--operation", help="only operations whose name begins like this, such as fit-kron")
-    add("--ours-only", action="store_true", help="leave out the peers")
-    add("--resume", action="store_true", help="go on with an interrupted run")
+    add("--operation", help="only operations whose names begin with this, such as fit-kron")
+    add("--ours-only", action="store_true", help="leave out laplace-torch and curvlinops")
+    add("--resume", action="store_true", help="continue an interrupted run")
 
 
 def _bench(options: argparse.Namespace) -> Answer:
@@ -149,9 +149,9 @@ REPRODUCE = Command(
 )
 BENCH = Command(
     "bench",
-    "measure time and memory beside laplace-torch and curvlinops",
-    "Measure fits, predictions and evidence in gradient epochs beside the peers, and write a table, a JSON file and a "
-    "picture of growth. Needs the repository and the folder named by LAPWING_DATA.",
+    "measure time and memory, and compare them with laplace-torch and curvlinops",
+    "Measure fits, predictions and evidence in gradient epochs, also with laplace-torch and curvlinops, and write a "
+    "table, a JSON file and a picture of growth. Needs the repository and the folder named by LAPWING_DATA.",
     "lapwing bench --quick --out bench-output",
     _bench_options,
     _bench,

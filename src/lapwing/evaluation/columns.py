@@ -1,6 +1,6 @@
-"""The numbers of a report and their words: columns, intervals by the bootstrap, and findings in sentences.
+"""The numbers of a report, their 95 % intervals by the bootstrap, and the findings in sentences.
 
-An interval says how much a number would change with other test items; those in brackets are 95 % intervals.
+An interval says how much a number would change with other test items.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Estimate = tuple[float, float, float]  # value, low, high
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the report: a metric, and whether more of it is better (None: neither)."""
+    """A column of the report: a metric, and whether larger values are better (None if neither is)."""
 
     name: str
     more_is_better: bool | None
@@ -87,7 +87,7 @@ def title(column: str) -> str:
 
 
 def cell(column: str, value: float | None) -> str:
-    """Return a value as it is printed."""
+    """Write the value of a column as text."""
     if value is None or math.isnan(value):
         return "–"
     if column == "accuracy":
@@ -99,7 +99,7 @@ def cell(column: str, value: float | None) -> str:
 def summary(items: Items, bins: int) -> dict[str, float]:
     """Return the value of each column from the scores of all items (`Prediction.scores`).
 
-    The NLL is of all labels or outputs of an item together; the other scores count each label or output.
+    The NLL sums over the labels or outputs of an item; the other scores count each label or output.
     """
     row = {"nll": -items["log_prob"].mean().item()}
     if "correct" in items:
@@ -260,7 +260,7 @@ def weight_chunks(sizes: Mapping[str, int], count: int, chunk: int) -> Iterator[
 
 
 def bootstrap_interval(value: float, samples: Tensor) -> tuple[float, float]:
-    """Return a bias-corrected percentile interval (Efron 1981): NaN where the resamples do not vary or are not finite.
+    """Return a bias-corrected percentile interval (Efron 1981): NaN if the resamples do not vary or are not finite.
 
     On average, resamples of a calibration error are larger than the error itself. The correction moves the percentiles
     by this bias. The value is always inside the interval.
@@ -286,7 +286,7 @@ def share_interval(value: float, count: int) -> tuple[float, float]:
 
 
 def findings_of(report: Numbers) -> tuple[str, ...]:
-    """Return sentences about the last model, compared with the first where there are several."""
+    """Return sentences about the last model, compared with the first if there are several."""
     name = list(report.results)[-1]
     found = _alone(report, name) if name == report.baseline else _compared(report, name)
     for place in report.places:
@@ -378,7 +378,7 @@ def _coverage(report: Numbers, name: str) -> str:
 
 
 def _outside(report: Numbers, name: str, place: str) -> list[str]:
-    """Say how well the model's best score finds outside items, beside the uncertainty of the baseline."""
+    """Say how well the model's best score finds outside items, compared with the uncertainty of the baseline."""
     row, words = report.row(name), report.kind.uncertainty_name
     areas = {s: row[column_of("auroc", s, place)] for s in STRANGE if column_of("auroc", s, place) in row}
     own = {s: area for s, area in areas.items() if s in ("uncertainty", "epistemic", "novelty")}
@@ -397,7 +397,7 @@ def _outside(report: Numbers, name: str, place: str) -> list[str]:
 
 
 def _abstaining(report: Numbers, name: str) -> list[str]:
-    """Say what is gained by not answering the least certain items."""
+    """Say how many errors are avoided by not answering the least certain items."""
     pair = doubt_and_loss(report.results[name])
     count = len(pair[0])
     left_out = math.floor(ABSTAIN * count)

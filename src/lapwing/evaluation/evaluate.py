@@ -1,4 +1,4 @@
-"""Run models over data and keep what a report needs."""
+"""Run models over data and collect the scores that a report needs."""
 
 from __future__ import annotations
 
@@ -38,22 +38,21 @@ def evaluate(
     """Score models on the same test data, and on data unlike what they were trained on.
 
     `models` maps names to networks, `Laplace` objects or baselines (anything with `.predict(x)` returning a
-    `Prediction`). `data` is read as in `lapwing.fit`; the sets of `ood` need no targets, and a tensor of
-    inputs is enough. Plain networks are scored under `likelihood`; without it, under that of the first model that
-    has one. Classification is scored by accuracy, NLL, ECE with `bins` bins, Brier score and entropy; regression by
-    NLL, RMSE, CRPS, coverage and standard deviation; all get seconds and peak memory. `ood` adds AUROC and FPR95 by
-    every score of strangeness that a model has: uncertainty, epistemic uncertainty and novelty; energy and maximum
-    logit of classifiers; with `train`, the labeled training data, also the Mahalanobis distance of the last layer's
-    features. `novelty` computes that score of every item, which costs about as much as another prediction: by default
-    only where there is `ood` to compare with.
+    `Prediction`). `data` is read as in `lapwing.fit`; the sets of `ood` need no targets, and a tensor of inputs is
+    enough. Plain networks are scored under `likelihood`; without it, under the likelihood of the first model that has
+    one. Classification is scored by accuracy, NLL, ECE with `bins` bins, Brier score and entropy; regression by NLL,
+    RMSE, CRPS, coverage and standard deviation; all get seconds and peak memory. `ood` adds AUROC and FPR95 by every
+    score of strangeness that a model has: uncertainty, epistemic uncertainty and novelty; energy and maximum logit of
+    classifiers; with `train`, the labeled training data, also the Mahalanobis distance of the last layer's features.
+    `novelty` says whether that score is computed, which costs about as much as another prediction: by default only with
+    `ood`.
 
-    The report shows single items: `classes` are names of classes (by default those of the data set or the network's
+    The report shows single items: `classes` are names of classes (by default from the data set or the network's
     configuration), and `describe(inputs)` turns inputs that hold one sample into a text or a picture (C, H, W), as in
     `describe=lambda x: tokenizer.decode(x["input_ids"][0])`.
 
     `split` reads batches as in `fit`; without it a posterior reads them with the split of its own fit, and a plain
-    network with that of the first posterior beside it. `progress`: True shows a bar, False none, None only on a
-    terminal.
+    network with the split of the first posterior. `progress`: True shows a bar, False none, None only on a terminal.
 
     Examples:
         >>> report = lapwing.evaluate({"MAP": model, "Laplace": la}, test_loader, ood={"noise": noise})
@@ -86,13 +85,13 @@ def evaluate(
 
 
 def require_names(what: str, given: Any, example: str) -> None:
-    """Refuse an argument that is not a dict from names to what they name."""
+    """Refuse an argument that is not a mapping whose keys are names."""
     if not isinstance(given, Mapping):
         raise BadData(f"expected {what} by name, as in {example}, got a {type(given).__name__}")
 
 
 def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | None) -> Likelihood | None:
-    """Return the given likelihood. Without one, or if its noise is unknown, take that of the first model with one."""
+    """Return the given likelihood. Without one, or if its noise is unknown, return that of the first model with one."""
     asked = None if likelihood is None else resolve_likelihood(likelihood)
     if asked is not None and asked.known:
         return asked
@@ -101,8 +100,8 @@ def find_likelihood(models: Mapping[str, Any], likelihood: str | Likelihood | No
     first = next((one for one in found if isinstance(one, alike)), None)
     if first is None and asked is not None:
         warn(
-            f"the noise of the network is unknown and counts as 1 ({asked}): NLL, CRPS and coverage mean little. Give "
-            "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior beside the network"
+            f"the noise of the network is unknown and counts as 1 ({asked}): NLL, CRPS and coverage mean little. Pass "
+            "it, as in likelihood=lapwing.Gaussian(noise=0.3), or evaluate a fitted posterior together with the network"
         )
     return first or asked
 
@@ -130,7 +129,7 @@ def settings_of(model: Any, module: nn.Module) -> dict[str, str]:
 
 
 def data_facts(data: Any, ood: Mapping[str, Any], results: Mapping[str, Result]) -> dict[str, str]:
-    """Return what a report says about the data: how many items, and the name of the data set where it has one."""
+    """Return what a report says about the data: how many items, and the name of the data set, if it has one."""
     first = next(iter(results.values()))
     facts = {"test data": _data_words(data, first.count)}
     return facts | {f"outside: {name}": _data_words(each, first.outside[name].count) for name, each in ood.items()}

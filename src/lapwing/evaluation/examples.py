@@ -21,7 +21,7 @@ Describe = Callable[[Any], str | Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One item: its picture (C, H, W) or its text, its target, what was predicted, how surely, and its rank score."""
+    """One item: its picture (C, H, W) or text, its target, the prediction with its certainty, and its rank score."""
 
     picture: Tensor | None
     text: str
@@ -32,7 +32,7 @@ class Example:
 
     @property
     def wrong(self) -> bool:
-        """Whether another class than the truth was predicted; numbers are never quite right."""
+        """Whether the predicted class differs from the truth; False for numbers."""
         return bool(self.truth) and self.truth != self.answer and self.certainty.startswith("p ")
 
     @property
@@ -44,7 +44,7 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Viewer:
-    """How inputs and classes are written: names of classes and of features, and the user's own description."""
+    """How inputs and classes are shown: names of classes and of features, and the user's own description."""
 
     classes: Sequence[str] = ()
     features: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""The pictures of a report, in groups with a few words each."""
+"""The pictures of a report, in groups with an explanation."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def _risk(report: Numbers, labels: bool) -> Group:
     words = f"The {label} among the most certain predictions, against the share of items that are answered."
     picture = Picture("Risk and coverage", words, plots.risk_coverage(curves, label=label))
     text = (
-        "A model that knows when it does not know can hand its least certain items to somebody else. The further a "
-        "curve falls to the left, the more that helps."
+        "A model that knows when it does not know can leave its least certain items to somebody else. The further a "
+        "curve falls to the left, the more this helps."
     )
-    return Group("What does abstaining buy?", text, (picture,))
+    return Group("Does it help to leave out doubtful items?", text, (picture,))
 
 
 def _numbers(report: Numbers) -> list[Group]:
@@ -161,7 +161,7 @@ def score_areas(report: Numbers, place: str) -> dict[str, dict[str, tuple[float,
 
 
 def distinct_scores(report: Numbers, place: str) -> dict[str, list[str]]:
-    """Return the scores of strangeness by model, without those that an earlier model has with the same values."""
+    """Return the names of scores by model, without scores for which an earlier model has the same values."""
     seen: dict[str, list[torch.Tensor]] = {}
     found: dict[str, list[str]] = {}
     for name, result in report.results.items():
@@ -178,7 +178,7 @@ def distinct_scores(report: Numbers, place: str) -> dict[str, list[str]]:
 
 
 def galleries_of(report: Numbers) -> list[Group]:
-    """Return the items that are most uncertain and most wrong under the last model, where they are pictures."""
+    """Return the items that are most uncertain and most wrong under the last model, if they are pictures."""
     name, result = list(report.results.items())[-1]
     lists = {"Most uncertain: test": result.examples.get("uncertain", ())}
     lists["Most wrong: test"] = result.examples.get("wrong", ())

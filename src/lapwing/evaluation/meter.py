@@ -1,4 +1,4 @@
-"""What a computation costs: seconds and peak memory."""
+"""Measure what a computation costs: seconds and peak memory."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing from elsewhere."""
+"""Write the report as one HTML page that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ MEANINGS = {
     "auroc": "probability that an outside item scores higher than a test item: higher is better",
     "fpr95": "share of outside items accepted when 95 % of test items are: lower is better",
     "seconds": "for predicting the test set once",
-    "peak_mb": "memory above that in use at the start",
+    "peak_mb": "peak memory above what was in use at the start",
 }
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table, as it is read: its interval, the difference from the baseline, and what that means."""
+    """One number of a table as text, with its interval, its difference from the baseline and the verdict on it."""
 
     text: str
     span: str = ""
@@ -76,7 +76,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: its heads, such as the model and the score, and its numbers."""
+    """One line of a table: its first cells, such as the model and the score, and its numbers."""
 
     heads: tuple[str, ...]
     cells: tuple[Cell, ...]
@@ -172,7 +172,7 @@ def outside_table(report: Numbers, place: str) -> Table:
 
 
 def number(report: Numbers, name: str, column: str) -> Cell:
-    """Return one number with its interval, its difference from the baseline and whether that is beyond its interval."""
+    """Return one number with its interval and its difference from the baseline, marked if that is measurable."""
     if column not in report.row(name):
         return Cell("–")
     value, low, high = report.interval(name, column)
@@ -197,8 +197,8 @@ def legend_of(report: Numbers) -> str:
     if len(report.results) > 1:
         words.append(
             f"The line below is the difference from {report.baseline} on the same items, with its 95 % interval. "
-            "Bold with ▲ is better and ▼ worse beyond that interval; anything else is a draw. Where nothing differs, "
-            "one comparison in twenty gets a mark by chance."
+            "Bold with ▲ is better and ▼ is worse, by a difference whose interval leaves out zero; without a mark, no "
+            "difference was measurable. If nothing really differs, one comparison in twenty gets a mark by chance."
         )
     if "correct" in report.results[report.baseline].items:
         words.append(f"ECE has {report.bins} bins of equal width.")
@@ -207,7 +207,7 @@ def legend_of(report: Numbers) -> str:
 
 
 def facts_of(report: Numbers, more: Mapping[str, str]) -> dict[str, str]:
-    """Return data, versions and seed, and what the caller adds."""
+    """Return facts about data, versions and seed, with those that the caller adds."""
     found = dict(report.data)
     found["task"] = f"predictions of {report.kind.kind}"
     found |= more
@@ -218,7 +218,7 @@ def facts_of(report: Numbers, more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _items(name: str, examples: Sequence[Example]) -> dict[str, Any]:
-    """Return a list of items: pictures where all have one, else rows of a table."""
+    """Return a list of items: pictures if all items have one, else rows of a table."""
     pictures = bool(examples) and all(example.picture is not None for example in examples)
     examples = examples if pictures else examples[:LINES]
     shown = [_item(example, place, pictures) for place, example in enumerate(examples, 1)]

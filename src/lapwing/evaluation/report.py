@@ -1,4 +1,4 @@
-"""How models compare on the same data: numbers with intervals, differences, and the pictures that go with them."""
+"""Compare models on the same data: numbers with intervals, differences and pictures."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ class Report:
         return row
 
     def interval(self, name: str, column: str) -> Estimate:
-        """Return the value of a column and its 95 % interval, (value, low, high); NaN bounds where there is none.
+        """Return the value of a column and its 95 % interval, (value, low, high); the bounds are NaN if it has none.
 
         Intervals come from 1,000 resamples of the items with a fixed seed. Time and memory are measured once and have
-        none, nor has a score that does not vary.
+        no interval; nor does a score that does not vary.
 
         Examples:
             >>> value, low, high = report.interval("Laplace", "nll")
@@ -153,12 +153,12 @@ class Report:
         return (value, *bootstrap_interval(value, samples))
 
     def difference(self, name: str, column: str, baseline: str | None = None) -> Estimate:
-        """Return how much a column of a model exceeds that of the baseline, with its 95 % interval, item by item.
+        """Return by how much a column of a model exceeds that of the baseline: (value, low, high) of a 95 % interval.
 
-        Both models are scored on the same resamples, so that items which are hard for both do not widen the interval.
+        Both models are scored on the same resamples, so that items that are hard for both do not widen the interval.
 
         Examples:
-            >>> value, low, high = report.difference("Laplace", "nll")  # below zero where Laplace is better
+            >>> value, low, high = report.difference("Laplace", "nll")  # below zero if Laplace is better
         """
         other = self.baseline if baseline is None else baseline
         value = self._value(name, column) - self._value(other, column)
@@ -170,7 +170,7 @@ class Report:
         return (value, *bootstrap_interval(value, mine - theirs))
 
     def verdict(self, name: str, column: str, baseline: str | None = None) -> int:
-        """Return 1 where a model is better than the baseline beyond the interval of the difference, −1 where worse.
+        """Return 1 if a model is measurably better than the baseline, −1 if it is worse, else 0.
 
         Examples:
             >>> report.verdict("Laplace", "nll") in (-1, 0, 1)
@@ -222,7 +222,7 @@ class Report:
     __str__ = table
 
     def findings(self) -> tuple[str, ...]:
-        """Say in plain sentences what came out, with the uncertainty of each statement.
+        """Return the findings as plain sentences, with the uncertainty of each number.
 
         Examples:
             >>> for sentence in report.findings():
@@ -280,7 +280,7 @@ class Report:
         return html_table(["", *(title(c.name) for c in columns)], rows, note=note)
 
     def figures(self) -> dict[str, Figure]:
-        """Return the pictures by name. Pictures of single items show the last model, usually the one of interest.
+        """Return the pictures by name. Pictures of single items are about the last model.
 
         Examples:
             >>> figures = report.figures()
@@ -296,10 +296,10 @@ class Report:
         notes: tuple[str, ...] = (),
         facts: Mapping[str, str] | None = None,
     ) -> Path:
-        """Write one self-contained page: what came out, tables with intervals, pictures, single items, settings.
+        """Write one self-contained page: findings, tables with intervals, pictures, single items, settings.
 
         `notes` are paragraphs below the heading, `facts` such as {"seed": "0"} join the settings at the end. The page
-        loads nothing from elsewhere, follows the reader's dark mode, fits a phone, and prints.
+        loads nothing from elsewhere, follows the reader's dark mode, fits a phone, and can be printed.
 
         Examples:
             >>> report.to_html("report.html", heading="Flowers", notes=["Three species."])

@@ -1,6 +1,6 @@
-"""Run one model over data and keep the scores of every item, among them scores of strangeness.
+"""Run one model over data and collect the scores of every item.
 
-Strangeness is higher for inputs unlike the training data.
+Scores of strangeness are higher for inputs unlike the training data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING = 1e-5  # of the uncertainty: an epistemic part below it is rounding
 
 
 def strangeness(prediction: Prediction, outside: bool, novelty: bool) -> dict[str, Tensor]:
-    """Return the scores of strangeness that a prediction has beside its uncertainty, and its novelty if asked for."""
+    """Return the scores of strangeness that a prediction has besides its uncertainty, with its novelty if asked for."""
     found: dict[str, Tensor] = {}
     if outside:
         doubt = prediction.epistemic
@@ -149,9 +149,9 @@ def max_logit(f: Tensor) -> Tensor:
 class Result:
     """The scores of one model on test items and outside items, and what predicting the test set cost.
 
-    `items` are scores of targets and `scores` those of strangeness; where a score has several entries per item,
-    `owners` says whose they are. `examples` are the most "uncertain" and most "wrong" test items, `x` the inputs of a
-    curve, and `about` the settings of the model.
+    `items` are scores that need targets, `scores` are scores of strangeness. If a score has several entries per item,
+    `owners` has the number of the item that each entry belongs to. `examples` are the most "uncertain" and the most
+    "wrong" test items, `x` the inputs of a curve, and `about` the settings of the model.
     """
 
     kind: type[Prediction]  # of its predictions
@@ -167,13 +167,13 @@ class Result:
 
     @property
     def novelty(self) -> Tensor | None:
-        """The novelty of the test items, where it was computed."""
+        """The novelty of the test items, or None if it was not computed."""
         return self.scores.get("novelty")
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A model as a function from inputs to a prediction, where its inputs belong, and the module behind it."""
+    """A model as a function from inputs to a prediction, with the device for its inputs and its module."""
 
     predict: Callable[[Any], Prediction]
     device: torch.device
@@ -219,7 +219,7 @@ class Reader:
 
 
 def run_of(model: Any, likelihood: Likelihood | None) -> Run:
-    """Return a network, or an object with `.predict`, as a `Run`."""
+    """Make a `Run` of a network, or of an object with `.predict`."""
     if hasattr(model, "predict"):
         held = (getattr(model, "module", None), getattr(getattr(model, "network", None), "module", None))
         module = next((each for each in held if isinstance(each, nn.Module)), None) or nn.Identity()
@@ -270,7 +270,7 @@ def doubts(scores: Items) -> bool:
 
 
 def mahalanobis(run: Run, test: Reader, asked: Asked) -> Mahalanobis | None:
-    """Return the Mahalanobis score of a classifier's last layer, where training data were given and it has one."""
+    """Return the Mahalanobis score of a linear last layer; None for other networks, or without training data."""
     if asked.train is None or not asked.outside:
         return None
     first = next(iter(test.quiet().labeled()), None)
@@ -286,7 +286,7 @@ def mahalanobis(run: Run, test: Reader, asked: Asked) -> Mahalanobis | None:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """The options of an evaluation: which scores beside those of targets, and how items are shown."""
+    """The options of an evaluation: which scores of strangeness are wanted, and how items are shown."""
 
     outside: bool
     novelty: bool
@@ -298,7 +298,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The scores of one pass over a data set, or of one batch of it."""
+    """The scores of a data set, or of one batch."""
 
     kind: type[Prediction]
     items: Items
@@ -336,8 +336,8 @@ def one_batch(run: Run, asked: Asked, distance: Mahalanobis | None, inputs: Any,
     prediction = run.predict(inputs)
     if not hasattr(prediction, "likelihood"):
         raise BadData(
-            f"predict(x) of a model returned a {type(prediction).__name__}; expected a lapwing Prediction. Of an "
-            "estimator of lapwing.sklearn, pass .laplace_"
+            f"predict(x) of a model returned a {type(prediction).__name__}; expected a lapwing Prediction. For an "
+            "estimator of lapwing.sklearn, pass its .laplace_"
         )
     y = prediction.likelihood.targets(prediction.function.mean, targets) if targets is not None else None
     mask = None if y is None else prediction.likelihood.mask(prediction.function.mean, y)

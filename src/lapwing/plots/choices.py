@@ -1,4 +1,4 @@
-"""What tuning tried, how scores change with the temperature, and the evidence of models."""
+"""Plots of the settings that tuning tried, of scores against the temperature, and of the evidence of models."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ ALIKE = 1e-3  # nats per item: settings closer than this are equally good for an
 def surface(tuning: Tuning) -> Figure:
     """Plot how much worse than the best each setting of a tuning is, over prior precision and temperature.
 
-    Colors are the excess over the lowest score, so that settings within thousandths of a nat can be told apart; the
-    title says so where all are that close. They end at twice the distance from the lowest score to the worst baseline,
-    so that hopeless settings do not hide the rest. Baselines are lines in the color bar, a ring marks the chosen one.
+    Colors show the excess over the lowest score, so that settings within thousandths of a nat can be told apart; the
+    title says so if all are that close. The colors end at twice the distance from the lowest score to the worst
+    baseline, so that hopeless settings do not hide the rest. Baselines are lines in the color bar, and a ring marks
+    the chosen setting.
 
     Examples:
         >>> plots.surface(la.tune(val_loader).tuning).savefig("surface.png")
@@ -120,8 +121,8 @@ def temperature(curve: TemperatureCurve) -> Figure:
 def evidence(source: Any) -> Figure:
     """Plot the log evidence of compared models, or of a training (`Trained`, or its `history`).
 
-    Of a `lapwing.compare` result it shows how far each model is below the best, in nats, with bars as wide as the
-    evidence may be off; of a training with the evidence it shows the log evidence against the steps.
+    For a result of `lapwing.compare` it shows how far each model is below the best, in nats, with bars for the error of
+    the evidence. For a training with the evidence it shows the log evidence against the steps.
 
     Examples:
         >>> comparison = lapwing.compare({"wide": la, "narrow": la.replace(prior=10.0)})

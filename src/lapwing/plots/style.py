@@ -1,4 +1,4 @@
-"""The look that all plots share: colors, fonts, panels, and figures that nobody else holds."""
+"""The look that all plots share: colors, fonts and panels, in figures that pyplot does not keep alive."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def looks(k: int) -> dict[str, Any]:
 
 
 def dot(axes: Axes, place: int, value: float, low: float, high: float, color: str, words: str) -> None:
-    """Draw a value with its interval in a row of its own."""
+    """Draw a value with its interval in one row of a plot."""
     drawn = axes.plot([low, high], [place, place], color=color, linewidth=2.3, alpha=0.45)
     for artist in (*drawn, *axes.plot([value], [place], "o", color=color, markersize=5)):
         tip(artist, words)
 
 
 def tip(artist: Artist, text: str) -> None:
-    """Give an artist words, which a page shows while the mouse is over it."""
+    """Give an artist a text that the HTML page shows while the mouse is over it."""
     artist.set_gid(f"tip {text}")
 
 

@@ -1,4 +1,4 @@
-"""Predictions against targets: do probabilities and intervals keep their promise, and where do numbers miss?"""
+"""Plots of predictions against targets: reliability, coverage, risk, intervals and residuals."""
 
 from __future__ import annotations
 
@@ -145,8 +145,9 @@ def band(
 ) -> Figure:
     """Plot the mean and the central interval of predictions of one number over inputs of one dimension.
 
-    `prediction` is a `Prediction` of `x`, or (mean, lower, upper). The inner, darker band is what more data would
-    remove (the doubt about the function), the outer one includes the noise. `data` are targets to draw as points.
+    `prediction` is a `Prediction` of `x`, or (mean, lower, upper). The inner, darker band is the doubt about the
+    function, which more data would remove; the outer one includes the noise. `data`, a pair of inputs and targets, is
+    drawn as points.
 
     Examples:
         >>> grid = torch.linspace(-4, 4, 200)[:, None]
@@ -191,8 +192,8 @@ def bounds(prediction: Any, level: float) -> Bounds:
 def parity(predictions: Any, targets: Tensor, *, level: float = 0.95) -> Figure:
     """Plot predictions with their intervals against the targets, one panel per model.
 
-    `predictions` maps names to a `Prediction` or to (mean, lower, upper), or is one of these. Intervals that hold their
-    target touch the diagonal; those that miss it are drawn in another color. Of many items, an even selection is drawn.
+    `predictions` maps names to a `Prediction` or to (mean, lower, upper), or is one of these. Intervals that contain
+    their target touch the diagonal; the others have another color. If there are many items, an even selection is drawn.
 
     Examples:
         >>> plots.parity({"Laplace": regression.predict(inputs)}, targets).savefig("parity.png")
@@ -227,7 +228,7 @@ def _fitting(parts: Bounds, truth: Tensor, name: str) -> Bounds:
 
 
 def named(predictions: Any) -> Mapping[str, Any]:
-    """Return predictions by name; one alone needs none."""
+    """Return predictions by name; a single prediction needs no name."""
     return predictions if isinstance(predictions, Mapping) else {"": predictions}
 
 
@@ -235,8 +236,7 @@ def residuals(predictions: Any, targets: Tensor) -> Figure:
     """Plot (target − mean) / standard deviation as a histogram beside the standard normal, one panel per model.
 
     `predictions` maps names to a `Prediction` or to (mean, standard deviation), or is one of these. A histogram
-    narrower than the curve belongs to intervals that are too wide, one with heavier tails to outliers or to noise that
-    varies.
+    narrower than the curve means that intervals are too wide; heavier tails mean outliers, or noise that varies.
 
     Examples:
         >>> plots.residuals({"Laplace": regression.predict(inputs)}, targets).savefig("residuals.png")

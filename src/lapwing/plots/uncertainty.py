@@ -1,4 +1,4 @@
-"""Scores of uncertainty: how they spread, which are highest, and how well they tell outside items from test items."""
+"""Plots of scores: how they are distributed, which items have the highest, how well they detect outside items."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def _histogram(axes: Axes, scores: Tensor, edges: Tensor, color: str, label: str
 def separation(
     inside: Tensor, outside: Tensor, *, label: str = "entropy", names: tuple[str, str] = ("test", "outside")
 ) -> Figure:
-    """Plot the histogram of a score on test items upwards and that on outside items downwards, on one axis.
+    """Plot the histogram of a score on test items upwards and on outside items downwards, on one axis.
 
-    The two cannot hide each other. The vertical axis grows like a square root, so that a few items among many are still
-    visible.
+    So neither histogram hides the other. The vertical axis grows like a square root, so that a few items among many are
+    still visible.
 
     Examples:
         >>> inside, outside = la.predict(x).novelty, la.predict(noise).novelty
@@ -111,8 +111,8 @@ def separation(
 def roc(inside: Mapping[str, Tensor] | Tensor, outside: Mapping[str, Tensor] | Tensor, *, title: str = "") -> Figure:
     """Plot the share of outside items found against the share of test items flagged by mistake, one line per score.
 
-    Both map the name of a score to its values, which grow with strangeness, or are the values of one score; the area
-    under a line is the AUROC, which stands in the legend.
+    Both arguments map names of scores to their values, which grow with strangeness, or are the values of one score. The
+    legend has the AUROC, which is the area under a line.
 
     Examples:
         >>> p, q = la.predict(x), la.predict(noise)
@@ -183,7 +183,7 @@ def scores(
 def ecdf(curves: Mapping[str, Tensor], label: str = "entropy") -> Figure:
     """Plot the share of items with a score of at most x, one line per model (Louizos and Welling 2017, Fig. 2).
 
-    On out-of-distribution items a lower line, one that rises late, is better.
+    On out-of-distribution items a line that rises late is better.
 
     Examples:
         >>> plots.ecdf({"Laplace": la.predict(noise).entropy}).savefig("ecdf.png")

@@ -1,9 +1,9 @@
-"""laplace-torch's names on this library: code written for it runs with `from lapwing.compat.laplace_torch import …`.
+"""laplace-torch's names on this library: run code written for it with `from lapwing.compat.laplace_torch import …`.
 
 laplace-torch's submodules are here too: `from lapwing.compat.laplace_torch.utils import LargestMagnitudeSubnetMask`,
 `from lapwing.compat.laplace_torch.curvature import CurvlinopsGGN`.
 
-`install()` puts it in as module `laplace`, so that packages which import laplace-torch use it:
+`install()` makes this module importable as `laplace`, so that packages that import laplace-torch use it:
 
     import lapwing.compat.laplace_torch
     lapwing.compat.laplace_torch.install()

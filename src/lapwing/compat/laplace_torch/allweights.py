@@ -20,7 +20,7 @@ from lapwing.laplace import Laplace
 
 
 class DenseCurvature(ParametricLaplace):
-    """What posteriors with a dense curvature share, whichever weights they are over."""
+    """The common part of posteriors with a dense curvature, over all weights, a last layer or a subnetwork."""
 
     def _structure(self) -> Structure:
         return Full()
@@ -55,7 +55,7 @@ class FullLaplace(DenseCurvature):
 
 
 class DiagonalCurvature(ParametricLaplace):
-    """What posteriors with a diagonal curvature share, whichever weights they are over."""
+    """The common part of posteriors with a diagonal curvature, over all weights, a last layer or a subnetwork."""
 
     def _structure(self) -> Structure:
         return Diag()
@@ -90,7 +90,7 @@ class DiagLaplace(DiagonalCurvature):
 
 
 class KroneckerCurvature(ParametricLaplace):
-    """What posteriors with Kronecker factors share, whichever weights they are over: G ⊗ A per weight, G per bias.
+    """The common part of posteriors with Kronecker factors: G ⊗ A per weight tensor, G per bias.
 
     `damping=True` damps each factor (Ritter et al. 2018, Eq. 9) in predictions and samples; in laplace-torch it has no
     effect.
@@ -162,7 +162,7 @@ class KroneckerCurvature(ParametricLaplace):
 
     @property
     def _exact(self) -> KronDecomposed:
-        """The decomposition without damping, made once."""
+        """The decomposition without damping, computed once."""
         if self._undamped is None:
             assert self.H_facs is not None
             self._undamped = self.H_facs.decompose()
@@ -205,7 +205,7 @@ class KronLaplace(KroneckerCurvature):
 
 
 class LowRankLaplace(ParametricLaplace):
-    """The `rank` largest eigenvalues of the GGN over all weights, and the prior elsewhere."""
+    """The `rank` largest eigenvalues of the GGN over all weights, and the prior alone in all other directions."""
 
     _key = ("all", "lowrank")
     rank = 100
@@ -215,7 +215,7 @@ class LowRankLaplace(ParametricLaplace):
 
     def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
         if not override:
-            raise ValueError("a low-rank posterior does not take more data: fit again on all of them")
+            raise ValueError("a low-rank posterior cannot add data: fit again on all data")
         super().fit(train_loader, override, progress_bar)
 
     @property

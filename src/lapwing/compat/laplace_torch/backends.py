@@ -1,7 +1,7 @@
-"""The curvature backends of laplace-torch by name. They choose the factor; how it is computed is Lapwing's own way.
+"""The curvature backends of laplace-torch by name. A backend only chooses the factor; Lapwing computes it.
 
-`CurvlinopsGGN`, `AsdlGGN` and `BackPackGGN` are the same exact GGN here, or its Monte Carlo estimate with
-`stochastic=True`; those that end in EF are the empirical Fisher, those in Hessian the exact Hessian.
+`CurvlinopsGGN`, `AsdlGGN` and `BackPackGGN` all stand for the exact GGN, or its Monte Carlo estimate with
+`stochastic=True`. Names that end in EF stand for the empirical Fisher, names in Hessian for the exact Hessian.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lapwing.curvature import GGN, EmpiricalFisher, Factor, Hessian, MCFisher
 
 
 class CurvatureInterface(ABC):
-    """What a backend is made of: a model, and Jacobians of its outputs.
+    """The interface of a backend: a model, and Jacobians of its outputs.
 
     CurvlinopsGGN(model, "classification").jacobians(x)
     """
@@ -40,7 +40,7 @@ class CurvatureInterface(ABC):
     @property
     @abstractmethod
     def library(self) -> str:
-        """The library that laplace-torch computes with: a plain class attribute."""
+        """The library that laplace-torch uses for this backend, a plain class attribute."""
 
     @classmethod
     @abstractmethod
@@ -103,7 +103,7 @@ class HessianInterface(CurvatureInterface):
 
 
 class CurvlinopsInterface(CurvatureInterface):
-    """What laplace-torch computes with curvlinops."""
+    """The backends that use curvlinops in laplace-torch."""
 
     library = "curvlinops"
 
@@ -121,7 +121,7 @@ class CurvlinopsHessian(CurvlinopsInterface, HessianInterface):
 
 
 class AsdlInterface(CurvatureInterface):
-    """What laplace-torch computes with asdl."""
+    """The backends that use asdl in laplace-torch."""
 
     library = "asdl"
 
@@ -139,7 +139,7 @@ class AsdlHessian(AsdlInterface, HessianInterface):
 
 
 class BackPackInterface(CurvatureInterface):
-    """What laplace-torch computes with backpack."""
+    """The backends that use backpack in laplace-torch."""
 
     library = "backpack"
 
@@ -153,7 +153,7 @@ class BackPackEF(BackPackInterface, EFInterface):
 
 
 class AsdfghjklInterface(CurvatureInterface):
-    """What laplace-torch computes with asdfghjkl."""
+    """The backends that use asdfghjkl in laplace-torch."""
 
     library = "asdfghjkl"
 

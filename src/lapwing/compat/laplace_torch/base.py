@@ -1,4 +1,4 @@
-"""`BaseLaplace`: a model with settings that may change at any time, and the choice of its prior precision."""
+"""`BaseLaplace`: a model with settings that may change at any time, and the tuning of its prior precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lapwing.errors import BadData, NotPositiveDefinite
 
 
 class MissingKey(BadData, KeyError):
-    """A batch that is a mapping lacks the entry with the targets."""
+    """Raised when a batch that is a mapping has no entry with the targets."""
 
     __str__ = Exception.__str__
 
@@ -29,8 +29,8 @@ class BaseLaplace(ABC):
     """A model, a likelihood and the settings of its posterior, before or after a fit.
 
     `prior_precision` may be one number, one per parameter tensor or one per weight. `temperature` divides the
-    likelihood (1/T of `lapwing.fit`). Arguments have the names and the order of laplace-torch, and most are attributes,
-    because some packages read the one to fill the other.
+    likelihood (it is 1/T of `lapwing.fit`). Arguments have the names and the order of laplace-torch, and most are also
+    attributes, because some packages copy attributes into arguments.
     """
 
     n_params: int | None
@@ -60,7 +60,7 @@ class BaseLaplace(ABC):
         self._changed()
         self.sigma_noise = sigma_noise
         if self.likelihood != Likelihood.REGRESSION and bool(self.sigma_noise != 1):
-            raise ValueError("sigma_noise other than 1 is for likelihood='regression'")
+            raise ValueError("sigma_noise other than 1 is only for likelihood='regression'")
         self.prior_precision = prior_precision
         self.prior_mean = prior_mean
         self.temperature = temperature
@@ -76,11 +76,11 @@ class BaseLaplace(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Take the state of an object that is not fitted."""
+        """Reset to the state before a fit."""
 
     @abstractmethod
     def _changed(self) -> None:
-        """Forget what depends on the settings."""
+        """Discard cached values that depend on the settings."""
 
     @property
     def _device(self) -> torch.device:
@@ -92,7 +92,7 @@ class BaseLaplace(ABC):
 
     @property
     def backend(self) -> CurvatureInterface:
-        """The backend object, which computes Jacobians for those who ask for them."""
+        """The backend object, which can compute Jacobians."""
         if self._backend is None:
             self._backend = self._backend_cls(
                 self.model,
@@ -105,7 +105,7 @@ class BaseLaplace(ABC):
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the outputs mean; after a fit, it decides only how predictions are returned."""
+        """The likelihood: what the outputs mean. After a fit, it affects only how predictions are returned."""
         return self._likelihood
 
     @likelihood.setter
@@ -175,7 +175,7 @@ class BaseLaplace(ABC):
 
     @property
     def temperature(self) -> float:
-        """What the log-likelihood is divided by."""
+        """The number that the log-likelihood is divided by."""
         return self._temperature
 
     @temperature.setter
@@ -195,7 +195,7 @@ class BaseLaplace(ABC):
 
     @property
     def _H_factor(self) -> Tensor:
-        """What the curvature is multiplied with, 1/σ²/temperature."""
+        """The factor 1/σ²/temperature of the curvature."""
         return 1 / self.sigma_noise.square() / self.temperature
 
     @property
@@ -229,14 +229,14 @@ class BaseLaplace(ABC):
             x, y = batch
             return x, y
         if self.dict_key_y not in batch:
-            raise MissingKey(f"a batch has the keys {list(batch)}; dict_key_y={self.dict_key_y!r} is none of them")
+            raise MissingKey(f"a batch has the keys {list(batch)}; dict_key_y={self.dict_key_y!r} is not among them")
         return dict(batch), batch[self.dict_key_y]
 
     @abstractmethod
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
-        """Return the log evidence under the given settings, or the present ones."""
+        """Return the log evidence under the given settings, or else the current ones."""
 
     def optimize_prior_precision(
         self,
@@ -259,8 +259,8 @@ class BaseLaplace(ABC):
         """Choose the prior precision by the evidence ("marglik") or on held-out data ("gridsearch").
 
         "marglik" takes `n_steps` of Adam from `init_prior_prec`, with one precision, one per parameter tensor or one
-        per weight. "gridsearch" takes the one of `grid_size` precisions from 10^min to 10^max with the smallest loss:
-        by default the negative log-likelihood, which for regression needs the predictive variance and the noise. A
+        per weight. "gridsearch" tries `grid_size` precisions from 10^min to 10^max and takes the one with the smallest
+        loss: by default the negative log-likelihood, which for regression uses the predictive variance and the noise. A
         metric starts from zero for every candidate.
         """
         pred_type = self._pred_types[0] if pred_type is None else pred_type

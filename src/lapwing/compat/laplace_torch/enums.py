@@ -12,7 +12,7 @@ class SubsetOfWeights(StrEnum):
 
 
 class HessianStructure(StrEnum):
-    """In which form the curvature is kept."""
+    """The form in which the curvature is stored."""
 
     FULL = "full"
     KRON = "kron"
@@ -22,7 +22,7 @@ class HessianStructure(StrEnum):
 
 
 class FunctionalApproximation(StrEnum):
-    """How a posterior in function space is approximated; "sod", a subset of data, is the one that this layer has."""
+    """How a posterior in function space is approximated; this layer has only "sod", a subset of data."""
 
     SOD = "sod"
     NYSTROM = "nystrom"

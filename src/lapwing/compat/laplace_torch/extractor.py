@@ -18,9 +18,9 @@ class FeatureReduction(StrEnum):
 
 
 class FeatureExtractor(nn.Module):
-    """A network whose last layer, a linear one, is known by name or found in the first forward pass.
+    """A network whose last linear layer is known by name or found in the first forward pass.
 
-    The hooks that read features live for one forward pass, so that the network is left as it was.
+    The hooks that read features exist only during a forward pass, so that the network does not change.
 
         out, features = FeatureExtractor(model).forward_with_features(x)
     """
@@ -82,7 +82,7 @@ class FeatureExtractor(nn.Module):
         called: list[str] = []
         leaves = {name: m for name, m in self.model.named_modules() if not any(True for _ in m.children())}
         if len(dict(self.model.named_modules())) <= 2:
-            raise ValueError("the model consists of one module only: there is no last layer apart from it")
+            raise ValueError("the model consists of one module only, so it has no last layer apart from itself")
         handles = [
             module.register_forward_hook(lambda m, inputs, output, name=name: called.append(name))
             for name, module in leaves.items()

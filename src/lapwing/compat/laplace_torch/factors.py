@@ -18,8 +18,8 @@ LARGEST = 4096  # weights of a block that is written out as one dense matrix
 def factors_of(curvature: Curvature, dtype: torch.dtype) -> Kron:
     """Return [G, A] for each weight and [G] for each bias, in the order of the parameters.
 
-    What is not a single Kronecker product (a convolution with groups, a norm with its scale and shift) is one dense
-    matrix over all its parameters.
+    A block that is not a single Kronecker product (a convolution with groups, a norm with its scale and shift) is one
+    dense matrix over all its parameters.
     """
     assert curvature.params is not None
     sizes = dict(zip(curvature.params.names, curvature.params.sizes, strict=True))
@@ -51,7 +51,7 @@ def _plain(block: PSD) -> tuple[Tensor, Tensor] | None:
 
 
 def _in_order(index: Tensor, sizes: list[int]) -> bool:
-    """Whether the entries of a block are those of its weight, row by row, each row followed by its bias."""
+    """Whether a block lists its weight row by row, with each row followed by its bias."""
     if len(sizes) == 1:
         return bool((index[1:] - index[:-1] == 1).all())
     rows = index.reshape(sizes[1], -1)
@@ -64,7 +64,7 @@ def _dense(block: PSD, names: tuple[str, ...], index: Tensor, order: dict[str, i
     if block.size > LARGEST and not block.is_diagonal:
         raise UnsupportedOperation(
             f"the curvature of {', '.join(names)} ({block.size:,} weights) is not a single Kronecker product, and too "
-            "large to be written out. Predictions and samples do not need that; H and posterior_precision do."
+            "large to be written out. Predictions and samples do not need it; H and posterior_precision do."
         )
     positions = [order[name] for name in names]
     if positions != list(range(positions[0], positions[0] + len(positions))):

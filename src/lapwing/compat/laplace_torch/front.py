@@ -1,4 +1,4 @@
-"""`Laplace(model, likelihood, subset_of_weights, hessian_structure)`: a class for each choice of the last two."""
+"""`Laplace(model, likelihood, subset_of_weights, hessian_structure)`, which has a class per subset and structure."""
 
 from __future__ import annotations
 

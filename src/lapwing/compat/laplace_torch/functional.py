@@ -17,12 +17,11 @@ from lapwing.curvature import Functional, Structure
 
 
 class FunctionSpace(ParametricLaplace):
-    """The Gaussian process of the linearized network on `n_subset` data at random (`seed`).
+    """The Gaussian process of the linearized network on `n_subset` random data (by `seed`).
 
     The prior precision is divided by n_subset / n, as in laplace-torch. (`lapwing.Functional(points)` multiplies the
-    curvature by n / points instead, so that variances far from the data are those of the prior.) Kernels between
-    outputs are exact for any architecture; `independent_outputs=True` is accepted, and the outputs are not taken as
-    independent.
+    curvature by n / points instead, so that far from the data the prior alone determines variances.) Kernels between
+    outputs are exact for any architecture; `independent_outputs=True` is accepted but has no effect.
     """
 
     _pred_types = ("gp", "glm")
@@ -64,7 +63,7 @@ class FunctionSpace(ParametricLaplace):
     def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
         """Fit on `n_subset` data of the loader."""
         if not override:
-            raise ValueError("a posterior in function space does not take more data: fit again on all of them")
+            raise ValueError("a posterior in function space cannot add data: fit again on all data")
         total = len(train_loader.dataset)
         if self.n_subset > total:
             raise ValueError(f"n_subset={self.n_subset}, but there are {total} data")

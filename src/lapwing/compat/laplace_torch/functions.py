@@ -51,7 +51,7 @@ def get_nll(out_dist: Tensor, targets: Tensor) -> Tensor:
 
 
 def gaussian_nll(means: Tensor, variances: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean negative log-density of targets under normal laws with these variances, the noise included."""
+    """Return the mean negative log-density of targets under normal distributions; `var` includes the noise."""
     variances = variances.diagonal(dim1=-2, dim2=-1) if variances.ndim > means.ndim else variances
     return F.gaussian_nll_loss(means, targets, variances, full=True, eps=1e-12)
 
@@ -68,8 +68,8 @@ def validate(
 ) -> float:
     """Return the loss of predictions for a data set: a metric with `update` and `compute`, or a function of all data.
 
-    A metric starts from zero. (In laplace-torch it goes on from what it has seen before, so that a grid search
-    averages over earlier candidates.)
+    A metric starts from zero. (In laplace-torch it is not reset, so that a grid search averages over earlier
+    candidates.)
     """
     running = all(callable(getattr(loss, name, None)) for name in ("update", "compute", "reset"))
     if running:
@@ -126,7 +126,7 @@ def block_diag(blocks: list[Tensor]) -> Tensor:
 
 
 class SoDSampler(Sampler):
-    """M of N data at random, the same at every pass."""
+    """A sampler of M random data out of N, the same at every pass."""
 
     def __init__(self, N: int, M: int, seed: int = 0) -> None:
         self.indices = torch.tensor(np.random.default_rng(seed).choice(list(range(N)), M, replace=False))
@@ -154,7 +154,7 @@ def fix_prior_prec_structure(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return a prior precision of the length that a structure asks for, the same number everywhere."""
+    """Return a prior precision of the length that a structure needs, with the same number everywhere."""
     lengths = {PriorStructure.SCALAR: 1, PriorStructure.LAYERWISE: n_layers, PriorStructure.DIAG: n_params}
     try:
         length = lengths[PriorStructure(prior_structure)]
@@ -164,7 +164,7 @@ def fix_prior_prec_structure(
 
 
 def normal_samples(mean: Tensor, var: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw from normal laws (batch, outputs), independent between items: (samples, batch, outputs).
+    """Draw from normal distributions that are independent between items: (samples, batch, outputs).
 
     `var` holds variances (batch, outputs) or covariances (batch, outputs, outputs).
     """

@@ -1,4 +1,4 @@
-"""`install`: this compatibility layer as the module `laplace` and its submodules."""
+"""`install`: make this compatibility layer importable as the module `laplace` and its submodules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Names = dict[str, Any]
 
 
 def _of(*sources: ModuleType, only: str = "") -> Names:
-    """What modules of this package define themselves, or those names of it that contain a word."""
+    """Return the names that modules of this package define, or only those that contain a word."""
     found: Names = {}
     for source in sources:
         for name, value in vars(source).items():
@@ -71,7 +71,7 @@ def contents() -> dict[str, Names]:
 
 
 def install() -> None:
-    """Put this layer in as module `laplace`, for packages that import laplace-torch.
+    """Make this layer importable as module `laplace`, for packages that import laplace-torch.
 
     Call it before they are imported. An installed laplace-torch is hidden for the rest of the process.
 
@@ -91,7 +91,7 @@ def place_beside(package: str) -> None:
 
 
 def _place(offered: dict[str, Names]) -> None:
-    """Make modules of these names, with these contents."""
+    """Create modules with these names and contents."""
     for name, names in offered.items():
         module = ModuleType(name, f"Lapwing in the place of laplace-torch's {name}.")
         inside = any(other.startswith(f"{name}.") for other in offered)

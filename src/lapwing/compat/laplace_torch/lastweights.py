@@ -1,7 +1,7 @@
 """Posteriors over the last layer: `FullLLLaplace`, `KronLLLaplace`, `DiagLLLaplace`.
 
-They register themselves as kinds of `FullLaplace`, `KronLaplace` and `DiagLaplace`, which they are in laplace-torch:
-`isinstance(la, KronLaplace)` holds for the last layer too.
+They are registered as subclasses of `FullLaplace`, `KronLaplace` and `DiagLaplace`, as in laplace-torch, so that
+`isinstance(la, KronLaplace)` is true for the last layer too.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lapwing.laplace import Laplace
 
 
 class LLLaplace(ParametricLaplace):
-    """A posterior over the last layer of a copy of the model, by its name or as the fit finds it.
+    """A posterior over the last layer of a copy of the model; the layer is named, or found by the fit.
 
-    `feature_reduction` is accepted and not needed: what the model itself does with its features counts.
+    `feature_reduction` is accepted but has no effect, because the model itself reduces its features.
     """
 
     model: FeatureExtractor
@@ -75,7 +75,7 @@ class LLLaplace(ParametricLaplace):
             self._know([f"{last_layer_name}.{name}" for name in dict(self.model.last_layer.named_parameters())])
 
     def _know(self, names: Any) -> None:
-        """Take over the names of the parameters of the last layer, and check the settings against their sizes."""
+        """Store the names of the parameters of the last layer, and check the settings against their sizes."""
         live = dict(self._network.named_parameters())
         self._known = tuple(names)
         self.params = [live[name] for name in self._known]

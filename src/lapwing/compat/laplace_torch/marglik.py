@@ -1,4 +1,4 @@
-"""`marglik_training`: training in which the evidence chooses prior precisions and noise (Immer et al. 2021, Alg. 1)."""
+"""`marglik_training`: train while the evidence chooses prior precisions and noise (Immer et al. 2021, Alg. 1)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def marglik_training(
     """Train a model, taking steps on the evidence of its posterior after every `marglik_frequency` epochs.
 
     Returns the posterior at the weights and settings with the best evidence, the model with these weights, and the
-    negative evidence and loss over time. The model stays in the mode (training or evaluation) in which it came; in
-    laplace-torch it is in evaluation mode after the first fit. The temperature divides the likelihood in the loss too.
+    negative evidence and loss over time. The model stays in its mode (training or evaluation); in laplace-torch it
+    is in evaluation mode after the first fit. The temperature divides the likelihood in the loss too.
 
         la, model, margliks, losses = marglik_training(model, loader, likelihood="regression")
     """

@@ -1,4 +1,4 @@
-"""Subnetwork masks: which single weights a subnetwork posterior is over."""
+"""Subnetwork masks, which choose the single weights of a subnetwork posterior."""
 
 from __future__ import annotations
 
@@ -84,21 +84,21 @@ class ScoreBasedSubnetMask(SubnetMask):
 
 
 class RandomSubnetMask(ScoreBasedSubnetMask):
-    """Weights at random."""
+    """Random weights."""
 
     def compute_param_scores(self, train_loader: Any) -> Tensor:
         return torch.rand_like(self.parameter_vector)
 
 
 class LargestMagnitudeSubnetMask(ScoreBasedSubnetMask):
-    """The largest absolute weights."""
+    """The weights with the largest absolute values."""
 
     def compute_param_scores(self, train_loader: Any) -> Tensor:
         return self.parameter_vector.abs()
 
 
 class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
-    """The largest marginal variances of a diagonal posterior over all weights."""
+    """The weights with the largest marginal variances under a diagonal posterior over all weights."""
 
     def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: Any) -> None:
         super().__init__(model, n_params_subnet)
@@ -111,7 +111,7 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
 
 
 class LargestVarianceSWAGSubnetMask(ScoreBasedSubnetMask):
-    """The largest marginal variances of diagonal SWAG over all weights."""
+    """The weights with the largest marginal variances under diagonal SWAG over all weights."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class ModuleNameSubnetMask(SubnetMask):
 
 
 class LastLayerSubnetMask(ModuleNameSubnetMask):
-    """All weights of the last layer, by its name or as a forward pass finds it."""
+    """All weights of the last layer, which is named or found in a forward pass."""
 
     def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
         super().__init__(model, [])
@@ -201,7 +201,7 @@ def fit_diagonal_swag_var(
     weight_decay: float = 3e-4,
     min_var: float = 1e-30,
 ) -> Tensor:
-    """Return the variance of each weight along iterates of SGD (SWAG, Maddox et al. 2019), of a copy of the model."""
+    """Return the variance of each weight over iterates of SGD on a copy of the model (SWAG, Maddox et al. 2019)."""
     own = deepcopy(model).train()
     weights = list(own.parameters())
     optimizer = torch.optim.SGD(weights, lr=lr, momentum=momentum, weight_decay=weight_decay)

@@ -80,8 +80,8 @@ class Kron:
 class KronDecomposed:
     """Kronecker factors in their eigenbases, with one number per block added to the eigenvalues (`deltas`).
 
-    `damping` adds √delta to the eigenvalues of each factor instead (Ritter et al. 2018, Eq. 9); it survives sums and
-    products, which in laplace-torch it does not.
+    `damping` adds √delta to the eigenvalues of each factor instead (Ritter et al. 2018, Eq. 9); sums and
+    products keep it, unlike in laplace-torch.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ def _eigen(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def symeig(M: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues of a symmetric matrix, set to zero where rounding left them below, and its eigenvectors.
+    """Return the eigenvalues (negative ones, which come from rounding, set to zero) and eigenvectors of a matrix.
 
     The decomposition runs in float64; a matrix that is not finite raises.
     """

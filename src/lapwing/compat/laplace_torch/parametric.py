@@ -70,7 +70,7 @@ class ParametricLaplace(BaseLaplace):
         """Return the structure of the curvature."""
 
     def _selection(self, prefix: str) -> Any:
-        """Return what `lapwing.fit(select=...)` takes; names of parameters have this prefix."""
+        """Return the value for `lapwing.fit(select=...)`; names of parameters have this prefix."""
         return "all"
 
     @property
@@ -82,10 +82,10 @@ class ParametricLaplace(BaseLaplace):
         return self._backend_cls.factor(self._backend_kwargs)
 
     def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
-        """Fit the posterior at the weights that the model has; `override=False` adds data to an earlier fit.
+        """Fit the posterior at the current weights of the model; `override=False` adds data to an earlier fit.
 
-        The number of data is what the loader yields, not `len(train_loader.dataset)`. The model stays in the mode
-        (training or evaluation) in which it was.
+        The number of data is the number of items that the loader yields, not `len(train_loader.dataset)`. The model
+        stays in its mode (training or evaluation).
         """
         if iter(train_loader) is train_loader:
             raise NotReiterable(
@@ -116,7 +116,7 @@ class ParametricLaplace(BaseLaplace):
         self._fitted(found, outputs.shape[-1])
 
     def _fitted(self, found: Laplace, outputs: int) -> None:
-        """Take over a new posterior."""
+        """Store a new posterior."""
         self._la, self.n_data, self.n_outputs = found, round(found.n_data), outputs
         self.mean = self._mean_of(found)
         self._changed()
@@ -135,11 +135,11 @@ class ParametricLaplace(BaseLaplace):
 
     @property
     def _size(self) -> int | None:
-        """The number of weights with a posterior, where it is known."""
+        """The number of weights with a posterior, or None if it is not known."""
         return self.n_params
 
     def _zeros(self, dims: int) -> Tensor | None:
-        """Return the curvature before a fit, a vector (`dims` 1) or a matrix (2); None where its size is unknown."""
+        """Return the curvature before a fit, a vector (`dims` 1) or a matrix (2); None if its size is unknown."""
         size = self._size
         return None if size is None else torch.zeros([size] * dims, device=self._device, dtype=self._dtype)
 
@@ -157,7 +157,7 @@ class ParametricLaplace(BaseLaplace):
 
     @property
     def _current(self) -> Laplace:
-        """The fitted posterior with the present prior, noise and temperature."""
+        """The fitted posterior with the current prior, noise and temperature."""
         self._check_H_init()
         assert self._la is not None
         if self._cached is None:
@@ -169,11 +169,11 @@ class ParametricLaplace(BaseLaplace):
 
     @property
     def posterior(self) -> Laplace:
-        """The `lapwing.Laplace` behind this object, with everything that it can do beyond laplace-torch."""
+        """The `lapwing.Laplace` behind this object, for everything that laplace-torch does not have."""
         return self._current
 
     def _belief(self, differentiable: bool = True) -> Belief:
-        """Curvature, prior, noise and temperature, with the graph of the settings where they have one."""
+        """Curvature, prior, noise and temperature; settings that require gradients keep their graph."""
         self._check_H_init()
         assert self._la is not None
         precision, mean, sigma = self.prior_precision, self.prior_mean, self.sigma_noise
@@ -264,16 +264,16 @@ class ParametricLaplace(BaseLaplace):
         return self._log_det_ratio().to(self._dtype)
 
     def _log_det_ratio(self) -> Tensor:
-        """The same in float64; differentiable in prior precision and noise."""
+        """The log-determinant ratio in float64; differentiable in prior precision and noise."""
         belief = self._belief()
         return belief.curvature.matrix.scale(belief.scale).logdet_ratio(belief.resolved_prior[1])
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
-        """Return the log evidence; given settings replace the present ones. Differentiable in both.
+        """Return the log evidence; given settings replace the current ones. Differentiable in both.
 
-        At a temperature other than 1 it is that of laplace-torch: see `log_likelihood`.
+        At a temperature other than 1 it follows the convention of laplace-torch: see `log_likelihood`.
         """
         if prior_precision is not None:
             self.prior_precision = prior_precision
@@ -325,12 +325,12 @@ class ParametricLaplace(BaseLaplace):
         return self.H
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, for the same class, likelihood and weights of the model.
+        """Load what `state_dict` returned, for the same class, likelihood and weights of the model.
 
-        A model with other weights than those of the fit is refused; laplace-torch loads silently.
+        A model whose weights differ from those of the fit is refused; laplace-torch loads it without a message.
         """
         if type(self).__name__ != state_dict["cls_name"]:
-            raise ValueError(f"the state is that of a {state_dict['cls_name']}, not of a {type(self).__name__}")
+            raise ValueError(f"the state belongs to a {state_dict['cls_name']}, not of a {type(self).__name__}")
         if self.likelihood != state_dict["likelihood"]:
             raise ValueError(
                 f"the state has likelihood {state_dict['likelihood']!r}, this is {self.likelihood.value!r}"
@@ -385,8 +385,8 @@ class ParametricLaplace(BaseLaplace):
         """Return class probabilities, or mean and (co)variance of the outputs for regression and reward modeling.
 
         `joint=True` gives the covariance over all items, (batch·outputs, batch·outputs); `diagonal_output=True`
-        variances. Variances are those of the function: for regression the noise is not in them. With `fitting=True`
-        pairs of a reward model give probabilities.
+        variances. Variances are those of the function: for regression they do not include the noise. With
+        `fitting=True` pairs of a reward model give probabilities.
         """
         kind = self._require_kind(pred_type, link_approx, generator)
         family = self.likelihood
@@ -404,7 +404,7 @@ class ParametricLaplace(BaseLaplace):
         return self._probabilities(x, link_approx, n_samples, generator)
 
     def predictive(self, x: Any, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Another name of the call."""
+        """Do the same as calling the object."""
         return self(x, *args, **kwargs)
 
     def _require_kind(self, pred_type: Any, link_approx: Any = "mc", generator: Any = None) -> PredType:

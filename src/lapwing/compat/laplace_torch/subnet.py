@@ -17,7 +17,7 @@ from lapwing.model import subnetwork
 
 
 class SubnetLaplace(ParametricLaplace):
-    """A posterior over the weights at `subnetwork_indices`; all others stay at their values.
+    """A posterior over the weights at `subnetwork_indices`; all other weights are fixed.
 
     la = Laplace(model, "classification", "subnetwork", "full", subnetwork_indices=mask.indices)
     """
@@ -100,7 +100,7 @@ class SubnetLaplace(ParametricLaplace):
         return super().log_prob(own, normalized)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Draw vectors of all weights, in which those outside the subnetwork are fixed."""
+        """Draw vectors of all weights; weights outside the subnetwork are fixed."""
         return self.assemble_full_samples(super().sample(n_samples, generator))
 
     def assemble_full_samples(self, subnet_samples: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class DiagSubnetLaplace(SubnetLaplace, DiagonalCurvature):
 
 
 def _checked(indices: Any, total: int) -> Tensor:
-    """Refuse what is not a vector of distinct positions (int64) among so many weights."""
+    """Check that indices are a vector of distinct positions (int64) among so many weights."""
     if indices is None:
         raise ValueError(
             "subset_of_weights='subnetwork' needs subnetwork_indices, the positions of its weights in "
