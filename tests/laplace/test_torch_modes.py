@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing
 from lapwing import LowRank
+from lapwing.predictive import maximum, softmax
 from tests.laplace.small import STRUCTURES, X, Y, batches, fit, net
 
 
@@ -119,3 +120,28 @@ def test_properties_in_inference_mode() -> None:
     (slope,) = torch.autograd.grad(la.replace(prior=prior).log_evidence(), prior)
     ahead, behind = (float(la.replace(prior=2 + s).log_evidence()) for s in (1e-5, -1e-5))
     assert float(slope) == pytest.approx((ahead - behind) / 2e-5, rel=1e-5)
+
+
+def forget_tables() -> None:
+    """Empty the tables that predictions of classes keep for the whole process, as in a new process."""
+    for module in (maximum, softmax):
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+@pytest.mark.parametrize("select", ["all", "last_layer"])
+@pytest.mark.parametrize(("classes", "structure"), [(3, "kron"), (3, "full"), (5, "diag"), (70, "kron")])
+def test_the_first_prediction_may_be_in_inference_mode(classes: int, structure: str, select: str) -> None:
+    """Whatever it keeps for later calls, in the posterior or for the process, serves gradients as well."""
+    data = batches(y=torch.arange(24) % classes)
+    la, x = fit(net(classes), data, structure=structure, select=select), X[:4].clone().requires_grad_()
+    forget_tables()
+    with torch.inference_mode():
+        p = la.predict(X[:4])
+        _ = p.probs, p.epistemic, p.function.covariance, p.function.variance, p.novelty, p.sample(2)
+    (slope,) = torch.autograd.grad(la.predict(x, differentiable=True).probs[:, 0].sum(), x)
+    forget_tables()
+    fresh = fit(net(classes), data, structure=structure, select=select)
+    (expected,) = torch.autograd.grad(fresh.predict(x, differentiable=True).probs[:, 0].sum(), x)
+    torch.testing.assert_close(slope, expected)

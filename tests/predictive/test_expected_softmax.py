@@ -183,3 +183,23 @@ def test_items_in_chunks_are_those_alone(classes: int, monkeypatch: pytest.Monke
     draws = torch.einsum("nij,snj->sni", root, torch.randn(20_000, *mean.shape, generator=generator, dtype=mean.dtype))
     p = (mean + draws).softmax(-1)
     assert bool(((found.probs - p.mean(0)).abs() < 5 * p.std(0) / 20_000**0.5 + 1e-3).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [3, 70])
+@pytest.mark.parametrize("sure", [0, 1, 2])
+def test_logarithms_in_a_batch_where_one_item_needs_many_points(sure: int, classes: int, dtype: torch.dtype) -> None:
+    """Probabilities that underflow get their logarithms from their own item, wherever it stands in the batch."""
+    center = torch.eye(classes, dtype=torch.float64) - 1 / classes
+    mean = dense.randn(3, classes, seed=3)
+    variances = 60 + 60 * (torch.arange(classes) % 3).double().expand(3, -1)
+    mean[sure] = torch.linspace(300, -200, classes)
+    variances = variances.clone()
+    variances[sure] = 1e-4
+    covariance = center @ torch.diag_embed(variances) @ center
+    found = expected_softmax(mean.to(dtype), DenseSpread(covariance.to(dtype)), None)
+    own = mean[sure].log_softmax(-1).to(dtype)  # with hardly any variance
+    torch.testing.assert_close(found.log_probs[sure], own, rtol=1e-5, atol=1e-3)
+    for k in {0, 1, 2} - {sure}:
+        alone = expected_softmax(mean[k : k + 1].to(dtype), DenseSpread(covariance[k : k + 1].to(dtype)), None)
+        torch.testing.assert_close(found.log_probs[k], alone.log_probs[0], rtol=1e-4, atol=1e-4)

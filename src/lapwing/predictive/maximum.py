@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lapwing.model.calls import outside_inference
 from lapwing.predictive.levels import Estimate
 
 STEPS, FINE = 20, 120  # nodes of the integral over t, and those for items with a few very wide logits
@@ -116,6 +117,7 @@ def _slope(values: Tensor, step: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@outside_inference
 def _signs(count: int, classes: int) -> Tensor:
     """Return fixed signs without a pattern, (count, K)."""
     k = torch.arange(1, count * classes + 1, dtype=torch.float64).reshape(count, classes)

@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 from torch.quasirandom import SobolEngine
 
+from lapwing.model.calls import outside_inference
 from lapwing.predictive.levels import (
     BLOCK,
     CHEAP,
@@ -187,7 +188,8 @@ class _Chunk:
             items, rest = items[open_], rest._take(open_)
             if not len(items):
                 return Softmax(probs, entropy, error, self._logs, close=True)
-        return rest._last_resort((probs, entropy, error), items)
+        rest._last_resort((probs, entropy, error), items)
+        return Softmax(probs, entropy, error, self._logs)
 
     @property
     def _is_plain(self) -> bool:
@@ -245,16 +247,16 @@ class _Chunk:
         if not len(items):
             return Softmax(first, second, third, self._logs, True, (total, mutual))
         places = torch.from_numpy(items)
-        return self._take(places)._last_resort((first, second, third), places)
+        self._take(places)._last_resort((first, second, third), places)
+        return Softmax(first, second, third, self._logs)
 
-    def _last_resort(self, estimate: Sequence[Tensor], items: Tensor) -> Softmax:
-        """Take levels of points for these items of an estimate, in place, where they are better."""
+    def _last_resort(self, estimate: Sequence[Tensor], items: Tensor) -> None:
+        """Write what levels of points give for this chunk into an estimate of more items, at `items`, where better."""
         probs, entropy, error = estimate
         found = self._by_levels(None)
         better = ~(error[items] <= found.error)
         some = items[better]
         probs[some], entropy[some], error[some] = found.probs[better], found.entropy[better], found.error[better]
-        return Softmax(probs, entropy, error, self._logs)
 
     def _ways(self, pairs: Pairs) -> list[tuple[Callable[[_Chunk, Tensor], Estimate], int, float]]:
         """Return what to try on items before levels of points, on how many at a time, and up to which error it does.
@@ -382,6 +384,7 @@ def expected_entropy(mean: Tensor, narrow: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
+@outside_inference
 def _mixture(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return 2s², w/2 and w s²/√π, as the error function takes them."""
     weights, scales = (torch.tensor(each, dtype=torch.float64) for each in (_WEIGHTS, _SCALES))
@@ -620,6 +623,7 @@ def _with_pivot(probs: Tensor, pivot: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@outside_inference
 def _averages(points: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the matrix (points, 3) that averages the first half, the second half and all."""
     first = (torch.arange(points) < points // 2).double()
@@ -640,6 +644,7 @@ def base_points(n: int, dim: int, like: Tensor, seed: int = SEED) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@outside_inference
 def kept_points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
     """Return `base_points` that are made once."""
     return base_points(n, dim, torch.empty(0, dtype=dtype), seed)
@@ -651,6 +656,7 @@ def _points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@outside_inference
 def matched_points(dim: int, times: int, seed: int, dtype: torch.dtype) -> Tensor:
     """Return two sequences of points and their mirror images, each with covariance I exactly, one after the other.
 
