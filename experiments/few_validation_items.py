@@ -32,11 +32,9 @@ import lapwing
 from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing.evidence import Candidates, Setting, default_learn, search
-from lapwing.evidence.candidates import GRID
 from lapwing.evidence.heldout import GramSweep
-from lapwing.evidence.scores import best_logit_temperature
-from lapwing.evidence.search import OPTIONAL
-from lapwing.evidence.settings import resolve_rule
+from lapwing.evidence.search import GRID, OPTIONAL
+from lapwing.evidence.settings import best_logit_temperature, resolve_rule
 
 ABOUT = {"paper": "", "minutes": 4, "quick": 0.2, "page": "tuning.md"}
 

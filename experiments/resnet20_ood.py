@@ -29,8 +29,8 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 from lapwing.evidence import Candidates, Groups, Setting, Trials, collect, linked, nodes_for, search, widest
-from lapwing.evidence.candidates import fit_logits
 from lapwing.evidence.heldout import GramSweep, Nodes
+from lapwing.evidence.search import fit_logits
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.novelty import FLOOR, information_gain
 

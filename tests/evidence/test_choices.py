@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from lapwing.evidence import Groups, Setting, collect, linked, tune_validation, widest
-from lapwing.evidence.candidates import fit_logits, tells_apart
 from lapwing.evidence.heldout import Batch, GramSweep, Nodes
-from lapwing.evidence.search import wider
+from lapwing.evidence.search import fit_logits, tells_apart, wider
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
 from tests.evidence.problems import Handmade, believed, mlp

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.evidence import Groups, Setting, collect, heldout, linked
-from lapwing.evidence.heldout import Nodes, Sweep, chebyshev, enough, lines_of
-from lapwing.evidence.scores import class_log_prob
+from lapwing.evidence.heldout import Nodes, Sweep, chebyshev, class_log_prob, enough, lines_of
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.posterior import Tempered
 from lapwing.predictive import GaussianFunction, predict_targets

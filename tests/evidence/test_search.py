@@ -14,7 +14,7 @@ import lapwing
 from lapwing.errors import BadData, IncompatiblePrior, TooLarge, UnsupportedOperation
 from lapwing.evidence import Groups, Rule, Setting, Trials, Tuning, linked, lowest, tune_validation, widest
 from lapwing.evidence.heldout import Batch, Nodes
-from lapwing.evidence.scores import baselines
+from lapwing.evidence.settings import baselines
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import DenseRows, Diagonal
 from lapwing.posterior import Prior, Tempered, factored_precision

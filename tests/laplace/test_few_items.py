@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing
-from lapwing.evidence.scores import best_logit_temperature
+from lapwing.evidence.settings import best_logit_temperature
 
 
 @pytest.mark.slow

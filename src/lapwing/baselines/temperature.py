@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedOperation, brief, warn
 from lapwing.evaluation.scoring import device_of, point_prediction
-from lapwing.evidence.scores import best_logit_temperature
+from lapwing.evidence.settings import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches, Convention, require_one_process
 from lapwing.model.calls import Inputs, call, output_tensor, outside_autocast, outside_inference

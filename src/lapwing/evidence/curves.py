@@ -14,8 +14,7 @@ from lapwing import metrics
 from lapwing.errors import BadData, brief
 from lapwing.evidence import Groups, collect, linked, nodes_for
 from lapwing.evidence.drawnweights import HeldOut, drawn_outputs
-from lapwing.evidence.heldout import Batch, GramSweep
-from lapwing.evidence.scores import item_scores
+from lapwing.evidence.heldout import Batch, GramSweep, item_scores
 from lapwing.evidence.search import MEMORY
 from lapwing.evidence.settings import Setting
 from lapwing.posterior import Belief

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BadData, NotPositiveDefinite, warn
-from lapwing.evidence.candidates import GRID, LOGIT_RANGE, Candidates, check_learned, default_learn
-from lapwing.evidence.scores import baselines, counted, held_near, item_scores
-from lapwing.evidence.search import by_group, with_limits
-from lapwing.evidence.settings import Groups, Rule, Setting, Trials, Tuning, lowest
+from lapwing.evidence.heldout import item_scores
+from lapwing.evidence.search import GRID, LOGIT_RANGE, Candidates, by_group, check_learned, default_learn, with_limits
+from lapwing.evidence.settings import Groups, Rule, Setting, Trials, Tuning, baselines, counted, held_near, lowest
 from lapwing.likelihoods import Likelihood
 from lapwing.model.calls import Inputs, map_tensors
 from lapwing.posterior import Belief, Tempered

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lapwing.errors import BadData, IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.evidence.ascent import Concave, CovarianceEvidence, Fit, Optimum, SpectralEvidence, maximize
-from lapwing.evidence.candidates import check_candidates, edge
 from lapwing.evidence.evidence import evidence_of
+from lapwing.evidence.search import check_candidates, edge
 from lapwing.evidence.settings import Groups, Setting, Tuning
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief

@@ -1,4 +1,8 @@
-"""What a tuning sets and what it found: groups of weights, settings with their scores, and rules that choose one."""
+"""What a tuning sets and what it found: groups of weights, settings with their scores, and rules that choose one.
+
+Settings are compared with the network without a posterior, as it is and after its usual remedy (`baselines`):
+temperature scaling, or the noise that fits its residuals.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import IncompatiblePrior, UnsupportedOperation, brief, nearest
+from lapwing.errors import IncompatiblePrior, UnsupportedOperation, brief, nearest, positive
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import PSD, Diagonal
 from lapwing.model import Params
 from lapwing.posterior import Belief, Prior, Tempered
 
+SCALING = "temperature scaling"
 DETERMINISTIC = 1e12  # the precision that stands for a network without a posterior
 AS_FITTED = (
     "the curvature stays as it was fitted, at another {0} than the {1:.4g} chosen here: for the curvature at this one, "
@@ -458,3 +463,75 @@ def resolve_rule(rule: str | Rule) -> Rule:
         names = ", ".join(map(repr, RULES))
         raise UnsupportedOperation(f"rule is {names} or a function of `Trials`, got {rule!r}{nearest(rule, RULES)}")
     return RULES[rule]
+
+
+def check_logit_temperature(value: float, likelihood: Likelihood) -> float:
+    """Return the value if it is positive and the outputs of the likelihood are logits; otherwise raise."""
+    require_logits(likelihood)
+    return positive("logit_temperature", value)
+
+
+def require_logits(likelihood: Likelihood) -> None:
+    """Refuse a likelihood whose outputs are not logits."""
+    if not likelihood.has_logits:
+        raise UnsupportedOperation(
+            f"a logit temperature divides logits, and {type(likelihood).__name__} has none: it is for Categorical, "
+            "Bernoulli and BradleyTerry"
+        )
+
+
+def baselines(f: Tensor, y: Tensor, likelihood: Likelihood, *, dispersion: bool) -> dict[str, Tensor]:
+    """Return −log p of each item for the network without a posterior, and after its usual remedy on the same data.
+
+    The remedy for logits is temperature scaling; for a dispersion that may change, the value that fits the residuals.
+    """
+    rivals = {"MAP": (f, likelihood)}
+    if likelihood.has_logits:
+        rivals[SCALING] = (f / best_logit_temperature(f, y, likelihood), likelihood)
+    elif likelihood.dispersion_name and dispersion:
+        best = likelihood.with_dispersion(likelihood.best_dispersion(f, y))
+        rivals[f"MAP, {likelihood.dispersion_name} fitted"] = (f, best)
+    return {name: counted(f, y, law, -law.log_prob(g, y).double().reshape(-1)) for name, (g, law) in rivals.items()}
+
+
+def counted(f: Tensor, y: Tensor, likelihood: Likelihood, losses: Tensor) -> Tensor:
+    """Drop the losses of items whose targets do not count."""
+    mask = likelihood.mask(f, y)
+    return losses if mask is None else losses[mask.reshape(-1)]
+
+
+def best_logit_temperature(
+    f: Tensor, y: Tensor, likelihood: Likelihood, limit: float = 100.0, near: float | None = None
+) -> float:
+    """Return 1/s for the s with the smallest Σ −log p(y | s·f), between 1/limit and limit.
+
+    The sum is convex in s, so Newton's method with bisection as its guard finds it. `near` holds the result weakly near
+    another logit temperature, with a quarter of `held_near`: otherwise a few items that are all classified correctly
+    would ask for infinite logits.
+    """
+    f = f.double()
+    low, high = 1 / limit, limit
+    s = 1.0
+    for _ in range(60):
+        with torch.enable_grad():
+            scale = torch.tensor(s, dtype=torch.float64, device=f.device, requires_grad=True)
+            value = -likelihood.log_prob(scale * f, y).sum()
+            value = value if near is None else value + held_near(1 / scale, near) / 4
+            (slope,) = torch.autograd.grad(value, scale, create_graph=True)
+            (curve,) = torch.autograd.grad(slope, scale)
+        low, high = (low, s) if slope > 0 else (s, high)
+        newton = s - (slope / curve).item() if curve > 0 else high
+        new = newton if low < newton < high else math.sqrt(low * high)
+        if abs(new - s) <= 1e-9 * s:
+            break
+        s = new
+    return 1 / s
+
+
+def held_near(logit_temperature: Tensor, near: float) -> Tensor:
+    """½ (log s − log near)²/½², in nats for all items together: a penalty that holds s near temperature scaling's.
+
+    A few items may favor a wide posterior with logits so large that draws vote instead of giving probabilities, which
+    fails on other items. Many items outweigh the penalty.
+    """
+    return 2.0 * (logit_temperature.log() - math.log(near)).square()

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import IncompatiblePrior, TooLarge, UnsupportedOperation
-from lapwing.evidence.heldout import Batch, GramSweep
-from lapwing.evidence.scores import Score
+from lapwing.evidence.heldout import Batch, GramSweep, Score
 from lapwing.evidence.search import MEMORY, tune_validation
 from lapwing.evidence.settings import DETERMINISTIC, Groups, Rule, Setting, Trials, Tuning, lowest
 from lapwing.posterior import Belief
