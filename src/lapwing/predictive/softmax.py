@@ -83,11 +83,11 @@ class Spread(ABC):
 
     @abstractmethod
     def steps(self, z: Tensor) -> Tensor:
-        """f − m at standard normal points (S, K), (S, n, K); what all logits share is left out."""
+        """f − m at standard normal points (S, K), (K, n, S); what all logits share is left out."""
 
     @abstractmethod
     def own(self, z: Tensor) -> Tensor:
-        """f_k − E[f_k | all differences between other logits] at the same points, (S, n, K)."""
+        """f_k − E[f_k | all differences between other logits] at the same points, (K, n, S)."""
 
     @abstractmethod
     def take(self, items: Tensor) -> Spread:
@@ -335,8 +335,9 @@ class _Chunk:
         if len(small):
             points = _points(CHEAP // REPLICATES, probs.shape[-1], self.seed, probs.dtype).to(probs.device)
             spread, mean = self.spread.take(small), self.mean[small]
-            each = [(mean + spread.steps(z)).log_softmax(-1).logsumexp(0) for z in points.split(points_at_once(mean))]
-            far = torch.stack(each).logsumexp(0) - math.log(len(points))
+            parts = [mean.mT.unsqueeze(-1) + spread.steps(z) for z in points.split(points_at_once(mean))]
+            each = [f.log_softmax(0).logsumexp(-1) for f in parts]
+            far = torch.stack(each).logsumexp(0).mT - math.log(len(points))
             logs[small] = torch.where(probs[small] < math.sqrt(torch.finfo(probs.dtype).tiny), far, logs[small])
         return logs
 
@@ -678,8 +679,7 @@ def matched_points(dim: int, times: int, seed: int, dtype: torch.dtype) -> Tenso
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     """Make the points that a traced form will hold: tracing itself can make none."""
     prepare_pairs(classes, [size for size, *_ in STAGES] if classes < SOME else (), SEED, dtype)
-    if classes >= SOME:
-        prepare_maximum(classes)
+    prepare_maximum(classes)
     for level, (size, sequences) in enumerate(traced_levels(samples, classes)):
         for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
             kept_points(size, classes, seed, dtype)
