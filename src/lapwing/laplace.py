@@ -418,12 +418,11 @@ class Laplace:
                 "a predictor needs a posterior over a linear last layer, with at most a fixed affine map after it: fit "
                 "with select='last_layer', or use la.distill(data).predictor() or la.predict(x)"
             )
-        names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
         return Predictor(
             layer,
             self.likelihood,
-            names,
-            novelty=self._predictive.novelty_layer if "novelty" in names else None,
+            outputs,
+            novelty=self._predictive.novelty_layer if "novelty" in outputs else None,
             logit_temperature=self.logit_temperature,
             scalar=self.options.scalar,
             samples=samples,

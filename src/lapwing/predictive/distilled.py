@@ -123,8 +123,7 @@ class Distilled:
             >>> fast = la.distill(train_loader, epochs=0)
             >>> probs = fast.predictor("probs", "epistemic")(x)["probs"]
         """
-        names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
-        if "novelty" in names:
+        if "novelty" in outputs:
             raise UnsupportedOperation(
                 "a distilled predictor has no novelty: use la.predict(x).novelty, or 'epistemic'"
             )
@@ -132,7 +131,7 @@ class Distilled:
         return Predictor(
             layer,
             self.likelihood,
-            names,
+            outputs,
             logit_temperature=self.logit_temperature,
             scalar=self.scalar,
             samples=samples,
@@ -368,7 +367,7 @@ def _log_ratio(theirs: Prediction, ours: Prediction) -> Tensor:
 
 def _divergence(theirs: Prediction, ours: Prediction) -> Tensor:
     """KL(teacher ‖ student) of the target per item, (B,)."""
-    if theirs.likelihood.has_logits:
+    if theirs.kind != "numbers":
         p, q = (each.probs if each.kind == "classes" else _both(each.probs) for each in (theirs, ours))
         return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).flatten(1).sum(-1)
     ratio = theirs.variance / ours.variance

@@ -226,6 +226,11 @@ class DistilledLayer(nn.Module):
         super().__init__()
         self.network, self.head = network, head
 
+    @property
+    def width(self) -> int:
+        """The number of outputs."""
+        return len(self.head.basis)
+
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """f (B, C) and its standard deviations along the head's basis, (B, C)."""
         f, z = self.network(*args, **kwargs)

@@ -324,6 +324,12 @@ class LastLayer(nn.Module):
         self.body, self.root = features.body if body is None else body, root
         self._features = features
 
+    @property
+    def width(self) -> int:
+        """The number of outputs."""
+        tail = self._features.tail
+        return self._features.shape[0] if tail is None else len(tail)
+
     def under(self, precision: PSD, memory: int) -> LastLayer:
         """Return the layer under another precision, without the network: for `function` and `information` only."""
         root = root_of(precision, self._features, memory)

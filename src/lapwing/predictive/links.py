@@ -123,6 +123,16 @@ def answering(likelihood: Likelihood, f: Tensor) -> Likelihood:
     return likelihood if other is None else other()
 
 
+def kind_of(likelihood: Likelihood, f: Tensor) -> str:
+    """Return what a target is at outputs f, as p(y | f) tells: "classes", "labels" or "numbers"."""
+    if likelihood.softmax:
+        return "classes"
+    law = inner_law(likelihood, f)
+    if isinstance(law, CategoricalLaw):
+        return "classes"
+    return "labels" if isinstance(law, BernoulliLaw) else "numbers"
+
+
 def predict_targets(
     function: FunctionDistribution,
     likelihood: Likelihood,
@@ -140,9 +150,7 @@ def predict_targets(
     output space. `scalar`: the network returned (B,). `shifted`: position t predicts the label at t + 1.
     """
     likelihood = answering(likelihood, function.mean)
-    law = None if likelihood.softmax else inner_law(likelihood, function.mean)
-    kind = "labels" if isinstance(law, BernoulliLaw) else "numbers"
-    leaf = KINDS["classes" if likelihood.softmax or isinstance(law, CategoricalLaw) else kind]
+    leaf = KINDS[kind_of(likelihood, function.mean)]
     seed = None
     if generator is not None:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))

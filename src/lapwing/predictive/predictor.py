@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.model.calls import warnings_here
 from lapwing.predictive.decompositions import WrittenOut
 from lapwing.predictive.lastlayer import LastLayer
-from lapwing.predictive.links import predict_targets
+from lapwing.predictive.links import kind_of, predict_targets
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.softmax import prepare
 from lapwing.storage import replacing
@@ -52,7 +53,10 @@ class Predictor(nn.Module):
         samples: int | None = None,
     ) -> None:
         super().__init__()
-        known = COMMON + (CLASSES if likelihood.has_logits else VALUES)
+        f = torch.zeros(1, layer.width, device=next(layer.parameters()).device)
+        numbers = kind_of(likelihood, f) == "numbers"
+        outputs = outputs or (("mean", "variance") if numbers else ("probs", "epistemic"))
+        known = COMMON + (VALUES if numbers else CLASSES)
         unknown = [name for name in outputs if name not in known]
         if unknown:
             raise BadData(f"a predictor of {type(likelihood).__name__} has no {unknown[0]!r}: use {', '.join(known)}")
@@ -115,12 +119,14 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     batch = torch.export.Dim("batch")
     dynamic: dict[str, Any] = {name: {0: batch} for name in kwargs}
     dynamic |= {"args": tuple({0: batch} for _ in args)} if args else {}
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, checks = torch.backends.mha.get_fastpath_enabled(), Distribution._validate_args
     torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
+    Distribution.set_default_validate_args(False)  # a file cannot look at numbers, as the laws of PyTorch do by default
     try:
         with torch.no_grad(), warnings_here("ignore", Warning), _quiet(*NOISY):  # of PyTorch about its own parts
             f = predictor.layer(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
+            predictor(*args, **kwargs)  # makes the points of likelihoods that are not a softmax
             try:
                 module = _ForONNX(predictor).eval() if path.suffix == ".onnx" else predictor
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
@@ -133,12 +139,13 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
                 raise
             except Exception as error:  # PyTorch raises many kinds
                 raise UnsupportedOperation(
-                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). Posteriors and "
-                    "likelihoods that can be predicted with can be written too, so an operation of the network itself "
-                    f"is the likely cause: try torch.{'onnx' if path.suffix == '.onnx' else 'export'}.export on it."
+                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). An operation "
+                    "of the network, or of a likelihood of your own, is the likely cause: try "
+                    f"torch.{'onnx' if path.suffix == '.onnx' else 'export'}.export on it."
                 ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        Distribution.set_default_validate_args(checks)
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
