@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import shlex
 import shutil
 import sys
 import tempfile
@@ -61,4 +62,4 @@ class Experiment(argparse.ArgumentParser):
                 continue
             values = [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
             words += action.option_strings[:1] + ([] if value is True else values)
-        return " ".join(words)
+        return shlex.join(words)

@@ -1,6 +1,6 @@
 """Ways to distill a posterior over all weights into one forward pass, compared on real images.
 
-    python -m experiments.distill resnet20 [--out DIR] [--cache DIR]         # or lenet, mlp
+    python -m experiments.distill [--seeds 3] [--out DIR] [--cache DIR]      # the MLP; or lenet, resnet20
 
 The teacher is the tuned posterior of a network over all its weights: EKFAC on the pretrained ResNet-20 (CIFAR-10,
 against SVHN), Kronecker factors on LeNet-5 or an MLP 784-200-200-10 (MNIST, against Fashion-MNIST, KMNIST and
@@ -278,9 +278,9 @@ if __name__ == "__main__":
         smoke={"network": "mlp", "train": 256, "steps": 1, "fit": 100, "validation": 100, "items": 40, "test": 50,
                "outside": 30, "epochs": 2},
         quick={"network": "mlp", "train": 5000, "steps": 2, "fit": 300, "validation": 200, "items": 150, "test": 150,
-               "outside": 80, "epochs": 20},
+               "outside": 80, "epochs": 20}, seeds=3,
     )  # fmt: skip
-    parser.add_argument("network", nargs="?", choices=tuple(OTHERS), default="resnet20")
+    parser.add_argument("network", nargs="?", choices=tuple(OTHERS), default="mlp")
     parser.add_argument("--train", type=int, default=55_000, help="images that LeNet and the MLP are trained on")
     parser.add_argument("--steps", type=int, default=6, help="epochs of that training")
     parser.add_argument("--fit", type=int, default=2_000, help="training images of the posterior")

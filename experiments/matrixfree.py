@@ -214,6 +214,7 @@ if __name__ == "__main__":
             "tolerance": 0.1,
         },
         quick={"data": 32, "rank": 32, "probes": 2, "samples": 2, "solves": 1, "tolerance": 1e-2},
+        seeds=3,
     )
     kinds = ["resnet20", "resnet18", "llama", "cost", "memory"]
     parser.add_argument("what", nargs="?", choices=kinds, default="resnet20")
