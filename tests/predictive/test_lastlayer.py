@@ -345,6 +345,29 @@ def test_an_onnx_file_runs_in_onnx_runtime(task: str, structure: str, tmp_path: 
     assert done.stdout.strip() == "equal", done.stderr
 
 
+class Named(Net):
+    """Takes its inputs by name, one of which is no tensor."""
+
+    def forward(self, image: Tensor, shift: Tensor, twice: bool = False) -> Tensor:  # type: ignore[override]
+        return super().forward((2 if twice else 1) * image + shift)
+
+
+@pytest.mark.parametrize("suffix", [".pt2", pytest.param(".onnx", marks=pytest.mark.slow)])
+def test_a_file_takes_inputs_by_their_names(suffix: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = {"shift": torch.randn(40, 1, 1, 1), "image": torch.randn(40, 1, 6, 6), "twice": True}
+    data = [(x, torch.randint(3, (40,)))]
+    la = lapwing.fit(Named(3), data, "classification", select="last_layer", progress=False)
+    few, some = ({k: v[:n] if isinstance(v, Tensor) else v for k, v in x.items()} for n in (2, 5))
+    la.export(tmp_path / f"model{suffix}", few)
+    if suffix == ".pt2":
+        probs = torch.export.load(tmp_path / "model.pt2").module()(**some)["probs"]
+    else:
+        session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "model.onnx")
+        (probs,) = session.run(["probs"], {name: some[name].numpy() for name in ("image", "shift")})
+    torch.testing.assert_close(torch.as_tensor(probs), la.predict(some).probs, rtol=0, atol=1e-5)
+
+
 def test_what_no_file_can_hold_is_refused_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

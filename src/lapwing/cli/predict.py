@@ -85,8 +85,7 @@ def table_of(fields: Fields) -> dict[str, Tensor]:
     for name, value in fields.items():
         if value.ndim > 2:
             raise BadData(
-                f"{name!r} has shape {tuple(value.shape)}, which does not fit a table: write to .npz or "
-                ".safetensors"
+                f"{name!r} has shape {tuple(value.shape)}, which does not fit a table: write to .npz or .safetensors"
             )
     return columns_of(fields, 1)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,24 @@ class Predictor(nn.Module):
         )
 
 
-class _ForONNX(nn.Module):
-    """A predictor whose decompositions are written out; the network's own operations stay as they are."""
+class _ForFile(nn.Module):
+    """A predictor as `torch.export` takes it, which needs the names of arguments that are given by name.
 
-    def __init__(self, predictor: Predictor) -> None:
+    For ONNX the decompositions are written out; the network's own operations stay as they are.
+    """
+
+    def __init__(self, predictor: Predictor, names: Iterable[str], onnx: bool) -> None:
         super().__init__()
         self.predictor = predictor
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        found = self.predictor.layer(*args, **kwargs)
-        with WrittenOut():
-            return self.predictor.answer(*found)
+        def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            found = predictor.layer(*args, **kwargs)
+            with WrittenOut() if onnx else nullcontext():
+                return predictor.answer(*found)
+
+        named = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+        forward.__signature__ = Signature([Parameter("args", Parameter.VAR_POSITIONAL), *named])  # type: ignore[attr-defined]
+        self.forward = forward
 
 
 def export(predictor: Predictor, path: str | Path, example: Any) -> None:
@@ -117,8 +125,9 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     if not tensors or any(len(t) < 2 for t in tensors if t.ndim):
         raise BadData("the example is a batch of at least two items, so that the batch dimension can be told apart")
     batch = torch.export.Dim("batch")
-    dynamic: dict[str, Any] = {name: {0: batch} for name in kwargs}
-    dynamic |= {"args": tuple({0: batch} for _ in args)} if args else {}
+    axes = lambda value: {0: batch} if isinstance(value, Tensor) and value.ndim else None  # noqa: E731
+    dynamic: dict[str, Any] = {"args": tuple(map(axes, args))} if args else {}
+    dynamic |= {name: axes(value) for name, value in kwargs.items()}
     fast, checks = torch.backends.mha.get_fastpath_enabled(), Distribution._validate_args
     torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
     Distribution.set_default_validate_args(False)  # a file cannot look at numbers, as the laws of PyTorch do by default
@@ -128,7 +137,7 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
             prepare(f.shape[-1], predictor._samples, f.dtype)
             predictor(*args, **kwargs)  # makes the points of likelihoods that are not a softmax
             try:
-                module = _ForONNX(predictor).eval() if path.suffix == ".onnx" else predictor
+                module = _ForFile(predictor, kwargs, path.suffix == ".onnx").eval()
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
                 if path.suffix == ".pt2":
                     with replacing(path) as part:
