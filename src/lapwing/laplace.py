@@ -414,9 +414,11 @@ class Laplace:
         self._require_unchanged()
         layer = self._predictive.last_layer
         if layer is None:
+            names = self.params.names
             raise UnsupportedOperation(
-                "a predictor needs a posterior over a linear last layer, with at most a fixed affine map after it: fit "
-                "with select='last_layer', or use la.distill(data).predictor() or la.predict(x)"
+                "a predictor needs a posterior over one linear layer (select='last_layer') with at most a fixed affine "
+                f"map after it, unlike this one over {', '.join(names[:3])}{', …' * (len(names) > 3)}: use "
+                "la.distill(data).predictor() or la.predict(x)"
             )
         return Predictor(
             layer,

@@ -258,6 +258,14 @@ def test_derivatives_of_one_item_are_those_of_a_batch(structure: str) -> None:
     torch.testing.assert_close(pushed, want[:1].sum(), rtol=1e-3, atol=1e-8)
 
 
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("classes", [3, 70])
+def test_a_batch_without_items(classes: int, structure: str) -> None:
+    la, x = fitted(structure=structure, net=Net(classes))
+    shapes = {name: tuple(value.shape) for name, value in la.predictor("probs", "epistemic")(x[:0]).items()}
+    assert shapes == {"probs": (0, classes), "epistemic": (0,)}
+
+
 def test_threads_get_the_numbers_of_one_by_one() -> None:
     la, _ = fitted()
     x = torch.randn(64, 1, 6, 6)

@@ -552,7 +552,7 @@ class DenseSpread(Spread):
 
     @property
     def chunk(self) -> int:
-        return max(1, ITEMS // self.covariance[0].numel())
+        return max(1, ITEMS // self.covariance.shape[1:].numel())
 
 
 def _product(z: Tensor, matrices: Tensor) -> Tensor:
