@@ -114,4 +114,4 @@ def test_options_of_the_experiments() -> None:
     parser.add_argument("--methods", nargs="+", default=["random", "last layer"])
     command = parser.parse_args([]).command
     assert command.startswith("python -m experiments.")
-    assert command.endswith(" --size 10 --methods random 'last layer'")
+    assert command.endswith(" --methods random 'last layer'")
