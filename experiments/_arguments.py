@@ -54,7 +54,7 @@ class Experiment(argparse.ArgumentParser):
 
     def _command(self, given: argparse.Namespace) -> str:
         """Return the command line that gives the same result, with every option that has a value."""
-        words = [f"python -m experiments.{Path(self.prog).stem}"]
+        words = ["python", "-m", f"experiments.{Path(self.prog).stem}"]
         for action in self._actions:
             value = getattr(given, action.dest, None)
             hidden = action.dest in ("help", "smoke", "quick", "out", "cache") or (action.dest == "first" and not value)
