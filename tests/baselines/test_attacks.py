@@ -38,6 +38,8 @@ def predictors(net: nn.Module) -> dict[str, tuple[Any, dict[str, Any]]]:
         "dropout": (MCDropout(net, "classification", samples=5), {}),
         "deep ensemble": (DeepEnsemble(others, "classification"), {}),
         "temperature": (TemperatureScaled(net, 1.7, lapwing.Categorical()), {}),
+        "mixture": (lapwing.Mixture([la, last]), {"link": "probit"}),
+        "distilled": (la.distill(data()[0], epochs=0), {}),
     }
 
 
@@ -50,6 +52,8 @@ NAMES = (
     "dropout",
     "deep ensemble",
     "temperature",
+    "mixture",
+    "distilled",
 )
 
 

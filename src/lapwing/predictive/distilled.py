@@ -95,7 +95,13 @@ class Distilled:
 
     @outside_inference
     def predict(
-        self, x: Inputs, *, link: str = "auto", samples: int | None = None, generator: torch.Generator | None = None
+        self,
+        x: Inputs,
+        *,
+        link: str = "auto",
+        samples: int | None = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
     ) -> Prediction:
         """Return the predictive distribution at inputs x, as `Laplace.predict` does, in about one forward pass.
 
@@ -104,7 +110,7 @@ class Distilled:
             torch.Size([8, 3])
         """
         args, kwargs = arguments(self._inputs(x))
-        with torch.no_grad():
+        with torch.set_grad_enabled(differentiable):
             f, spread = self.layer(*args, **kwargs)
         scale = 1 / self.logit_temperature
         return predict_targets(
