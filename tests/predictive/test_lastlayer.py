@@ -259,6 +259,20 @@ def test_derivatives_of_one_item_are_those_of_a_batch(structure: str) -> None:
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("task", TASKS)
+def test_an_input_that_is_nan_is_answered_by_nan_and_disturbs_no_other(task: str, structure: str) -> None:
+    la, x = fitted(task, structure)
+    predictor = la.predictor("mean", "epistemic", "entropy", "novelty")
+    broken = x.clone()
+    broken[2, 0, 1] = torch.nan
+    found, expected = predictor(broken), predictor(x)
+    for name in found:
+        assert bool(found[name][2].isnan().all()), name
+        others = [0, 1, 3, 4, 5]
+        torch.testing.assert_close(found[name][others], expected[name][others], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("classes", [3, 70])
 def test_a_batch_without_items(classes: int, structure: str) -> None:
     la, x = fitted(structure=structure, net=Net(classes))

@@ -685,6 +685,8 @@ def as_target(f: Tensor, y: Any) -> Tensor:
         ) from error
     if y.is_sparse or y.layout is not torch.strided:
         raise BadData(f"targets are sparse ({y.layout}): pass targets.to_dense()")
+    if y.is_complex():
+        raise BadData(f"targets are complex numbers ({y.dtype}): pass real ones, such as y.real")
     return y.to(f.device)
 
 

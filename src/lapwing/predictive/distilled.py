@@ -23,7 +23,7 @@ from lapwing.likelihoods import Likelihood, likelihood_from_spec
 from lapwing.metrics import auroc
 from lapwing.model import Network, batch_size, take, tensors_in
 from lapwing.model.batches import Convention
-from lapwing.model.calls import Inputs, arguments, map_tensors, outside_inference, unwrap
+from lapwing.model.calls import Inputs, arguments, explained, map_tensors, outside_inference, unwrap
 from lapwing.model.stored import describe_module, intact, require_same_module, restore_convention, restore_probe
 from lapwing.model.watch import Probe
 from lapwing.predictive.distilledlayer import DistilledLayer, EnergyNetwork, fit_head, restored_head
@@ -109,8 +109,9 @@ class Distilled:
             >>> la.distill(train_loader, epochs=0).predict(x).probs.shape
             torch.Size([8, 3])
         """
-        args, kwargs = arguments(self._inputs(x))
-        with torch.set_grad_enabled(differentiable):
+        inputs = self._inputs(x)
+        args, kwargs = arguments(inputs)
+        with explained(inputs), torch.set_grad_enabled(differentiable):
             f, spread = self.layer(*args, **kwargs)
         scale = 1 / self.logit_temperature
         return predict_targets(

@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 
 from lapwing.errors import CorruptFile, UnsupportedModel
 from lapwing.model import batch_size, take
-from lapwing.model.calls import Inputs, arguments, close, output_tensor, promote, tolerance
+from lapwing.model.calls import Inputs, arguments, close, explained, output_tensor, promote, tolerance
 from lapwing.model.copies import without_fast_path, written_by_forward
 from lapwing.model.linearization import Outputs
 from lapwing.predictive.function import GaussianFunction, contrasts
@@ -137,7 +137,8 @@ class EnergyNetwork(nn.Module):
 
     def _calls(self, inputs: Inputs) -> tuple[Tensor, list[Tensor | None]]:
         args, kwargs = arguments(inputs)
-        return self._run(args, kwargs)
+        with explained(inputs):
+            return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, list[Tensor | None]]:
         plain = without_fast_path(self.body) if self._fast and not torch.compiler.is_compiling() else nullcontext()

@@ -244,7 +244,8 @@ class DenseRoot(nn.Module):
         shifts = [None] * self.outputs if self.apart_shift is None else self.apart_shift.unbind()
         order = pivot[:, 0].argsort()  # items with the same pivot share a product
         parts = a[order].split(pivot[:, 0].bincount(minlength=self.outputs).tolist())
-        along = [linear(part, *each) for part, *each in zip(parts, weights, shifts) if len(part) or not len(a)]
+        taken = [k for k, part in enumerate(parts) if len(part) or not len(a)]
+        along = [linear(parts[k], weights[k], shifts[k]) for k in taken]
         return torch.cat(along)[order.argsort()].unflatten(-1, (self.outputs, -1)).square().sum(-1)
 
     def apart_from(self, a: Tensor, p: int) -> Tensor:

@@ -203,7 +203,7 @@ def _possible(name: str, function: FunctionDistribution, likelihood: Likelihood)
 def entropy(log_probs: Tensor) -> Tensor:
     """Return −Σ p log p over the last dimension, with 0 log 0 = 0."""
     p = log_probs.exp()
-    return -torch.where(p > 0, p * log_probs, 0.0).sum(-1)
+    return -torch.where(p == 0, 0.0, p * log_probs).sum(-1)
 
 
 def log_class_probs(likelihood: Likelihood, f: Tensor) -> Tensor:
