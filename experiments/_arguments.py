@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import shlex
 import shutil
 import sys
 import tempfile
@@ -53,7 +54,7 @@ class Experiment(argparse.ArgumentParser):
 
     def _command(self, given: argparse.Namespace) -> str:
         """Return the command line that gives the same result, with every option that has a value."""
-        words = [f"python -m experiments.{Path(self.prog).stem}"]
+        words = ["python", "-m", f"experiments.{Path(self.prog).stem}"]
         for action in self._actions:
             value = getattr(given, action.dest, None)
             hidden = action.dest in ("help", "smoke", "quick", "out", "cache") or (action.dest == "first" and not value)
@@ -61,4 +62,4 @@ class Experiment(argparse.ArgumentParser):
                 continue
             values = [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
             words += action.option_strings[:1] + ([] if value is True else values)
-        return " ".join(words)
+        return shlex.join(words)

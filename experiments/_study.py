@@ -9,6 +9,7 @@ means over seeds and returns what a page quotes or asks, with verdicts (`Claim`,
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,8 +74,15 @@ def dots(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
             for k, values in enumerate(found):
                 axes.plot(values, [k] * len(values), ".", color="#2b6cb0", ms=5)
                 axes.plot([sum(values) / len(values)], [k], "|", color="black", ms=11)
-            if min(map(min, found)) > 0 and max(map(max, found)) > 100 * min(map(min, found)):
+            low, high = min(map(min, found)), max(map(max, found))
+            sizes = sorted(abs(value) for values in found for value in values)
+            usual = sizes[len(sizes) // 2]
+            if low > 0 and high > 100 * low:
                 axes.set_xscale("log")
+            elif low < 0 < usual and sizes[-1] > 1000 * usual:  # one value would hide how the others differ
+                near, far = (10 ** math.ceil(math.log10(size)) for size in (2 * usual, -low))
+                axes.set_xscale("symlog", linthresh=near, linscale=2)
+                axes.set_xticks([-far, -near, 0, near])
             else:
                 axes.locator_params(axis="x", nbins=4)  # labels of more overlap
             axes.set_title(column, loc="left", fontsize=9)

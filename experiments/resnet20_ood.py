@@ -34,7 +34,7 @@ from lapwing.evidence.search import fit_logits
 from lapwing.predictive import GaussianFunction, predict_targets
 from lapwing.predictive.novelty import FLOOR, information_gain
 
-ABOUT = {"paper": "", "minutes": None, "quick": 0.6, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": 4.4, "quick": 0.6, "page": "tuning.md"}
 
 CHUNK = 500
 REACH = ([1e-5, 1e6], [0.01, 1e5])  # precisions and temperatures that the kept pass can serve
@@ -194,4 +194,9 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=2_000, help="CIFAR-10 test images, half of them to tune on")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first of these, a multiple of 500")
     parser.add_argument("--outside", type=int, default=1_000, help="SVHN images")
-    study("resnet20_ood", ABOUT, "ResNet-20, tuned on one half of test images", run, judge, parser.parse_args())
+    title = "ResNet-20, tuned on one half of test images"
+    notes = [
+        "A seed is a random half of the same images, on the same posterior: the spread over seeds is not that over "
+        "other images or networks."
+    ]
+    study("resnet20_ood", ABOUT, title, run, judge, parser.parse_args(), notes=notes)

@@ -13,7 +13,7 @@ Examples:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,13 +56,15 @@ def fgsm(
         >>> for moved in lapwing.attacks.fgsm(la, x, [0.1, 0.2, 0.3]):
         ...     p = la.predict(moved)
     """
-    several = not isinstance(steps, int | float) and torch.as_tensor(steps).ndim > 0
-    sizes = torch.as_tensor(steps, dtype=x.dtype, device=x.device).reshape(-1)
-    if not len(sizes) or not bool(sizes.isfinite().all()):
+    try:
+        sizes = torch.as_tensor(steps, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        sizes = torch.empty(0)
+    if not sizes.numel() or not bool(sizes.isfinite().all()):
         raise BadData(f"steps are step sizes, one or several finite numbers, got {steps!r}")
-    slope = _slope(predictor, x, None, options)
-    moved = torch.stack([_clipped(x - eta * scale * slope.sign(), bounds) for eta in sizes])
-    return moved if several else moved[0]
+    slope = _slope(predictor, _movable(x), None, options)
+    moved = torch.stack([_clipped(x - eta * scale * slope.sign(), bounds) for eta in sizes.reshape(-1).tolist()])
+    return moved if sizes.ndim else moved[0]
 
 
 def targeted(
@@ -88,30 +90,38 @@ def targeted(
         >>> path.shape  # after 0, 1, 2 and 3 steps
         torch.Size([4, 8, 4])
     """
-    several = not isinstance(steps, int)
-    wanted = [steps] if isinstance(steps, int) else [int(k) for k in steps]
+    several = isinstance(steps, Iterable)
+    wanted = [int(k) for k in steps] if isinstance(steps, Iterable) else [steps] if isinstance(steps, int) else []
     if not wanted or min(wanted) < 0:
         raise BadData(f"steps are numbers of steps, at least 0, got {steps!r}")
-    labels = torch.as_tensor(target, device=x.device)
-    path = [x.detach()]
+    path, labels = [_movable(x)], torch.as_tensor(target)
     for _ in range(max(wanted)):
         slope = _slope(predictor, path[-1], labels, options)
         path.append(_clipped(path[-1] + step * scale * slope.sign(), bounds))
     return torch.stack([path[k] for k in wanted]) if several else path[wanted[0]]
 
 
+def _movable(x: Any) -> Tensor:
+    """Return the inputs without their graph; refuse anything but a tensor of real numbers."""
+    if not isinstance(x, Tensor):
+        raise BadData(f"an attack moves a tensor of real numbers, got {type(x).__name__}: pass torch.as_tensor(x)")
+    if not x.is_floating_point():
+        raise BadData(f"an attack moves a tensor of real numbers, got {x.dtype}: pass x.float()")
+    return x.detach()
+
+
 def _slope(predictor: Predictor, x: Tensor, target: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Return ∇_x log p(target | x), of the predicted label where no target is given."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-        raise BadData(f"an attack moves a tensor of real numbers, got {kind}: pass x.float()")
-    x = x.detach().clone().requires_grad_()
+    x = x.clone().requires_grad_()
     with torch.enable_grad():
         prediction = _predict(predictor)(x, **options)
         label = getattr(prediction, "label", None)
         if label is None:
             raise UnsupportedOperation(f"attacks are on classes and labels, and {prediction!r} has none")
-        aim = label.detach() if target is None else target.expand(label.shape).to(label)
+        aim = label.detach() if target is None else target.to(label)
+        if aim.shape not in ((), label.shape):
+            raise BadData(f"target is one class, or one per input, {tuple(label.shape)}; got shape {tuple(aim.shape)}")
+        aim = aim.expand(label.shape)
         value = prediction.log_prob(aim).sum()
         if not value.requires_grad:
             raise UnsupportedOperation(

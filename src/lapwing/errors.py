@@ -216,6 +216,17 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def positives(name: str, values: Any) -> tuple[float, ...]:
+    """Return one or several finite numbers above 0, from a list, a tensor or an array; refuse anything else."""
+    try:
+        found = tuple(values)
+    except TypeError:
+        found = ()
+    if isinstance(values, str) or not found:
+        raise BadData(f"{name} must be a list of at least one positive number, got {values!r}")
+    return tuple(positive(f"each of {name}", value) for value in found)
+
+
 def require_generator(generator: Any, device: Any) -> None:
     """Refuse a random generator on another device than the network."""
     if generator is not None and generator.device != device:

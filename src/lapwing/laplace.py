@@ -414,16 +414,17 @@ class Laplace:
         self._require_unchanged()
         layer = self._predictive.last_layer
         if layer is None:
+            names = self.params.names
             raise UnsupportedOperation(
-                "a predictor needs a posterior over a linear last layer, with at most a fixed affine map after it: fit "
-                "with select='last_layer', or use la.distill(data).predictor() or la.predict(x)"
+                "a predictor needs a posterior over one linear layer (select='last_layer') with at most a fixed affine "
+                f"map after it, unlike this one over {', '.join(names[:3])}{', …' * (len(names) > 3)}: use "
+                "la.distill(data).predictor() or la.predict(x)"
             )
-        names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
         return Predictor(
             layer,
             self.likelihood,
-            names,
-            novelty=self._predictive.novelty_layer if "novelty" in names else None,
+            outputs,
+            novelty=self._predictive.novelty_layer if "novelty" in outputs else None,
             logit_temperature=self.logit_temperature,
             scalar=self.options.scalar,
             samples=samples,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lapwing.errors import BadData, UnsupportedOperation, nearest, warn
+from lapwing.errors import BadData, UnsupportedOperation, nearest, positives, warn
 from lapwing.evidence import (
     Groups,
     Rule,
@@ -72,13 +72,19 @@ class Request:
         """Return the names of what is learned, as the likelihood calls them; None for the default of the method."""
         if not self.learn:
             return None
-        return likelihood.learned_names((self.learn,) if isinstance(self.learn, str) else tuple(self.learn))
+        names = (self.learn,) if isinstance(self.learn, str) else self.learn
+        if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+            raise BadData(f"learn is a name or a list of names, such as 'prior', got {self.learn!r}")
+        return likelihood.learned_names(tuple(names))
 
     def candidates(self, likelihood: Likelihood) -> Grid | None:
         """Return the grid with the names that the likelihood uses."""
         if self.grid is None:
             return None
-        return dict(zip(likelihood.learned_names(tuple(self.grid)), self.grid.values(), strict=True))
+        if not isinstance(self.grid, Mapping):
+            raise BadData(f"grid maps names to candidates, such as {{'prior': [0.1, 1.0, 10.0]}}, got {self.grid!r}")
+        candidates = [positives(f"the candidates for {name!r}", values) for name, values in self.grid.items()]
+        return dict(zip(likelihood.learned_names(tuple(self.grid)), candidates, strict=True))
 
     def check(self) -> None:
         """Refuse a request that no method can fulfill."""

@@ -38,6 +38,8 @@ def predictors(net: nn.Module) -> dict[str, tuple[Any, dict[str, Any]]]:
         "dropout": (MCDropout(net, "classification", samples=5), {}),
         "deep ensemble": (DeepEnsemble(others, "classification"), {}),
         "temperature": (TemperatureScaled(net, 1.7, lapwing.Categorical()), {}),
+        "mixture": (lapwing.Mixture([la, last]), {"link": "probit"}),
+        "distilled": (la.distill(data()[0], epochs=0), {}),
     }
 
 
@@ -50,6 +52,8 @@ NAMES = (
     "dropout",
     "deep ensemble",
     "temperature",
+    "mixture",
+    "distilled",
 )
 
 
@@ -143,8 +147,16 @@ def test_what_cannot_be_attacked_is_refused(net: nn.Module) -> None:
         attacks.fgsm(ensemble, torch.ones(2, 3).long(), 0.1)
     with pytest.raises(BadData, match="step sizes"):
         attacks.fgsm(ensemble, x, [])
-    with pytest.raises(BadData, match="numbers of steps"):
-        attacks.targeted(ensemble, x, 0, 0.1, -1)
+    with pytest.raises(BadData, match="step sizes"):
+        attacks.fgsm(ensemble, x, "a")  # type: ignore[arg-type]
+    for steps in (-1, 2.5):
+        with pytest.raises(BadData, match="numbers of steps"):
+            attacks.targeted(ensemble, x, 0, 0.1, steps)  # type: ignore[arg-type]
+    for attack in (attacks.fgsm, lambda *given: attacks.targeted(ensemble, x.numpy(), 0, 0.1, 1)):
+        with pytest.raises(BadData, match=r"got ndarray: pass torch\.as_tensor"):
+            attack(ensemble, x.numpy(), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(BadData, match=r"one per input, \(3,\); got shape \(2,\)"):
+        attacks.targeted(ensemble, x, torch.tensor([0, 1]), 0.1, 1)
 
 
 def test_a_gradient_that_is_not_finite_is_refused() -> None:

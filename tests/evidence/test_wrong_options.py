@@ -1,5 +1,6 @@
 """Options of tuning and of training with the evidence that cannot be used are refused before any work."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,9 +49,43 @@ def test_a_grid_for_what_is_not_learned() -> None:
 
 
 def test_held_out_targets_that_do_not_count() -> None:
-    ignored = torch.full((12,), -100)
-    with pytest.raises(BadData, match="hold no target that counts"):
-        lapwing.compare({"one": fitted()}, (DATA[0], ignored))
+    ignored = (DATA[0], torch.full((12,), -100))
+    la, last = fitted(), fitted(select="last_layer")
+    for use in (
+        lambda: lapwing.compare({"one": la}, ignored),
+        lambda: la.tune(ignored),
+        lambda: last.tune(ignored),
+        lambda: la.tune(ignored, predictive="sampled"),
+        lambda: la.temperature_curve(ignored),
+        lambda: lapwing.TemperatureScaled.fit(network(), ignored),
+    ):
+        with pytest.raises(BadData, match=r"hold no .*target that counts"):
+            use()
+
+
+def test_candidates_of_another_kind() -> None:
+    la = fitted()
+    for wrong, message in (
+        ({"grid": [1, 2]}, r"grid maps names to candidates, .* got \[1, 2\]"),
+        ({"grid": {"prior": 3.0}}, "candidates for 'prior' must be a list of at least one positive number, got 3.0"),
+        ({"grid": {"prior": []}}, "at least one positive number"),
+        ({"grid": {"prior": ["a"]}}, "each of the candidates for 'prior' must be positive and finite, got 'a'"),
+        ({"learn": 3}, "learn is a name or a list of names"),
+    ):
+        with pytest.raises(BadData, match=message):
+            la.tune(DATA, **wrong)
+    for temperatures in (2.0, [], ["a"], [0.0]):
+        with pytest.raises(BadData, match="temperatures must be"):
+            la.temperature_curve(DATA, temperatures=temperatures)
+
+
+def test_candidates_and_temperatures_in_tensors_and_arrays() -> None:
+    la = fitted()
+    for kind in (torch.tensor, np.array):
+        tuned = la.tune(DATA, learn="prior", grid={"prior": kind([0.5, 2.0])}, rule="lowest")
+        assert float(tuned.prior.precision) in (0.5, 2.0)
+        curve = la.temperature_curve(DATA, temperatures=kind([0.5, 2.0]))
+        torch.testing.assert_close(curve.nll, la.temperature_curve(DATA, temperatures=[0.5, 2.0]).nll)
 
 
 def test_names_of_what_is_learned_are_those_that_users_write() -> None:

@@ -111,3 +111,7 @@ def test_options_of_the_experiments() -> None:
     assert (given.size, given.seeds, given.out) == (2, 3, Path("here"))
     assert parser.parse_args(["--quick", "--size", "7"]).size == 7
     assert given.command.endswith(" --seeds 3 --size 2")
+    parser.add_argument("--methods", nargs="+", default=["random", "last layer"])
+    command = parser.parse_args([]).command
+    assert command.startswith("python -m experiments.")
+    assert command.endswith(" --methods random 'last layer'")

@@ -55,7 +55,7 @@ def test_a_wrong_argument_is_an_error_of_this_library() -> None:
         "quantile levels": lambda: p.quantile(50),
         "at='mode'": lambda: la.log_evidence(at="mode"),
         "which is not in learn": lambda: noisy.tune(method="evidence", learn="prior", grid={"noise": [1.0]}),
-        "candidates must be positive": lambda: la.tune((x, torch.arange(2)), grid={"prior": [-1.0]}),
+        "candidates for 'prior' must be positive": lambda: la.tune((x, torch.arange(2)), grid={"prior": [-1.0]}),
         "expected vectors of length 8": lambda: la.posterior.precision.matvec(torch.ones(3)),
         "weights='some'": lambda: lapwing.Mixture([la, la], weights="some").predict(x),
         "must be positive": lambda: lapwing.Prior.from_weight_decay(-1.0, 20),

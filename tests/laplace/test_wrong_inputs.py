@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
+from lapwing import baselines
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(20) % 3
@@ -47,6 +48,9 @@ USES: dict[str, Callable[[lapwing.Laplace, Tensor], Any]] = {
     "predict, differentiable": lambda la, x: la.predict(x, differentiable=True),
     "ensemble": lambda la, x: la.ensemble(2).predict(x),
     "tune": lambda la, x: la.tune((x, Y)),
+    "tune, last layer": lambda la, x: fit(select="last_layer").tune((x, Y)),
+    "distilled": lambda la, x: la.distill(torch.cat([X, X]), epochs=0).predict(x),
+    "temperature scaling": lambda la, x: lapwing.TemperatureScaled.fit(net(), (x, Y)),
     "update": lambda la, x: la.update((x, Y)),
     "evaluate": lambda la, x: lapwing.evaluate({"MAP": net()}, (x, Y), likelihood="classification"),
     "evaluate, Laplace": lambda la, x: lapwing.evaluate({"Laplace": la}, [(x, Y)]),
@@ -61,6 +65,15 @@ def test_inputs_that_the_network_does_not_take(posterior: lapwing.Laplace, kind:
         USES[use](posterior, x)
 
 
+@pytest.mark.parametrize("kind", ["too narrow", "one dimension", "integers", "complex"])
+def test_inputs_that_are_split_or_shuffled_before_the_network_sees_them(posterior: lapwing.Laplace, kind: str) -> None:
+    x = torch.cat([INPUTS[kind][0]] * 2)
+    with pytest.raises(lapwing.BadData, match="does not take inputs of shape"):
+        posterior.distill(x, epochs=0)
+    with pytest.raises(lapwing.BadData, match="does not take inputs of shape"):
+        baselines.MeanField.fit(net(), (x, torch.cat([Y, Y])), "classification", epochs=1)
+
+
 def test_the_batch_is_named() -> None:
     with pytest.raises(lapwing.BadData, match=r"^batch 2: the network does not take"):
         fit([(X, Y), (X, Y), (X[:, :1], Y)])
@@ -73,6 +86,7 @@ TARGETS: dict[str, tuple[Any, str]] = {
     "a dict": ({"a": Y}, "targets are a dict"),
     "an array of strings": (np.array(["cat"] * 20), "dtype <U3 holds no plain numbers"),
     "sparse": (Y.to_sparse(), "to_dense"),
+    "complex": (Y.to(torch.complex64), "complex numbers"),
 }
 
 

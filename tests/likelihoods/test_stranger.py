@@ -176,3 +176,58 @@ class NoDistribution(Likelihood):
 def test_a_conditional_that_is_no_distribution_is_named() -> None:
     with pytest.raises(lapwing.UnsupportedOperation, match=r"NoDistribution\.conditional returned Tensor; it"):
         lapwing.fit(nn.Linear(1, 1), (torch.ones(4, 1), torch.ones(4, 1)), NoDistribution(), progress=False)
+
+
+@lapwing.register(name="grades")
+@dataclass(frozen=True, eq=False)
+class Grades(Likelihood):
+    """Grades 0 to 3 by one output f: p(y ≤ k) = sigmoid(k − 1 − f). A categorical law whose outputs are no logits."""
+
+    per_item: bool = True
+
+    def conditional(self, f):
+        below = (torch.arange(3).to(f) - 1 - f).sigmoid()  # (..., 3)
+        edges = torch.cat([torch.zeros_like(f), below, torch.ones_like(f)], -1)
+        probs = edges.diff(dim=-1).clamp(min=1e-12)
+        return torch.distributions.Categorical(probs if self.per_item else probs[..., None, :])
+
+
+class TestGrades(LikelihoodLaws):
+    likelihood, outputs = Grades(), 1
+
+
+def grader(select: str) -> tuple[lapwing.Laplace, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+    x = torch.randn(60, 2)
+    return lapwing.fit(model, (x, torch.randint(4, (60,))), "grades", select=select, progress=False), x
+
+
+def test_classes_that_have_no_logits_are_predicted_served_and_distilled() -> None:
+    la, x = grader("last_layer")
+    p = la.predict(x[:5])
+    f = p.function.mean.double() + p.function.variance.double().sqrt() * torch.randn(5, 100_000, dtype=torch.float64)
+    torch.testing.assert_close(p.probs.double(), Grades().conditional(f[..., None]).probs.mean(1), rtol=0, atol=0.01)
+    found = la.predictor()(x[:5])
+    assert set(found) == {"probs", "epistemic"}
+    torch.testing.assert_close(found["probs"], p.probs)
+    with pytest.raises(lapwing.BadData, match="no 'variance': use mean"):
+        la.predictor("variance")
+    la, x = grader("all")
+    fast = la.distill(x, epochs=0)
+    assert fast.distances["held out"].divergence < 0.1
+    assert set(fast.predictor()(x[:5])) == {"probs", "epistemic"}
+
+
+def test_a_file_needs_no_checks_of_pytorch_and_no_logits(tmp_path: Path) -> None:
+    la, x = grader("last_layer")
+    la.export(tmp_path / "grades.pt2", x[:3])
+    found = torch.export.load(tmp_path / "grades.pt2").module()(x[:7])
+    torch.testing.assert_close(found["probs"], la.predict(x[:7]).probs, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):  # they are switched on again
+        torch.distributions.Normal(0.0, -1.0)
+
+
+def test_a_categorical_law_per_output_is_refused() -> None:
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"one per item, of batch_shape \(4,\).* use f\[\.\.\., 0\]"):
+        lapwing.fit(nn.Linear(1, 1), (torch.ones(4, 1), torch.ones(4).long()), Grades(per_item=False), progress=False)

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -196,6 +197,71 @@ def test_tokens() -> None:
     torch.testing.assert_close(la.predictor("probs")(x[:4])["probs"], short.probs)
 
 
+class Residual(Net):
+    """Adds something to the scaled outputs of its last layer that is another constant at every input."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__(outputs)
+        self.skip = nn.Linear(36, outputs).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x) + self.skip(x.flatten(1))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_residual_connection_around_the_last_layer(structure: str) -> None:
+    """It moves the outputs, and leaves their covariance alone."""
+    la, x = fitted(structure=structure, net=Residual(3))
+    p, general = la.predict(x), la._predictive.linearized(x).function(x)
+    assert la._predictive.last_layer is not None
+    assert la._predictive.last_layer.read(x) is not None
+    torch.testing.assert_close(p.function.mean, la.network.module(x))
+    torch.testing.assert_close(p.function.covariance, general.covariance, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(la.predictor("probs")(x)["probs"], p.probs, rtol=0, atol=1e-6)
+
+
+class PerToken(nn.Module):
+    """A class per token, from a linear layer with something after it."""
+
+    def __init__(self, tail: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.last, self.tail = nn.Embedding(11, 6), nn.Linear(6, 4), tail
+
+    def forward(self, x: Tensor) -> Tensor:
+        f: Tensor = self.tail(self.last(self.body(x).tanh()))
+        return f
+
+
+OVER_TOKENS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+    "temperature": (True, lambda f: f / 1.7),
+    "slice": (True, lambda f: f[..., 1:]),
+    "a scale per position": (False, lambda f: f * torch.arange(1.0, 4.0)[:, None]),
+    "the mean over positions": (False, lambda f: f.mean(1, keepdim=True).expand_as(f)),
+    "sums over earlier positions": (False, lambda f: f.cumsum(1)),
+}
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "ekfac", "diag"])
+@pytest.mark.parametrize("name", OVER_TOKENS)
+def test_an_affine_map_of_each_token(name: str, structure: str) -> None:
+    short_path, tail = OVER_TOKENS[name]
+    torch.manual_seed(0)
+    net, x = PerToken(tail), torch.randint(11, (30, 3))
+    data = (x, torch.randint(3, (30, 3)))
+    options: dict[str, object] = {"structure": structure, "progress": False}
+    la = lapwing.fit(net, data, "classification", select="last_layer", **options)
+    assert (la._predictive.last_layer is not None) == short_path
+    net.last.forward = lambda a: nn.functional.linear(a, net.last.weight, net.last.bias) * 1.0  # type: ignore[method-assign]
+    general = lapwing.fit(net, data, "classification", select="last.*", **options)
+    if short_path:
+        assert general._predictive.last_layer is None
+        torch.testing.assert_close(la.predictor("probs")(x[:4])["probs"], la.predict(x[:4]).probs)
+    torch.testing.assert_close(la.curvature.dense(), general.curvature.dense(), rtol=1e-4, atol=1e-5)
+    p, q = la.predict(x[:4]), general.predict(x[:4])
+    torch.testing.assert_close(p.function.mean, q.function.mean)
+    torch.testing.assert_close(p.function.covariance, q.function.covariance, rtol=1e-4, atol=1e-6)
+
+
 def test_a_predictor_keeps_its_weights_and_a_changed_module_is_refused() -> None:
     net = Net(3)
     la, x = fitted(net=net)
@@ -256,6 +322,28 @@ def test_derivatives_of_one_item_are_those_of_a_batch(structure: str) -> None:
         assert float(found.abs().max()) > 0
     pushed = torch.func.jvp(score, (x[:1],), (direction,))[1]
     torch.testing.assert_close(pushed, want[:1].sum(), rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("task", TASKS)
+def test_an_input_that_is_nan_is_answered_by_nan_and_disturbs_no_other(task: str, structure: str) -> None:
+    la, x = fitted(task, structure)
+    predictor = la.predictor("mean", "epistemic", "entropy", "novelty")
+    broken = x.clone()
+    broken[2, 0, 1] = torch.nan
+    found, expected = predictor(broken), predictor(x)
+    for name in found:
+        assert bool(found[name][2].isnan().all()), name
+        others = [0, 1, 3, 4, 5]
+        torch.testing.assert_close(found[name][others], expected[name][others], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("classes", [3, 70])
+def test_a_batch_without_items(classes: int, structure: str) -> None:
+    la, x = fitted(structure=structure, net=Net(classes))
+    shapes = {name: tuple(value.shape) for name, value in la.predictor("probs", "epistemic")(x[:0]).items()}
+    assert shapes == {"probs": (0, classes), "epistemic": (0,)}
 
 
 def test_threads_get_the_numbers_of_one_by_one() -> None:
@@ -343,6 +431,29 @@ def test_an_onnx_file_runs_in_onnx_runtime(task: str, structure: str, tmp_path: 
     arguments = [tmp_path / "model.onnx", tmp_path / "expected.npz", ",".join(names)]
     done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.strip() == "equal", done.stderr
+
+
+class Named(Net):
+    """Takes its inputs by name, one of which is no tensor."""
+
+    def forward(self, image: Tensor, shift: Tensor, twice: bool = False) -> Tensor:  # type: ignore[override]
+        return super().forward((2 if twice else 1) * image + shift)
+
+
+@pytest.mark.parametrize("suffix", [".pt2", pytest.param(".onnx", marks=pytest.mark.slow)])
+def test_a_file_takes_inputs_by_their_names(suffix: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = {"shift": torch.randn(40, 1, 1, 1), "image": torch.randn(40, 1, 6, 6), "twice": True}
+    data = [(x, torch.randint(3, (40,)))]
+    la = lapwing.fit(Named(3), data, "classification", select="last_layer", progress=False)
+    few, some = ({k: v[:n] if isinstance(v, Tensor) else v for k, v in x.items()} for n in (2, 5))
+    la.export(tmp_path / f"model{suffix}", few)
+    if suffix == ".pt2":
+        probs = torch.export.load(tmp_path / "model.pt2").module()(**some)["probs"]
+    else:
+        session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "model.onnx")
+        (probs,) = session.run(["probs"], {name: some[name].numpy() for name in ("image", "shift")})
+    torch.testing.assert_close(torch.as_tensor(probs), la.predict(some).probs, rtol=0, atol=1e-5)
 
 
 def test_what_no_file_can_hold_is_refused_by_name(

@@ -190,7 +190,7 @@ def _potential(task: Task, batches: list[Batch]) -> Callable[[Tensor], Tensor]:
             known = energy(own)
         if not (torch.allclose(known, value) and torch.allclose(torch.autograd.grad(known, own)[0], gradient)):
             return energy
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (RuntimeError, NotImplementedError, TypeError, BadData):  # an error inside the network is a BadData
         return energy
 
     def replayed(theta: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from lapwing.evaluation.scoring import device_of, point_prediction
 from lapwing.evidence.settings import best_logit_temperature
 from lapwing.likelihoods import Likelihood, resolve_likelihood
 from lapwing.model.batches import Batches, Convention, require_one_process
-from lapwing.model.calls import Inputs, call, output_tensor, outside_autocast, outside_inference
+from lapwing.model.calls import Inputs, call, explained, output_tensor, outside_autocast, outside_inference
 from lapwing.model.copies import borrowed
 from lapwing.predictive import Prediction
 from lapwing.predictive.predictive import prepared
@@ -81,7 +81,8 @@ def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor,
     outputs, targets = [], []
     with borrowed(model) as module, torch.no_grad():
         for batch in Batches(data, model, device_of(model)):
-            f = likelihood.outputs(output_tensor(call(module, batch.inputs)))
+            with explained(batch.inputs):
+                f = likelihood.outputs(output_tensor(call(module, batch.inputs)))
             outputs.append(f.double())
             targets.append(likelihood.targets(f, batch.targets))
     return torch.cat(outputs), torch.cat(targets)
@@ -90,6 +91,9 @@ def logits(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[Tensor,
 @outside_autocast
 def best_temperature(f: Tensor, y: Tensor, likelihood: Likelihood) -> float:
     """Return the T between 0.01 and 100 with the smallest Σ −log p(y | f/T); warn if it is at an end of that range."""
+    mask = likelihood.mask(f, y)
+    if mask is not None and not bool(mask.any()):
+        raise BadData("the validation data hold no target that counts")
     if not bool(likelihood.log_prob(f, y).isfinite().all()):
         raise BadData("the validation NLL is not finite: check the data")
     temperature = best_logit_temperature(f, y, likelihood, limit=HIGHEST)

@@ -17,7 +17,7 @@ from lapwing.evidence.loop import Shuffled, count_data
 from lapwing.likelihoods import Likelihood
 from lapwing.model import Batches, Params, select_names, unwrap
 from lapwing.model.batches import Batch, Convention, require_one_process
-from lapwing.model.calls import as_tensors, call, output_tensor
+from lapwing.model.calls import as_tensors, call, explained, output_tensor
 from lapwing.model.copies import borrowed, in_use
 from lapwing.posterior import resolve_prior
 
@@ -119,7 +119,8 @@ class Task:
 
     def outputs(self, batch: Batch, values: dict[str, Tensor]) -> Tensor:
         """Return the outputs of a batch at weights by name, one row per sample; inside `running`."""
-        return self.likelihood.outputs(output_tensor(call(in_use(self.module), batch.inputs, values)))
+        with explained(batch.inputs):
+            return self.likelihood.outputs(output_tensor(call(in_use(self.module), batch.inputs, values)))
 
     def nll(self, batch: Batch, values: dict[str, Tensor], *, targets: Tensor | None = None) -> tuple[Tensor, float]:
         """Return Σ −log p(y | f) of a batch at weights by name, and how many data it stands for; inside `running`.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.errors import BadData, brief
+from lapwing.errors import brief, positives
 from lapwing.evidence import Groups, collect, linked, nodes_for
 from lapwing.evidence.drawnweights import HeldOut, drawn_outputs
 from lapwing.evidence.heldout import Batch, GramSweep, item_scores
@@ -90,7 +90,7 @@ def temperature_curve(
     `inside` and the streams of `outside` yield (f, targets, rows) and are read once; `Laplace.temperature_curve` makes
     them.
     """
-    check_temperatures(temperatures)
+    temperatures = positives("temperatures", temperatures)
     groups, precision = Groups.of_prior(belief)
     nodes, logit_temperature = nodes_for(belief, precision, temperatures), belief.logit_temperature
     sweep = partial(collect, belief, groups, nodes=nodes, score=linked(link), memory=memory)
@@ -149,7 +149,7 @@ def sampled_curve(
     As in Figs. 3 to 5 of Chen, Yu, Li and Lim, "Generalized Laplace Approximation": 50 networks per temperature, from
     the same random numbers at all temperatures.
     """
-    check_temperatures(temperatures)
+    temperatures = positives("temperatures", temperatures)
     groups, precision = Groups.of_prior(predictive.belief)
     held = HeldOut.of(predictive, groups, data, link)
     others = {name: tuple(predictive.bare_inputs(each)) for name, each in outside.items()}
@@ -175,9 +175,3 @@ def sampled_curve(
         {name: columns[f"entropy {name}"] for name in others},
         {name: columns[f"auroc {name}"] for name in others},
     )
-
-
-def check_temperatures(temperatures: Sequence[float]) -> None:
-    """Refuse temperatures that are not positive, and an empty list of them."""
-    if not temperatures or not all(T > 0 for T in temperatures):
-        raise BadData(f"temperatures must be positive and at least one, got {list(temperatures)}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.errors import BadData, IncompatiblePrior, NotPositiveDefinite, UnsupportedOperation
 from lapwing.evidence.ascent import Concave, CovarianceEvidence, Fit, Optimum, SpectralEvidence, maximize
 from lapwing.evidence.evidence import evidence_of
-from lapwing.evidence.search import check_candidates, edge
+from lapwing.evidence.search import edge
 from lapwing.evidence.settings import Groups, Setting, Tuning
 from lapwing.linalg import PSD
 from lapwing.posterior import Belief
@@ -262,7 +262,6 @@ def tune_grid(
     idle = [name for name in grid if name not in learn]
     if idle:
         raise BadData(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
-    check_candidates(grid)
     if not grid:
         return tune(belief, groups, learn=learn)
     if unknown := set(grid) - {"prior", "dispersion"}:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.errors import BadData, NotConverged, nearest
+from lapwing.errors import BadData, NotConverged, nearest, positives
 from lapwing.evidence.drawnoutputs import collect_draws, nodes_of_draws
 from lapwing.evidence.heldout import PADDING, PER_DECADE, Batch, GramSweep, Nodes, Score, Sweep, collect, linked
 from lapwing.evidence.settings import (
@@ -428,23 +428,17 @@ def check_learned(
         names += [likelihood.dispersion_name] if likelihood.dispersion_name else []
         known = ", ".join(map(repr, names))
         hint = nearest(unknown[0], names) if unknown else ""
-        got = ", ".join(map(repr, unknown)) or "nothing"
+        got = ", ".join(map(repr, dict.fromkeys(unknown))) or "nothing"
         raise BadData(f"held-out data can choose {known} for {type(likelihood).__name__}, got {got}{hint}")
     idle = [name for name in (grid or {}) if name not in learn]
     if idle:
         raise BadData(f"grid has candidates for {idle[0]!r}, which is not in learn={tuple(learn)}")
-    check_candidates(grid or {})
+    for name, values in (grid or {}).items():
+        positives(f"the candidates for {name!r}", values)
     likelihood.learned_names(tuple(learn))
     if "logit_temperature" in learn:
         require_logits(likelihood)
     return tuple(learn)
-
-
-def check_candidates(grid: Mapping[str, Sequence[float]]) -> None:
-    """Refuse candidates that are not positive and finite, and empty lists of candidates."""
-    bad = [(name, v) for name, values in grid.items() for v in values if not (v > 0 and math.isfinite(v))]
-    if bad or any(len(values) == 0 for values in grid.values()):
-        raise BadData(f"candidates must be positive, finite and at least one, got {bad or grid}")
 
 
 def edge(name: str, value: float, candidates: Sequence[float]) -> str:

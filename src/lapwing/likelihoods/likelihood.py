@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, kl_divergence
+from torch.distributions import Categorical, Distribution, Independent, kl_divergence
 
 from lapwing.errors import BadData, UnsupportedOperation, nearest
 from lapwing.likelihoods.marginal import Marginal, Outputs
@@ -81,6 +81,12 @@ class Likelihood(ABC):
                 "torch.distributions.Distribution, such as torch.distributions.Normal(f, 1.0)."
             )
         surplus = len(conditional.batch_shape) - (f.ndim - 1)
+        if surplus > 0 and isinstance(conditional, Categorical):
+            raise UnsupportedOperation(
+                f"{type(self).__name__}.conditional returned one categorical law per output, of batch_shape "
+                f"{tuple(conditional.batch_shape)}; return one per item, of batch_shape {tuple(f.shape[:-1])}. If it "
+                "depends on a single output, use f[..., 0]."
+            )
         if surplus > 0:
             conditional = Independent(conditional, surplus)
         if conditional.batch_shape != f.shape[:-1]:
@@ -679,6 +685,8 @@ def as_target(f: Tensor, y: Any) -> Tensor:
         ) from error
     if y.is_sparse or y.layout is not torch.strided:
         raise BadData(f"targets are sparse ({y.layout}): pass targets.to_dense()")
+    if y.is_complex():
+        raise BadData(f"targets are complex numbers ({y.dtype}): pass real ones, such as y.real")
     return y.to(f.device)
 
 

@@ -78,7 +78,10 @@ class NormalMarginal(Marginal):
     def _cholesky(self) -> Tensor:
         if self.mean.shape[-1] == 1:
             return (self.aleatoric + self.epistemic).double().sqrt()[..., None]
-        return torch.linalg.cholesky(self.covariance().double() + torch.diag_embed(self.aleatoric.double()))
+        factor, failed = torch.linalg.cholesky_ex(
+            self.covariance().double() + torch.diag_embed(self.aleatoric.double())
+        )
+        return torch.where((failed > 0)[..., None, None], torch.nan, factor)
 
     def _log_root_determinant(self) -> Tensor:
         """Return ½ log|2π(C + noise)|."""

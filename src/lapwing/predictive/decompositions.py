@@ -130,7 +130,9 @@ class MatrixPowers(torch.autograd.Function):
     def forward(ctx: Any, matrix: Tensor, rounding: float, count: int) -> tuple[Tensor, ...]:
         if is_written_out():
             return powers((matrix + matrix.mT) / 2)[:count]
-        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        fine = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # one item must not break its batch
+        values, vectors = torch.linalg.eigh(torch.where(fine, (matrix + matrix.mT) / 2, 0.0))
+        vectors = torch.where(fine, vectors, torch.nan)
         floor = rounding * values[..., -1:]
         inside = values > floor
         roots = torch.where(inside, values, 0.0).sqrt()

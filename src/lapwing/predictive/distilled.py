@@ -23,7 +23,7 @@ from lapwing.likelihoods import Likelihood, likelihood_from_spec
 from lapwing.metrics import auroc
 from lapwing.model import Network, batch_size, take, tensors_in
 from lapwing.model.batches import Convention
-from lapwing.model.calls import Inputs, arguments, map_tensors, outside_inference, unwrap
+from lapwing.model.calls import Inputs, arguments, explained, map_tensors, outside_inference, unwrap
 from lapwing.model.stored import describe_module, intact, require_same_module, restore_convention, restore_probe
 from lapwing.model.watch import Probe
 from lapwing.predictive.distilledlayer import DistilledLayer, EnergyNetwork, fit_head, restored_head
@@ -95,7 +95,13 @@ class Distilled:
 
     @outside_inference
     def predict(
-        self, x: Inputs, *, link: str = "auto", samples: int | None = None, generator: torch.Generator | None = None
+        self,
+        x: Inputs,
+        *,
+        link: str = "auto",
+        samples: int | None = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
     ) -> Prediction:
         """Return the predictive distribution at inputs x, as `Laplace.predict` does, in about one forward pass.
 
@@ -103,8 +109,9 @@ class Distilled:
             >>> la.distill(train_loader, epochs=0).predict(x).probs.shape
             torch.Size([8, 3])
         """
-        args, kwargs = arguments(self._inputs(x))
-        with torch.no_grad():
+        inputs = self._inputs(x)
+        args, kwargs = arguments(inputs)
+        with explained(inputs), torch.set_grad_enabled(differentiable):
             f, spread = self.layer(*args, **kwargs)
         scale = 1 / self.logit_temperature
         return predict_targets(
@@ -123,8 +130,7 @@ class Distilled:
             >>> fast = la.distill(train_loader, epochs=0)
             >>> probs = fast.predictor("probs", "epistemic")(x)["probs"]
         """
-        names = outputs or (("probs", "epistemic") if self.likelihood.has_logits else ("mean", "variance"))
-        if "novelty" in names:
+        if "novelty" in outputs:
             raise UnsupportedOperation(
                 "a distilled predictor has no novelty: use la.predict(x).novelty, or 'epistemic'"
             )
@@ -132,7 +138,7 @@ class Distilled:
         return Predictor(
             layer,
             self.likelihood,
-            names,
+            outputs,
             logit_temperature=self.logit_temperature,
             scalar=self.scalar,
             samples=samples,
@@ -368,7 +374,7 @@ def _log_ratio(theirs: Prediction, ours: Prediction) -> Tensor:
 
 def _divergence(theirs: Prediction, ours: Prediction) -> Tensor:
     """KL(teacher ‖ student) of the target per item, (B,)."""
-    if theirs.likelihood.has_logits:
+    if theirs.kind != "numbers":
         p, q = (each.probs if each.kind == "classes" else _both(each.probs) for each in (theirs, ours))
         return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).flatten(1).sum(-1)
     ratio = theirs.variance / ours.variance

@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 
 from lapwing.errors import CorruptFile, UnsupportedModel
 from lapwing.model import batch_size, take
-from lapwing.model.calls import Inputs, arguments, as_called, close, output_tensor, promote, tolerance
+from lapwing.model.calls import Inputs, arguments, as_called, close, explained, output_tensor, promote, tolerance
 from lapwing.model.copies import without_fast_path, written_by_forward
 from lapwing.model.linearization import Outputs
 from lapwing.predictive.function import GaussianFunction, contrasts
@@ -137,7 +137,8 @@ class EnergyNetwork(nn.Module):
 
     def _calls(self, inputs: Inputs) -> tuple[Tensor, list[Tensor | None]]:
         args, kwargs = arguments(inputs)
-        return self._run(args, kwargs)
+        with explained(inputs):
+            return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, list[Tensor | None]]:
         plain = without_fast_path(self.body) if self._fast and not torch.compiler.is_compiling() else nullcontext()
@@ -225,6 +226,11 @@ class DistilledLayer(nn.Module):
     def __init__(self, network: EnergyNetwork, head: VarianceHead) -> None:
         super().__init__()
         self.network, self.head = network, head
+
+    @property
+    def width(self) -> int:
+        """The number of outputs."""
+        return len(self.head.basis)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """f (B, C) and its standard deviations along the head's basis, (B, C)."""

@@ -17,7 +17,7 @@ from lapwing.likelihoods.marginal import safe_sqrt
 from lapwing.linalg.rows import chunks
 from lapwing.model.calls import outside_autocast
 from lapwing.predictive.decompositions import MatrixPowers, symmetric_root
-from lapwing.predictive.softmax import SEED, SOME, Spread, apart_from, base_points
+from lapwing.predictive.softmax import SEED, SOME, Spread, apart_from, base_points, fixed_points
 
 ITEMS = 2**23  # elements of covariances of logits under way at a time
 BLOCK = 2**24  # elements of f in one block of points
@@ -412,8 +412,8 @@ class GaussianFunction(FunctionDistribution):
                     left -= 2 * len(drawn)
             return
         mean, root = self.mean, self._point_root
-        size = max(1, BLOCK // max(1, mean.numel()))
-        base = base_points(n, mean.shape[-1], mean) if generator is None else None
+        size = n if torch.compiler.is_compiling() else max(1, BLOCK // max(1, mean.numel()))
+        base = fixed_points(n, mean.shape[-1], SEED, mean.dtype).to(mean.device) if generator is None else None
         for start in range(0, n, size):
             k = min(size, n - start)
             if base is not None:
@@ -552,7 +552,7 @@ class DenseSpread(Spread):
 
     @property
     def chunk(self) -> int:
-        return max(1, ITEMS // self.covariance[0].numel())
+        return max(1, ITEMS // self.covariance.shape[1:].numel())
 
 
 def _product(z: Tensor, matrices: Tensor) -> Tensor:

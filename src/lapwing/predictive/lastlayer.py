@@ -244,7 +244,8 @@ class DenseRoot(nn.Module):
         shifts = [None] * self.outputs if self.apart_shift is None else self.apart_shift.unbind()
         order = pivot[:, 0].argsort()  # items with the same pivot share a product
         parts = a[order].split(pivot[:, 0].bincount(minlength=self.outputs).tolist())
-        along = [linear(part, weight, shift) for part, weight, shift in zip(parts, weights, shifts) if len(part)]
+        taken = [k for k, part in enumerate(parts) if len(part) or not len(a)]
+        along = [linear(parts[k], weights[k], shifts[k]) for k in taken]
         return torch.cat(along)[order.argsort()].unflatten(-1, (self.outputs, -1)).square().sum(-1)
 
     def apart_from(self, a: Tensor, p: int) -> Tensor:
@@ -323,6 +324,12 @@ class LastLayer(nn.Module):
         super().__init__()
         self.body, self.root = features.body if body is None else body, root
         self._features = features
+
+    @property
+    def width(self) -> int:
+        """The number of outputs."""
+        tail = self._features.tail
+        return self._features.shape[0] if tail is None else len(tail)
 
     def under(self, precision: PSD, memory: int) -> LastLayer:
         """Return the layer under another precision, without the network: for `function` and `information` only."""

@@ -123,6 +123,16 @@ def answering(likelihood: Likelihood, f: Tensor) -> Likelihood:
     return likelihood if other is None else other()
 
 
+def kind_of(likelihood: Likelihood, f: Tensor) -> str:
+    """Return what a target is at outputs f, as p(y | f) tells: "classes", "labels" or "numbers"."""
+    if likelihood.softmax:
+        return "classes"
+    law = inner_law(likelihood, f)
+    if isinstance(law, CategoricalLaw):
+        return "classes"
+    return "labels" if isinstance(law, BernoulliLaw) else "numbers"
+
+
 def predict_targets(
     function: FunctionDistribution,
     likelihood: Likelihood,
@@ -140,9 +150,7 @@ def predict_targets(
     output space. `scalar`: the network returned (B,). `shifted`: position t predicts the label at t + 1.
     """
     likelihood = answering(likelihood, function.mean)
-    law = None if likelihood.softmax else inner_law(likelihood, function.mean)
-    kind = "labels" if isinstance(law, BernoulliLaw) else "numbers"
-    leaf = KINDS["classes" if likelihood.softmax or isinstance(law, CategoricalLaw) else kind]
+    leaf = KINDS[kind_of(likelihood, function.mean)]
     seed = None
     if generator is not None:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
@@ -195,7 +203,7 @@ def _possible(name: str, function: FunctionDistribution, likelihood: Likelihood)
 def entropy(log_probs: Tensor) -> Tensor:
     """Return −Σ p log p over the last dimension, with 0 log 0 = 0."""
     p = log_probs.exp()
-    return -torch.where(p > 0, p * log_probs, 0.0).sum(-1)
+    return -torch.where(p == 0, 0.0, p * log_probs).sum(-1)
 
 
 def log_class_probs(likelihood: Likelihood, f: Tensor) -> Tensor:

@@ -153,12 +153,13 @@ class Mixture:
         """The network of the first member, which says where inputs belong and what labels mean."""
         return getattr(self.members[0], "network", None)
 
-    def predict(self, x: Any, **options: Any) -> Prediction:
+    def predict(self, x: Any, *, differentiable: bool = False, **options: Any) -> Prediction:
         """Return the mixture of the members' predictions at x.
 
         Examples:
             >>> p = lapwing.Mixture([la, la.replace(prior=10.0)]).predict(x, link="mc")
         """
+        options |= {"differentiable": True} if differentiable else {}
         return mix([member.predict(x, **options) for member in self.members], self.probabilities)
 
     def log_evidence(self) -> Tensor:

@@ -228,11 +228,18 @@ class Predictive:
         batches, show = self.batches(data), self.options.progress
         bar = tqdm(batches, "tune", batches.length, disable=None if show is None else not show, delay=0 if show else 1,
                    leave=False)  # fmt: skip
+        counts: Tensor | None = None
         for batch in bar:
-            yield self._read(batch)
+            found = self._read(batch)
+            yield found
+            mask = self.belief.likelihood.mask(*found[1:])
+            any_counts = torch.tensor(True) if mask is None else mask.any()
+            counts = any_counts if counts is None else counts | any_counts
             most -= batch_size(batch.inputs)
             if most <= 0:
-                return
+                break
+        if counts is not None and not bool(counts):
+            raise BadData("the held-out data hold no batch with a target that counts")
 
     def held_out(
         self, data: Any, link: str = "auto", most: float = math.inf, labeled: Iterable[Labeled] | None = None
@@ -307,8 +314,8 @@ class Predictive:
         """Return the prepared inputs of a batch, their outputs and canonical targets; errors name the batch."""
         try:
             inputs = self.inputs(batch.inputs)
-            short = self._short(inputs, fresh=True)
-            f = self.network.forward(inputs) if short is None else short[0]
+            with self.network.explaining(inputs):
+                f = self._outputs(inputs)
             if not bool(f.isfinite().all()):
                 raise BadData("the outputs of the network are not finite")
             y = self.belief.likelihood.targets(f, batch.targets)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from lapwing.errors import BadData, LapwingError, UnsupportedOperation
 from lapwing.likelihoods import Likelihood
 from lapwing.model.calls import warnings_here
 from lapwing.predictive.decompositions import WrittenOut
 from lapwing.predictive.lastlayer import LastLayer
-from lapwing.predictive.links import predict_targets
+from lapwing.predictive.links import kind_of, predict_targets
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.softmax import prepare
 from lapwing.storage import replacing
@@ -52,7 +54,10 @@ class Predictor(nn.Module):
         samples: int | None = None,
     ) -> None:
         super().__init__()
-        known = COMMON + (CLASSES if likelihood.has_logits else VALUES)
+        f = torch.zeros(1, layer.width, device=next(layer.parameters()).device)
+        numbers = kind_of(likelihood, f) == "numbers"
+        outputs = outputs or (("mean", "variance") if numbers else ("probs", "epistemic"))
+        known = COMMON + (VALUES if numbers else CLASSES)
         unknown = [name for name in outputs if name not in known]
         if unknown:
             raise BadData(f"a predictor of {type(likelihood).__name__} has no {unknown[0]!r}: use {', '.join(known)}")
@@ -85,17 +90,24 @@ class Predictor(nn.Module):
         )
 
 
-class _ForONNX(nn.Module):
-    """A predictor whose decompositions are written out; the network's own operations stay as they are."""
+class _ForFile(nn.Module):
+    """A predictor as `torch.export` takes it, which needs the names of arguments that are given by name.
 
-    def __init__(self, predictor: Predictor) -> None:
+    For ONNX the decompositions are written out; the network's own operations stay as they are.
+    """
+
+    def __init__(self, predictor: Predictor, names: Iterable[str], onnx: bool) -> None:
         super().__init__()
         self.predictor = predictor
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        found = self.predictor.layer(*args, **kwargs)
-        with WrittenOut():
-            return self.predictor.answer(*found)
+        def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            found = predictor.layer(*args, **kwargs)
+            with WrittenOut() if onnx else nullcontext():
+                return predictor.answer(*found)
+
+        named = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+        forward.__signature__ = Signature([Parameter("args", Parameter.VAR_POSITIONAL), *named])  # type: ignore[attr-defined]
+        self.forward = forward
 
 
 def export(predictor: Predictor, path: str | Path, example: Any) -> None:
@@ -113,16 +125,19 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
     if not tensors or any(len(t) < 2 for t in tensors if t.ndim):
         raise BadData("the example is a batch of at least two items, so that the batch dimension can be told apart")
     batch = torch.export.Dim("batch")
-    dynamic: dict[str, Any] = {name: {0: batch} for name in kwargs}
-    dynamic |= {"args": tuple({0: batch} for _ in args)} if args else {}
-    fast = torch.backends.mha.get_fastpath_enabled()
+    axes = lambda value: {0: batch} if isinstance(value, Tensor) and value.ndim else None  # noqa: E731
+    dynamic: dict[str, Any] = {"args": tuple(map(axes, args))} if args else {}
+    dynamic |= {name: axes(value) for name, value in kwargs.items()}
+    fast, checks = torch.backends.mha.get_fastpath_enabled(), Distribution._validate_args
     torch.backends.mha.set_fastpath_enabled(False)  # its outputs are those of another network where there is padding
+    Distribution.set_default_validate_args(False)  # a file cannot look at numbers, as the laws of PyTorch do by default
     try:
         with torch.no_grad(), warnings_here("ignore", Warning), _quiet(*NOISY):  # of PyTorch about its own parts
             f = predictor.layer(*args, **kwargs)[0]
             prepare(f.shape[-1], predictor._samples, f.dtype)
+            predictor(*args, **kwargs)  # makes the points of likelihoods that are not a softmax
             try:
-                module = _ForONNX(predictor).eval() if path.suffix == ".onnx" else predictor
+                module = _ForFile(predictor, kwargs, path.suffix == ".onnx").eval()
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
                 if path.suffix == ".pt2":
                     with replacing(path) as part:
@@ -133,12 +148,13 @@ def export(predictor: Predictor, path: str | Path, example: Any) -> None:
                 raise
             except Exception as error:  # PyTorch raises many kinds
                 raise UnsupportedOperation(
-                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). Posteriors and "
-                    "likelihoods that can be predicted with can be written too, so an operation of the network itself "
-                    f"is the likely cause: try torch.{'onnx' if path.suffix == '.onnx' else 'export'}.export on it."
+                    f"PyTorch cannot write this predictor as {path.suffix!r} ({type(error).__name__}). An operation "
+                    "of the network, or of a likelihood of your own, is the likely cause: try "
+                    f"torch.{'onnx' if path.suffix == '.onnx' else 'export'}.export on it."
                 ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        Distribution.set_default_validate_args(checks)
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -326,14 +326,14 @@ class _Chunk:
         """Return the points (sequences, size, K) of a level."""
         mean = self.mean
         seeds = range(self.seed + 97 * level, self.seed + 97 * level + sequences)
-        return torch.stack([_points(size, mean.shape[-1], seed, mean.dtype) for seed in seeds]).to(mean.device)
+        return torch.stack([fixed_points(size, mean.shape[-1], seed, mean.dtype) for seed in seeds]).to(mean.device)
 
     def _logs(self, probs: Tensor) -> Tensor:
         """Return log p, from sums of logarithms where p is so small that sums of exponentials underflow."""
         small = (probs < math.sqrt(torch.finfo(probs.dtype).tiny)).any(-1).nonzero()[:, 0]
         logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
         if len(small):
-            points = _points(CHEAP // REPLICATES, probs.shape[-1], self.seed, probs.dtype).to(probs.device)
+            points = fixed_points(CHEAP // REPLICATES, probs.shape[-1], self.seed, probs.dtype).to(probs.device)
             spread, mean = self.spread.take(small), self.mean[small]
             parts = [mean.mT.unsqueeze(-1) + spread.steps(z) for z in points.split(points_at_once(mean))]
             each = [f.log_softmax(0).logsumexp(-1) for f in parts]
@@ -652,7 +652,8 @@ def kept_points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
     return base_points(n, dim, torch.empty(0, dtype=dtype), seed)
 
 
-def _points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+def fixed_points(n: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Return `base_points`, made once if they are few; tracing takes those that were made before."""
     small = n * dim <= 2**18 or torch.compiler.is_compiling()
     return kept_points(n, dim, seed, dtype) if small else base_points(n, dim, torch.empty(0, dtype=dtype), seed)
 

@@ -193,7 +193,11 @@ class LikelihoodLaws:
             assert math.isclose(other.dispersion_from(shown), float(phi), rel_tol=1e-9)
             if likelihood.scales_curvature:
                 ours, theirs = likelihood.factor(f, y), other.factor(f, y)
-                torch.testing.assert_close(theirs @ theirs.mT, ours @ ours.mT)
+                torch.testing.assert_close(
+                    theirs @ theirs.mT,
+                    ours @ ours.mT,
+                    msg=lambda text: f"scales_curvature is True, but `factor` depends on the dispersion: {text}",
+                )
                 assert likelihood.same_curvature(other)
         free = likelihood.dispersion.detach().clone().requires_grad_()
         (slope,) = torch.autograd.grad(likelihood.with_dispersion(free).log_likelihood(statistics), free)
