@@ -107,14 +107,40 @@ def test_weights_of_samples_and_missing_targets(structure: str, monkeypatch: pyt
     equal(*both(monkeypatch, Net(4).double(), data, "classification", structure=basis, split=split))
 
 
+class Scaled(nn.Module):
+    """Divides logits by a temperature per class."""
+
+    def forward(self, f: Tensor) -> Tensor:
+        return f / torch.arange(1.0, f.shape[-1] + 1.0, dtype=f.dtype)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_tokens(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tail", [nn.Identity, Scaled])
+def test_tokens(tail: type[nn.Module], structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), tail()).double()
     y = torch.randint(4, (12, 3))
     y[2, 1:] = -100
     basis = lapwing.EKFAC(basis=lapwing.GGN(tolerance=0)) if structure == "ekfac" else structure
     equal(*both(monkeypatch, net, (torch.randint(11, (12, 3)), y), "classification", structure=basis))
+
+
+class Residual(Net):
+    """Adds to the outputs of its last layer something that depends on the input alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x[:, : self.last.out_features].square()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("tail", ["none", "temperatures"])
+def test_a_residual_connection(tail: str, structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 5).double(), torch.randint(4, (8,))) for _ in range(3)]
+    basis = lapwing.EKFAC(basis=lapwing.GGN(tolerance=0)) if structure == "ekfac" else structure
+    short, general = both(monkeypatch, Residual(4, tail).double(), data, "classification", structure=basis)
+    equal(short, general)
+    assert "backward passes were needed" not in short.summary()
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

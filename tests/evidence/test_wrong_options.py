@@ -59,7 +59,7 @@ def test_held_out_targets_that_do_not_count() -> None:
         lambda: la.temperature_curve(ignored),
         lambda: lapwing.TemperatureScaled.fit(network(), ignored),
     ):
-        with pytest.raises(BadData, match="hold no .*target that counts"):
+        with pytest.raises(BadData, match=r"hold no .*target that counts"):
             use()
 
 

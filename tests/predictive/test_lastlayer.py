@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -194,6 +195,71 @@ def test_tokens() -> None:
     torch.testing.assert_close(short.function.covariance, general.covariance, rtol=1e-4, atol=1e-6)
     assert short.probs.shape == (4, 3, 4)
     torch.testing.assert_close(la.predictor("probs")(x[:4])["probs"], short.probs)
+
+
+class Residual(Net):
+    """Adds something to the scaled outputs of its last layer that is another constant at every input."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__(outputs)
+        self.skip = nn.Linear(36, outputs).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x) + self.skip(x.flatten(1))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_residual_connection_around_the_last_layer(structure: str) -> None:
+    """It moves the outputs, and leaves their covariance alone."""
+    la, x = fitted(structure=structure, net=Residual(3))
+    p, general = la.predict(x), la._predictive.linearized(x).function(x)
+    assert la._predictive.last_layer is not None
+    assert la._predictive.last_layer.read(x) is not None
+    torch.testing.assert_close(p.function.mean, la.network.module(x))
+    torch.testing.assert_close(p.function.covariance, general.covariance, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(la.predictor("probs")(x)["probs"], p.probs, rtol=0, atol=1e-6)
+
+
+class PerToken(nn.Module):
+    """A class per token, from a linear layer with something after it."""
+
+    def __init__(self, tail: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.last, self.tail = nn.Embedding(11, 6), nn.Linear(6, 4), tail
+
+    def forward(self, x: Tensor) -> Tensor:
+        f: Tensor = self.tail(self.last(self.body(x).tanh()))
+        return f
+
+
+OVER_TOKENS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+    "temperature": (True, lambda f: f / 1.7),
+    "slice": (True, lambda f: f[..., 1:]),
+    "a scale per position": (False, lambda f: f * torch.arange(1.0, 4.0)[:, None]),
+    "the mean over positions": (False, lambda f: f.mean(1, keepdim=True).expand_as(f)),
+    "sums over earlier positions": (False, lambda f: f.cumsum(1)),
+}
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "ekfac", "diag"])
+@pytest.mark.parametrize("name", OVER_TOKENS)
+def test_an_affine_map_of_each_token(name: str, structure: str) -> None:
+    short_path, tail = OVER_TOKENS[name]
+    torch.manual_seed(0)
+    net, x = PerToken(tail), torch.randint(11, (30, 3))
+    data = (x, torch.randint(3, (30, 3)))
+    options: dict[str, object] = {"structure": structure, "progress": False}
+    la = lapwing.fit(net, data, "classification", select="last_layer", **options)
+    assert (la._predictive.last_layer is not None) == short_path
+    net.last.forward = lambda a: nn.functional.linear(a, net.last.weight, net.last.bias) * 1.0  # type: ignore[method-assign]
+    general = lapwing.fit(net, data, "classification", select="last.*", **options)
+    if short_path:
+        assert general._predictive.last_layer is None
+        torch.testing.assert_close(la.predictor("probs")(x[:4])["probs"], la.predict(x[:4]).probs)
+    torch.testing.assert_close(la.curvature.dense(), general.curvature.dense(), rtol=1e-4, atol=1e-5)
+    p, q = la.predict(x[:4]), general.predict(x[:4])
+    torch.testing.assert_close(p.function.mean, q.function.mean)
+    torch.testing.assert_close(p.function.covariance, q.function.covariance, rtol=1e-4, atol=1e-6)
 
 
 def test_a_predictor_keeps_its_weights_and_a_changed_module_is_refused() -> None:

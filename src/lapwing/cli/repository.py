@@ -84,7 +84,11 @@ def about(path: Path) -> About:
 
 def _reproduce_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--list", action="store_true", help="print name, time, source and question of each experiment")
+    add(
+        "--list",
+        action="store_true",
+        help="print name, time, source and question of each experiment; docs/results/index.md names the papers",
+    )
     add("name", nargs="?", metavar="NAME", help="name of an experiment, as --list prints it")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; `NAME --help` lists them")
 

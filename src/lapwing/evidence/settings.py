@@ -252,7 +252,7 @@ class Trials:
     def gain(self, setting: int) -> tuple[float, float]:
         """Return the mean improvement of a setting over the reference, and its standard error."""
         mean, error = self.excess(self.losses[self.reference])
-        return -mean[setting].item(), error[setting].item()
+        return 0.0 - mean[setting].item(), error[setting].item()
 
     def choose(self, rule: "Rule") -> int:
         """Return the index that the rule picks; if that one is barred, the lowest score among the others."""

@@ -11,7 +11,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.model.calls import Inputs, batch_size, call, close, output_tensor, take, tolerance
+from lapwing.model.calls import Inputs, arguments, batch_size, call, close, output_tensor, take, tolerance
 from lapwing.model.copies import written_by_forward
 from lapwing.model.linearization import Outputs, pull
 from lapwing.model.network import Network
@@ -57,12 +57,15 @@ class catching:
         _HERE.sink = self.before
 
 
-class Caught(nn.Module):
+class Caught(nn.Linear):
     """A linear layer whose inputs and outputs are caught where somebody asks for them (`catching`)."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+    @classmethod
+    def of(cls, layer: nn.Linear, memo: dict[int, Any]) -> Caught:
+        """Return a copy of a layer, with every attribute that the network may read."""
+        found = copy.deepcopy(layer, memo)
+        found.__class__ = cls
+        return cast(Caught, found)
 
     def forward(self, a: Tensor) -> Tensor:
         z = linear(a, self.weight, self.bias)
@@ -92,36 +95,42 @@ class Features:
     event: tuple[int, ...]  # shape of the outputs of a sample when the network was looked at
 
     def read(self, inputs: Inputs, differentiable: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Return the outputs f and the inputs a of the layer; None where f = M z + c does not hold.
+        """Return the outputs f and the inputs a of the layer; None where f = M z + c does not hold for any c.
 
         `differentiable`: both keep their graph to the inputs.
         """
-        with torch.set_grad_enabled(differentiable), catching(Sink()) as sink:
-            f = self.outputs(output_tensor(call(self.body, inputs)))
-        if len(sink.caught) != 1:
-            return None
-        a, z = sink.caught[0]
-        return (f, a) if self._follows(f, z) else None
+        args, kwargs = arguments(inputs)
+        with torch.set_grad_enabled(differentiable):
+            return self._read(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return f and a as `read` does, from the network's own arguments; refuse inputs for which M is another one.
-
-        Where f ≠ M z + c, only the constant may differ (a residual connection), which does no harm. A second pass with
-        shifted z shows whether that is so. A compiled or exported form cannot look at numbers and checks nothing.
-        """
-        f, caught = self._run(Sink(), *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return f, caught[0][0]
-        if len(caught) == 1 and not (fine := self._follows(f, caught[0][1])):
-            shift = _shift(caught[0][1], 1.0)
-            moved, _ = self._run(Sink(lambda z: z + shift), *args, **kwargs)
-            fine = _arrives(moved, f, shift, self.tail)
-        if len(caught) != 1 or not fine:
+        """Return f and a as `read` does, from the network's own arguments; refuse inputs for which M is another one."""
+        found = self._read(*args, **kwargs)
+        if found is None:
             raise UnsupportedOperation(
                 "these inputs take another way from the last layer to the outputs of the network than those of the fit "
                 "did, so that the covariance of the outputs is another one; la.predict(x) follows every way"
             )
-        return f, caught[0][0]
+        return found
+
+    def _read(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor] | None:
+        """Return f and a if M is that of the fit.
+
+        Another constant than c does no harm (a residual connection has one per input). A second pass with shifted z
+        shows whether only the constant differs. A compiled or exported form cannot look at numbers and checks nothing.
+        """
+        f, caught = self._run(Sink(), *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return f, caught[0][0]
+        if len(caught) != 1:
+            return None
+        a, z = caught[0]
+        if self._follows(f, z):
+            return f, a
+        shift = _shift(z, 1.0)
+        with torch.no_grad():
+            moved, _ = self._run(Sink(lambda z: z + shift), *args, **kwargs)
+        return (f, a) if _arrives(moved, f, shift, self.tail) else None
 
     def _run(self, sink: Sink, *args: Any, **kwargs: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         with catching(sink):
@@ -132,7 +141,7 @@ class Features:
         if self.tail is None:
             return _same(f, z)
         assert self.constant is not None
-        if z.ndim != 2 or f.shape != (len(z), len(self.tail)):
+        if f.shape != (*z.shape[:-1], len(self.tail)):
             return False
         expected = z.to(self.tail) @ self.tail.mT + self.constant
         sizes = z.to(self.tail).abs() @ self.tail.abs().mT + self.constant.abs()
@@ -165,7 +174,7 @@ def _look(network: Network, example: Inputs) -> Features | None:
     if layer is None or any(written_by_forward(each) for each in module.modules()):
         return None  # a forward pass that writes to its module is not for several threads
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
-    caught = memo[id(layer)] = Caught(copy.deepcopy(layer, dict(memo)))
+    caught = memo[id(layer)] = Caught.of(layer, dict(memo))
     try:
         body = copy.deepcopy(module, memo).eval()
         few = take(example, slice(0, PROBED), batch_size(example))
@@ -213,7 +222,7 @@ def _tail(
     f, z = f.detach(), z.detach()
     if tail is None and f.shape != z.shape:
         return None
-    constant = None if tail is None else f[0].to(tail) - tail @ z[0].to(tail)
+    constant = None if tail is None else f.flatten(0, -2)[0].to(tail) - tail @ z.flatten(0, -2)[0].to(tail)
     return (tail, constant) if _shifts_arrive(body, network, few, f, z, tail) else None
 
 
@@ -224,17 +233,19 @@ def _same(f: Tensor, z: Tensor) -> bool:
 
 
 def _derivative(f: Tensor, z: Tensor) -> Tensor | None:
-    """Return ∂f/∂z (c, o) where it is the same for each sample and no sample depends on another; else None."""
-    n, size = len(z), f[0].numel()
-    if z.ndim != 2 or f.ndim != 2 or len(f) != n or size * z.shape[1] > MOST:
+    """Return ∂f/∂z (c, o) where it is the same at each position and no sample depends on another; else None.
+
+    Whether positions (tokens) depend on each other is left to `_shifts_arrive`.
+    """
+    if z.ndim < 2 or f.shape[:-1] != z.shape[:-1] or f.shape[-1] * z.shape[-1] > MOST:
         return None
     rows = []
-    for k in range(size):
+    for k in range(f.shape[-1]):
         v = torch.zeros_like(f)
-        v[:, k] = 1
+        v[..., k] = 1
         (g,) = pull(f, [z], v)
         rows.append(torch.zeros_like(z) if g is None else g)
-    each = torch.stack(rows, 1)  # (n, c, o), where samples do not mix
+    each = torch.stack(rows, -2).flatten(0, -3)  # (positions, c, o), where samples do not mix
     last = torch.zeros_like(f)
     last[-1] = 1
     (alone,) = pull(f, [z], last)
