@@ -17,6 +17,7 @@ from experiments._cache import each_seed
 from experiments._results import Claim, Result, Scores, gathered, spread
 
 PANELS = 5  # panels of a figure per line
+LEAST = 2e-3  # width of a panel at least, as a share of its values
 
 
 def study(
@@ -85,6 +86,9 @@ def dots(each: Mapping[str, Mapping[str, list[float]]]) -> Any:
                 axes.set_xticks([-far, -near, 0, near])
             else:
                 axes.locator_params(axis="x", nbins=4)  # labels of more overlap
+                axes.ticklabel_format(axis="x", useOffset=False)
+                if 0 < high - low < LEAST * abs(high):  # whose labels would have too many digits
+                    axes.set_xlim((low + high - LEAST * abs(high)) / 2, (low + high + LEAST * abs(high)) / 2)
             axes.set_title(column, loc="left", fontsize=9)
             axes.grid(axis="y", lw=0.3)
             axes.tick_params(labelsize=8)

@@ -25,7 +25,7 @@ from experiments import _datasets as datasets
 from experiments import _networks as networks
 from lapwing import metrics
 
-ABOUT = {"paper": "", "minutes": 2.9, "quick": 0.3, "page": "tuning.md"}
+ABOUT = {"paper": "", "minutes": 2.2, "quick": 0.3, "page": "tuning.md"}
 
 NAMES = ("mnist", "fashion", "kmnist", "notmnist")
 TRAIN, BATCH, PRIOR = 55_000, 128, 1.0
@@ -120,7 +120,7 @@ def judge(mean: Scores) -> list[Claim]:
     return [
         answered(
             "Is the tuned posterior good in and out of distribution at once?",
-            f"Test NLL: {told(nll, 4)}. Mean AUROC of the entropy against three other data sets: {told(areas)}.",
+            f"Test NLL: {told(nll, 4)}. Mean AUROC of the entropy against three other data sets: {told(areas, 4)}.",
             "two parts: its test NLL is not above that of temperature scaling on the same images, and the mean AUROC "
             "of its entropy is higher.",
             nll[TUNED] <= nll[SCALING],

@@ -15,6 +15,7 @@ from torch import Tensor
 from lapwing.curvature import Curvature, Factor, Problem, Structure
 from lapwing.curvature.matrixfree import require_same_data
 from lapwing.errors import BadData, CorruptFile
+from lapwing.likelihoods import stored_likelihood
 from lapwing.linalg import Layout, unpack_sound
 from lapwing.model import Params
 from lapwing.model.stored import describe_module, intact
@@ -63,7 +64,7 @@ def stored(la: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         **{name: description for name, (_, description) in parts.items()},
         "temperature": [float(la.temperature.T), la.temperature.prior],
         "logit_temperature": la.logit_temperature,
-        "likelihood": la.likelihood.spec(),
+        "likelihood": stored_likelihood(la.likelihood),
         "parameters": {name: list(shape) for name, shape in zip(la.params.names, la.params.shapes, strict=True)},
         "blocks": [list(names) for names in curvature.names],
         "layout": layout,

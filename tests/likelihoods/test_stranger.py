@@ -231,3 +231,34 @@ def test_a_file_needs_no_checks_of_pytorch_and_no_logits(tmp_path: Path) -> None
 def test_a_categorical_law_per_output_is_refused() -> None:
     with pytest.raises(lapwing.UnsupportedOperation, match=r"one per item, of batch_shape \(4,\).* use f\[\.\.\., 0\]"):
         lapwing.fit(nn.Linear(1, 1), (torch.ones(4, 1), torch.ones(4).long()), Grades(per_item=False), progress=False)
+
+
+@lapwing.register
+@dataclass(frozen=True, eq=False)
+class Cuts(Likelihood):
+    """Grades by one output, as `Grades`, between cut points that are an option."""
+
+    cuts: tuple[float, ...] | Tensor = (-1.0, 1.0)
+
+    def conditional(self, f):
+        below = (torch.as_tensor(self.cuts).to(f) - f).sigmoid()
+        edges = torch.cat([torch.zeros_like(f), below, torch.ones_like(f)], -1)
+        return torch.distributions.Categorical(edges.diff(dim=-1).clamp(min=1e-12))
+
+
+class TestCuts(LikelihoodLaws):
+    likelihood, outputs = Cuts((-0.5, 0.5, 1.0)), 1
+
+
+def test_a_tuple_of_options_is_stored_and_a_tensor_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Linear(2, 1), (torch.randn(20, 2), torch.randint(3, (20,)))
+    la = lapwing.fit(model, data, Cuts((-0.5, 0.5)), progress=False)
+    la.save(tmp_path / "cuts.lapwing")
+    again = lapwing.load(tmp_path / "cuts.lapwing", model)
+    assert again.likelihood.cuts == (-0.5, 0.5)
+    torch.testing.assert_close(again.predict(data[0]).probs, la.predict(data[0]).probs)
+    la = lapwing.fit(model, data, Cuts(torch.tensor([-0.5, 0.5])), progress=False)
+    with pytest.raises(lapwing.UnsupportedOperation, match=r"a file cannot hold 'cuts' of Cuts, a Tensor: the options"):
+        la.save(tmp_path / "refused.lapwing")
+    assert not (tmp_path / "refused.lapwing").exists()

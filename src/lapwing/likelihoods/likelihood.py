@@ -32,7 +32,7 @@ class Likelihood(ABC):
     Targets in canonical form have the shape batch_shape + event_shape of the conditional.
 
     A likelihood that registers itself (`lapwing.register`) is found by name in `fit`, and files that hold it load. Its
-    options must then be numbers, strings or booleans.
+    options must then be numbers, strings, booleans or tuples of them.
 
     Example: a Gamma regression, good for `lapwing.fit(model, data, "positive")`:
 
@@ -516,6 +516,18 @@ class Likelihood(ABC):
         return {"family": type(self).__qualname__, "own": True, "options": options}
 
 
+def stored_likelihood(likelihood: Likelihood) -> dict[str, Any]:
+    """Return the `spec` for a file; refuse options that the file could not give back."""
+    remade = is_registered(type(likelihood)) and type(likelihood).spec is Likelihood.spec
+    for name, value in _options(likelihood).items() if remade else ():
+        if value is not None and (_described(value) is None or (isinstance(value, Tensor) and value.ndim)):
+            raise UnsupportedOperation(
+                f"a file cannot hold {name!r} of {type(likelihood).__name__}, a {type(value).__name__}: the options of "
+                "a registered likelihood are numbers, strings, booleans or tuples of them"
+            )
+    return likelihood.spec()
+
+
 def resolve_likelihood(likelihood: str | Likelihood) -> Likelihood:
     """Return the likelihood of this name ("classification", "regression", …), or the object itself."""
     if isinstance(likelihood, Likelihood):
@@ -572,6 +584,9 @@ def _described(value: Any) -> Any:
     """Return an option as JSON can hold it; None where it cannot be told (a function, a module)."""
     if isinstance(value, Tensor):
         return value.detach().double().tolist()
+    if isinstance(value, list | tuple):
+        each = [_described(item) for item in value]
+        return None if None in each else each
     return value if isinstance(value, bool | int | float | str) else None
 
 

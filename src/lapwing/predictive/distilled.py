@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import BadData, UnsupportedOperation, positive, require_whole
-from lapwing.likelihoods import Likelihood, likelihood_from_spec
+from lapwing.likelihoods import Likelihood, likelihood_from_spec, stored_likelihood
 from lapwing.metrics import auroc
 from lapwing.model import Network, batch_size, take, tensors_in
 from lapwing.model.batches import Convention
@@ -165,7 +165,7 @@ class Distilled:
         network, head = self.layer.network, self.layer.head
         header = {
             "distilled": {"wanted": list(network.wanted), "widths": list(network.widths)},
-            "likelihood": self.likelihood.spec(),
+            "likelihood": stored_likelihood(self.likelihood),
             "logit_temperature": self.logit_temperature,
             "scalar": self.scalar,
             "convention": asdict(self.convention),
