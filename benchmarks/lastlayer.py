@@ -7,6 +7,7 @@ compared with three forward passes and 100 draws of the logits, with their accur
 """
 
 import argparse
+import math
 import resource
 import time
 from collections.abc import Callable
@@ -53,7 +54,8 @@ def network(name: str, repeats: int) -> None:
     model, new = task.model.eval(), x[n:]
 
     def say(what: str, work: Callable[[], object], base: Callable[[], object], times: int, limit: float) -> None:
-        print(f"{name:10}{what:46}{in_turns(work, base, times):7.2f}  (target ≤ {limit:g})", flush=True)
+        goal = f"  (target ≤ {limit:g})" if math.isfinite(limit) else ""
+        print(f"{name:10}{what:46}{in_turns(work, base, times):7.2f}{goal}", flush=True)
 
     def epoch() -> None:
         for part, _ in batches:
@@ -67,7 +69,12 @@ def network(name: str, repeats: int) -> None:
         fit = lambda: fitted(model, batches, structure)  # noqa: B023, E731
         say(f"fit {structure}, in epochs", fit, epoch, max(2, repeats // 2), TARGETS["fit"])
     for structure in ("kron", "full"):
-        la = fitted(model, batches, structure).tune(held)
+        wide = fitted(model, batches, structure)
+        wide_images = lambda: answer(wide, new[:64])  # noqa: B023, E731
+        say(
+            f"predict {structure}, 64 images, untuned", wide_images, lambda: forward(model, new[:64]), repeats, math.inf
+        )
+        la = wide.tune(held)
         predictor = la.predictor("probs", "epistemic")
         for size, limit in ((64, TARGETS["64 images"]), (1, TARGETS[f"one image, {name}"])):
             few, times = new[:size], repeats * (20 if size == 1 else 5)

@@ -339,8 +339,10 @@ def rejection(prediction: Any, targets: Any, *, by: str | None = None) -> Reject
         raise BadData("a score is NaN: find the prediction that is not finite first")
     order = doubt.argsort(stable=True)
     doubt, loss = doubt[order], loss[order]
-    last = torch.cat([doubt[1:] != doubt[:-1], torch.ones(1, dtype=torch.bool)])  # of items with the same value
-    answered = torch.arange(1, len(loss) + 1, dtype=torch.float64)
+    last = torch.cat(
+        [doubt[1:] != doubt[:-1], torch.ones(1, dtype=torch.bool, device=loss.device)]
+    )  # of items with the same value
+    answered = torch.arange(1, len(loss) + 1, dtype=torch.float64, device=loss.device)
     risk = loss.cumsum(0) / answered
     thresholds = -doubt if by == "confidence" else doubt
     return Rejection(

@@ -131,7 +131,9 @@ def forget_tables() -> None:
 
 
 @pytest.mark.parametrize("select", ["all", "last_layer"])
-@pytest.mark.parametrize(("classes", "structure"), [(3, "kron"), (3, "full"), (5, "diag"), (70, "kron")])
+@pytest.mark.parametrize(
+    ("classes", "structure"), [(3, "kron"), (3, "full"), (5, "diag"), (70, "kron"), (3, "matrixfree")]
+)
 def test_the_first_prediction_may_be_in_inference_mode(classes: int, structure: str, select: str) -> None:
     """Whatever it keeps for later calls, in the posterior or for the process, serves gradients as well."""
     data = batches(y=torch.arange(24) % classes)

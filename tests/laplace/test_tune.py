@@ -1,5 +1,6 @@
 """`la.tune(val_data)` at the front door: the default rule, the others, and what the result predicts."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,26 @@ def test_leave_one_out_reads_the_data_of_the_fit_again() -> None:
     alone, given = la.tune(method="loo").tuning, la.tune(data, method="loo").tuning
     assert str(alone.setting) == str(given.setting)
     assert alone.score == given.score
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tiny_matrix_free_posterior_serves_every_setting_that_tuning_may_choose(seed: int) -> None:
+    """Priors below the rounding of products, where iterations do not converge, beside the full GGN in float64."""
+    torch.manual_seed(seed)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(60, 4)
+    y = (x.sum(1) > 0).long()
+    la = lapwing.fit(model, (x[:40], y[:40]), "classification", structure="matrixfree")
+    exact = lapwing.fit(copy.deepcopy(model).double(), (x[:40].double(), y[:40]), "classification", structure="full")
+    for prior, far in ((1.0, 1e-5), (1e-3, 2e-3), (1e-5, 0.1)):
+        found, true = (each.replace(prior=prior) for each in (la, exact))
+        covariance = true.predict(x.double()).function.covariance
+        error = (found.predict(x).function.covariance.double() - covariance).abs().max() / covariance.abs().max()
+        assert error < far
+        assert float(found.log_evidence()) == pytest.approx(float(true.log_evidence()), rel=far / 10)
+        assert float(found.effective_parameters) == pytest.approx(float(true.effective_parameters), rel=far)
+    for chosen in (la.tune((x[40:], y[40:])), la.replace(prior=1e-9)):
+        p = chosen.predict(x)
+        assert p.epistemic.isfinite().all()
+        assert p.novelty.isfinite().all()
+        assert chosen.predict(x, method="sampled", samples=5).probs.isfinite().all()
+        assert bool((chosen.posterior.variance > 0).all())

@@ -85,7 +85,7 @@ def test_a_shared_root_is_the_same_covariance() -> None:
     torch.testing.assert_close(one.conditional, other.conditional, rtol=1e-6, atol=0)
     z = dense.randn(50_000, 12, seed=2)
     for spread_ in (one, other):
-        f, own = spread_.steps(z)[:, 0], spread_.own(z)[:, 0]
+        f, own = spread_.steps(z)[:, 0].mT, spread_.own(z)[:, 0].mT
         f, own = f - f.mean(0), own - own.mean(0)
         torch.testing.assert_close(own.var(0), one.conditional[0], rtol=0.05, atol=0)
         # what is left of f_k is independent of differences between the others

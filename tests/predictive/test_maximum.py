@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lapwing
 from lapwing.predictive.function import DenseSpread, SharedSpread
 from lapwing.predictive.maximum import by_maximum
-from lapwing.predictive.softmax import expected_softmax
+from lapwing.predictive.softmax import SOUND, expected_softmax
 
 
 def found_by(mean: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,6 +71,20 @@ def test_long_monte_carlo_agrees(kind: str, classes: int, lead: float) -> None:
     assert distance(probs, truth) < float(error) + 1.5 * noise
     assert float(error) < 6e-3
     assert abs(float(entropy - expected)) < 0.01
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize("classes", [4, 10, 40])
+@pytest.mark.parametrize("kind", ["independent", "groups", "factors"])
+def test_few_classes(kind: str, classes: int, scale: float) -> None:
+    """Where the stated error lets few classes do without points, it holds."""
+    mean, matrix = 0.7 * scale * dense.randn(classes, seed=2), scale**2 * covariance(kind, classes)
+    mean[0] += scale
+    probs, entropy, error = found_by(mean.float(), matrix.float())
+    truth, expected, noise = monte_carlo(mean, matrix, 200_000)
+    assert distance(probs, truth) < float(error) + 1.5 * noise
+    assert kind == "groups" or float(error) < SOUND
+    assert float(error) > SOUND or abs(float(entropy - expected)) < 0.006
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.05, 0.4, 0.6, 1.5, 2.5, 8.0, 60.0])

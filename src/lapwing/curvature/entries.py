@@ -167,7 +167,7 @@ class FullAccumulator(Accumulator):
         if self.outputs:
             found = unfolded(self.tensors.pop("head"), self.outputs)
             order = self.places.argsort()
-            return Dense(found[order][:, order])
+            return Dense(found.index_select(0, order).index_select(1, order))
         matrix = self.tensors["matrix"]
         return Dense(0.5 * (matrix + matrix.mT))
 

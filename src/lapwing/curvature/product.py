@@ -18,7 +18,7 @@ from lapwing.linalg.krylov import Policy, dots, xdiag
 from lapwing.linalg.operator import Product, Solver
 from lapwing.linalg.solvers import Solution
 from lapwing.model import Batch
-from lapwing.model.calls import weighted
+from lapwing.model.calls import outside_inference, weighted
 from lapwing.model.products import Keep, Products
 
 MANY = 4  # for at least this many vectors, a forward pass first finds the samples above rounding
@@ -54,6 +54,7 @@ class CurvatureProduct(Product):
     def device(self) -> torch.device:  # type: ignore[override]
         return self.problem.network.params.device
 
+    @outside_inference
     def matvec(self, v: Tensor) -> Tensor:
         return self.products.ggn(v.to(self.dtype).double(), self._middle, keep=self._keep(len(v)))
 
@@ -89,6 +90,7 @@ class CurvatureProduct(Product):
         """Return a generator with which sampled factors draw the same directions at every pass."""
         return torch.Generator(self.device).manual_seed(self.seed + batch.number)
 
+    @outside_inference
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         def pull(batch: Batch, f: Tensor) -> Tensor:
             y = self.problem.prepare(batch, f)
@@ -104,6 +106,7 @@ class CurvatureProduct(Product):
 
         return self.products.transposed(pull, n, keep=self._keep(n))
 
+    @outside_inference
     def diagonal(self) -> Tensor:
         if self.exact is not None:
             return self.exact
@@ -119,6 +122,7 @@ class CurvatureProduct(Product):
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
         return xdiag(self.matvec, like, 32, torch.Generator(self.device).manual_seed(self.seed)).value
 
+    @outside_inference
     def white_solution(self, c: Tensor, shift: Tensor, v: Tensor, options: Solver) -> Solution:
         if self.problem.factor.sampled:
             raise UnsupportedOperation("method='batches' re-reads rows, and sampled ones change: use factor='ggn'")

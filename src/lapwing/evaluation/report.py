@@ -36,6 +36,7 @@ from lapwing.evaluation.columns import (
 from lapwing.evaluation.figures import figures_of, galleries_of
 from lapwing.evaluation.page import write_page
 from lapwing.evaluation.scoring import Result
+from lapwing.model.calls import outside_autocast
 from lapwing.predictive import Prediction
 from lapwing.predictive.table import html_table
 
@@ -109,6 +110,7 @@ class Report:
         rows = [self.row(name) for name in self.results]
         return tuple(c for c in (*SCORES, *outside, *COST_COLUMNS) if any(c.name in row for row in rows))
 
+    @outside_autocast
     def row(self, name: str) -> dict[str, float]:
         """Return the values of one model by column.
 
@@ -134,6 +136,7 @@ class Report:
             row["peak_mb"] = result.cost.peak_bytes / 1e6
         return row
 
+    @outside_autocast
     def interval(self, name: str, column: str) -> Estimate:
         """Return the value of a column and its 95 % interval, (value, low, high); the bounds are NaN if it has none.
 
@@ -152,6 +155,7 @@ class Report:
             return (value, *share_interval(value, count))
         return (value, *bootstrap_interval(value, samples))
 
+    @outside_autocast
     def difference(self, name: str, column: str, baseline: str | None = None) -> Estimate:
         """Return by how much a column of a model exceeds that of the baseline: (value, low, high) of a 95 % interval.
 
@@ -200,6 +204,7 @@ class Report:
         statistics = {name: statistics_of(result, self.bins) for name, result in self.results.items()}
         return resampled(statistics, sizes, min(longest, MOST))
 
+    @outside_autocast
     def table(self, *columns: str) -> str:
         """Return the report as text, one line per model; `columns` such as "nll", "auroc notMNIST" choose and order.
 
@@ -221,6 +226,7 @@ class Report:
 
     __str__ = table
 
+    @outside_autocast
     def findings(self) -> tuple[str, ...]:
         """Return the findings as plain sentences, with the uncertainty of each number.
 
@@ -230,6 +236,7 @@ class Report:
         """
         return findings_of(self)
 
+    @outside_autocast
     def to_dict(self) -> dict[str, Any]:
         """Return everything that is printed, ready for JSON, with 95 % intervals where there are any.
 
@@ -272,6 +279,7 @@ class Report:
             {name: self.row(name) for name in self.results}, index=[column.name for column in self.columns()]
         ).T
 
+    @outside_autocast
     def _repr_html_(self) -> str:
         columns = self._printed()
         rows = [[name, *(cell(c.name, self.row(name).get(c.name)) for c in columns)] for name in self.results]
@@ -279,6 +287,7 @@ class Report:
         note = " ".join([f"{count:,} test items; NLL in nats per item.", *self.findings()])
         return html_table(["", *(title(c.name) for c in columns)], rows, note=note)
 
+    @outside_autocast
     def figures(self) -> dict[str, Figure]:
         """Return the pictures by name. Pictures of single items are about the last model.
 
@@ -288,6 +297,7 @@ class Report:
         groups = [*figures_of(self), *galleries_of(self)]
         return {picture.name: picture.figure for group in groups for picture in group.pictures}
 
+    @outside_autocast
     def to_html(
         self,
         path: str | Path,

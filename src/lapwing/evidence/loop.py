@@ -36,7 +36,7 @@ class Shuffled:
     def __iter__(self) -> Iterator[Any]:
         x, y = self.data
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        for rows in torch.randperm(len(y), generator=generator).split(self.size):
+        for rows in torch.randperm(len(y), generator=generator, device=generator.device).split(self.size):
             part = rows.to(y.device)
             yield take(x, part, len(y)), y[part]
 

@@ -283,7 +283,7 @@ class Subset:
         data = self.data
         if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor):
             x, y = data
-            rows = torch.arange(len(y))
+            rows = torch.arange(len(y), device=y.device)
             if self.count is not None and len(y) > self.count:
                 generator = self.generator or torch.Generator().manual_seed(0)
                 rows = torch.randperm(len(y), generator=generator, device=generator.device)[: self.count]

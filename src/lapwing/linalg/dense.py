@@ -88,15 +88,16 @@ class Dense(PSD):
             return self._factorize()
 
     def _factorize(self) -> Tensor:
-        lower, info = torch.linalg.cholesky_ex(self._float64())
+        lower, info = torch.linalg.cholesky_ex(self._symmetric(torch.float64))
         pivots = lower.detach().diagonal().square()
         if int(info) or bool(pivots.min() <= self.size * torch.finfo(torch.float64).eps * pivots.max()):
             raise NotPositiveDefinite(not_positive(min(0.0, float(self.smallest_eigenvalue().detach()))))
         return lower
 
-    def _float64(self) -> Tensor:
-        matrix = self.matrix.double()
-        return self._factor * (matrix + matrix.mT) / 2 + torch.diag(self._shift.expand(self.size))
+    def _symmetric(self, dtype: torch.dtype) -> Tensor:
+        matrix = self.matrix.to(dtype)
+        whole = (matrix + matrix.mT) * (self._factor / 2).to(dtype)
+        return whole.diagonal_scatter(whole.diagonal() + self._shift.to(dtype))
 
     def matvec(self, v: Tensor) -> Tensor:
         v = self._vector(v)
@@ -119,12 +120,16 @@ class Dense(PSD):
         return 2 * self._cholesky.diagonal().log().sum()
 
     def require_positive_definite(self) -> None:
-        """Ask for the eigenvalues only where a Cholesky factor, a tenth of their cost, leaves doubt."""
+        """Ask for the eigenvalues only where Cholesky factors, a tenth of their cost, leave doubt.
+
+        A factor in the precision of the matrix comes first, which suffices where the pivots are far above rounding.
+        """
         if self._spectral and not self.spectrum.known and bool(self._shift > 0):
-            lower, info = torch.linalg.cholesky_ex(self._float64())
-            pivots = lower.diagonal().square()
-            if not int(info) and bool(pivots.min() > self.size * torch.finfo(torch.float64).eps * pivots.max()):
-                return
+            for dtype in dict.fromkeys((torch.promote_types(self.dtype, torch.float32), torch.float64)):
+                lower, info = torch.linalg.cholesky_ex(self._symmetric(dtype))
+                pivots = lower.diagonal().square()
+                if not int(info) and bool(pivots.min() > self.size * torch.finfo(dtype).eps * pivots.max()):
+                    return
         self.logdet()
 
     def diagonal(self) -> Tensor:
@@ -139,7 +144,7 @@ class Dense(PSD):
     def smallest_eigenvalue(self) -> Tensor:
         if self._shift.ndim == 0:
             return (self._factor * self.spectrum.values + self._shift).min()
-        return torch.linalg.eigvalsh(self._float64()).min()
+        return torch.linalg.eigvalsh(self._symmetric(torch.float64)).min()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn(n, self.size, dtype=self.dtype, device=self.device, generator=generator)
@@ -205,4 +210,4 @@ class Dense(PSD):
             require_positive(values + constant)
             return (values / constant).log1p().sum()
         root = precision.double().rsqrt()
-        return Dense(self._float64() * root[:, None] * root, shift=torch.ones_like(root)).logdet()
+        return Dense(self._symmetric(torch.float64) * root[:, None] * root, shift=torch.ones_like(root)).logdet()

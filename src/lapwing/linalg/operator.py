@@ -176,6 +176,8 @@ class Operator(PSD):
 
     def _white(self, v: Tensor) -> Tensor:
         """A_w v."""
+        if self._white_matrix is not None:
+            return v @ self._white_matrix[0]
         c, shift = self._constants
         root = shift.rsqrt()
         return v + c * root * self.product.matvec(root * v)
@@ -189,6 +191,9 @@ class Operator(PSD):
 
     def _white_solution(self, v: Tensor) -> Solution:
         options = self.solver
+        if self._white_matrix is not None:
+            x = torch.cholesky_solve(v.double().T, self._white_matrix[1]).T
+            return Solution(x, v.new_zeros(len(v)), options.tolerance, 0, 0)
         if options.method == "batches":
             return self.product.white_solution(*self._constants, v, options)
         parts = [
@@ -261,6 +266,9 @@ class Operator(PSD):
 
     def _ratio(self) -> Estimate:
         m, options = self.preconditioner, self.solver
+        if self._white_matrix is not None:
+            value = 2 * self._white_matrix[1].diagonal().log().sum()
+            return Estimate(value, torch.zeros_like(value), options.probes, 0)
         like = torch.empty(0, self.size, dtype=torch.float64, device=self.device)
         generator = torch.Generator(self.device).manual_seed(options.seed)
         found = slq_logdet(
@@ -277,6 +285,9 @@ class Operator(PSD):
         return self._remember("corrections", self._corrections)
 
     def _corrections(self) -> Tensor:
+        if self._white_matrix is not None:
+            known = torch.cholesky_inverse(self._white_matrix[1]).diagonal()
+            return (known - self.preconditioner.inverse_diagonal() * self._constants[1]).expand(self.solver.probes, -1)
         z = self._probes()
         y = self.preconditioner.power(z, -0.5)
         x = self._white_solution(self.preconditioner.power(z, 0.5)).x
@@ -362,15 +373,42 @@ class Operator(PSD):
         In directions without curvature that is an error of ε·λ/ρ, relative to the right-hand side, which must stay
         below the tolerance. The sketch knows λ; without one the answer is 0, as where no solves are made.
         """
-        if self._is_formed or self.solver.predictive == "sketch" or not len(self.sketch.values):
+        return 0.0 if self._is_formed or self.solver.predictive == "sketch" else self._least_converging
+
+    @property
+    def _least_converging(self) -> float:
+        """`least_shift` where every product reads the data."""
+        if not len(self.sketch.values):
             return 0.0
         largest = float(self._factor.detach() * self.sketch.values.max())
         return RESOLVED * torch.finfo(self.dtype).eps * largest / self.solver.tolerance
 
     @property
     def _is_formed(self) -> bool:
-        """Whether many shifts are served by the matrix itself."""
+        """Whether many shifts, and shifts that no iteration can serve, are served by the matrix itself."""
         return self.size <= FORMED and self.solver.predictive == "solve"
+
+    @property
+    def _formed(self) -> Tensor:
+        """G as a matrix (P, P), float64, without the negative eigenvalues that rounding gives it."""
+        if "formed" not in self.memo:
+            with torch.no_grad():
+                eye = torch.eye(self.size, dtype=torch.float64, device=self.device)
+                found = torch.cat([self.product.matvec(part) for part in eye.split(self.solver.columns)])
+                values, vectors = torch.linalg.eigh((found + found.T) / 2)
+                self.memo["formed"] = (vectors * values.clamp(min=0)) @ vectors.T
+        formed: Tensor = self.memo["formed"]
+        return formed
+
+    @cached_property
+    def _white_matrix(self) -> tuple[Tensor, Tensor] | None:
+        """A_w and its Cholesky factor, (P, P) float64, where iterations would not converge and P is small."""
+        c, shift = self._constants
+        if not self._is_formed or float(shift.min()) >= self._least_converging:
+            return None
+        root = shift.rsqrt().expand(self.size)
+        white = torch.eye(self.size, dtype=torch.float64, device=self.device) + c * root[:, None] * self._formed * root
+        return white, torch.linalg.cholesky(white)
 
     def whiten(self, rows: Rows) -> Tensor:
         """The symmetric root of the joint J A⁻¹ Jᵀ, (n, r, n·r)."""
@@ -400,12 +438,7 @@ class Operator(PSD):
         """
         if not self._is_formed:
             return super().shifted_products(rows, shifts, pairs, split)
-        if "formed" not in self.memo:
-            with torch.no_grad():
-                eye = torch.eye(self.size, dtype=torch.float64, device=self.device)
-                self.memo["formed"] = torch.cat([self.product.matvec(part) for part in eye.split(self.solver.columns)])
-        formed = self.memo["formed"]
-        whole = self._factor * (formed + formed.T) / 2 + torch.diag(self._shift.expand(self.size))
+        whole = self._factor * self._formed + torch.diag(self._shift.expand(self.size))
         return Dense(whole.to(self.dtype)).shifted_products(rows, shifts, pairs)
 
     def joint(self, rows: Rows) -> Tensor:

@@ -21,11 +21,13 @@ from torch.utils.data import Dataset
 from lapwing.errors import BadData, NotReiterable, UnsupportedOperation
 from lapwing.model.calls import (
     Inputs,
+    as_called,
     as_tensors,
     batch_size,
     evaluated,
     is_array,
     placed,
+    read_as_called,
     require_dense,
     take,
     tensors_in,
@@ -212,12 +214,12 @@ class Batches:
             raise BadData(f"data is {kind}; expected a DataLoader, a list of batches or a pair (X, y){hint}")
         if isinstance(source, Mapping):
             raise BadData(f"data is one dict with keys {sorted(map(str, source))}; a list of batches is [batch]")
-        yield from source
+        yield from read_as_called(source)
 
     def unlabeled(self) -> Iterator[Inputs]:
         """Yield the inputs of every batch, without targets. A list of two tensors of the same kind is two batches."""
         if _alike(self.data):
-            yield from self.data
+            yield from read_as_called(self.data)
         else:
             yield from map(self.inputs_of, self.raw())
 
@@ -263,7 +265,8 @@ class Batches:
     def _split(self, raw: Any) -> tuple[Inputs, Any, Tensor | None, str | None]:
         """Return inputs, targets, weights, and the name of labels that the network may shift or need as inputs."""
         if self.split is not None:
-            parts = as_tensors(tuple(self.split(raw)))
+            with as_called():
+                parts = as_tensors(tuple(self.split(raw)))
             if len(parts) not in (2, 3):
                 raise BadData(f"split(batch) returned {len(parts)} values; expected (inputs, targets[, weights])")
             self._learn_inputs(parts[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import cache, wraps
 from itertools import islice
@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lapwing.errors import BadData, LapwingError, UnsupportedModel
@@ -288,37 +289,88 @@ def _without_autocast() -> ExitStack:
     return stack
 
 
+class _Default(threading.local):
+    """The default device that the caller of this package has set, while the package makes its tensors on the host."""
+
+    device: torch.device | None = None
+
+
+_DEFAULT = _Default()
+
+
+def _default_device() -> torch.device | None:
+    """Return the default device that is set, by `torch.set_default_device` or by a block; None where it is the host."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = reversed(_get_current_function_mode_stack())
+    device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+    return None if device is None or device.type == "cpu" else device
+
+
+@contextmanager
+def _on_the_host(device: torch.device) -> Iterator[None]:
+    """Make new tensors on the host, as this package expects, although the caller's default device is another."""
+    before, _DEFAULT.device = _DEFAULT.device, device
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _DEFAULT.device = before
+
+
+def as_called() -> AbstractContextManager[Any]:
+    """Return a block for code of the user, such as a network or a loader, in which their default device is set."""
+    if torch.compiler.is_compiling() or _DEFAULT.device is None:
+        return nullcontext()
+    return torch.device(_DEFAULT.device)
+
+
+def read_as_called(source: Iterable[T]) -> Iterator[T]:
+    """Yield what an iterable of the user yields, each item made under their default device."""
+    with as_called():
+        items = iter(source)
+    while True:
+        with as_called():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
 def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function as if the caller had not switched on `torch.autocast`.
+    """Run a function as if the caller had switched on neither `torch.autocast` nor another default device.
 
     Curvature that is summed in half precision is not positive definite, and a network that computed in another type
     when it was fitted is another network. Autocast inside a network's own forward is part of the network and stays.
+    A default device is for the network and the data (`as_called`); this package puts its tensors where those are.
     """
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _any_autocast():
+        device = _default_device()
+        if device is None and not _any_autocast():
             return function(*args, **kwargs)
-        with _without_autocast():
+        with _without_autocast() as stack:
+            if device is not None:
+                stack.enter_context(_on_the_host(device))
             return function(*args, **kwargs)
 
     return called
 
 
 def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function as if the caller had not switched to `torch.inference_mode()` or `torch.autocast`.
+    """Run a function as `outside_autocast` does, and as if the caller had not switched to `torch.inference_mode()`.
 
     Its results may need gradients, and its sums the precision of the weights.
     """
+    function = outside_autocast(function)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not (_any_autocast() or torch.is_inference_mode_enabled()):
+        if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
-        with _without_autocast() as stack:
-            if torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
+        with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
 
     return called
@@ -360,9 +412,10 @@ def _version(tensor: Tensor) -> int:
 
 def _called(module: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None) -> Any:
     args, kwargs = arguments(inputs)
-    if weights is None:
-        return module(*args, **kwargs)
-    return functional_call(module, dict(weights), args, kwargs)
+    with as_called():
+        if weights is None:
+            return module(*args, **kwargs)
+        return functional_call(module, dict(weights), args, kwargs)
 
 
 def arguments(inputs: Inputs) -> tuple[tuple, dict[str, Any]]:
@@ -393,7 +446,7 @@ def evaluated(module: nn.Module, inputs: Inputs, **more: Any) -> Any:
     """Return the module's output for copies of the inputs, on its device, in eval mode and without gradients."""
     device = next((p.device for p in module.parameters()), None)
     args, kwargs, more = map_tensors(lambda t: t.to(device or t.device, copy=True), (*arguments(inputs), more))
-    with borrowed(module) as own, torch.no_grad():
+    with borrowed(module) as own, torch.no_grad(), as_called():
         return own(*args, **kwargs, **more)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from lapwing.errors import UnsupportedOperation
-from lapwing.model.calls import Inputs, arguments, batch_size, call, close, output_tensor, take, tolerance
+from lapwing.model.calls import Inputs, arguments, as_called, batch_size, call, close, output_tensor, take, tolerance
 from lapwing.model.copies import written_by_forward
 from lapwing.model.linearization import Outputs, pull
 from lapwing.model.network import Network
@@ -134,8 +134,9 @@ class Features:
         return (f, a) if _arrives(moved, f, shift, self.tail) else None
 
     def _run(self, sink: Sink, *args: Any, **kwargs: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        with catching(sink):
-            return self.outputs(output_tensor(self.body(*args, **kwargs))), sink.caught
+        with catching(sink), as_called():
+            out = output_tensor(self.body(*args, **kwargs))
+        return self.outputs(out), sink.caught
 
     def _follows(self, f: Tensor, z: Tensor) -> bool:
         """Whether f = M z + c for these outputs f and outputs z of the layer."""

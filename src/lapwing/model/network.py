@@ -23,6 +23,7 @@ from lapwing.model.calls import (
     Path,
     Types,
     arguments,
+    as_called,
     batch_size,
     call,
     close,
@@ -488,13 +489,13 @@ class Network:
             return
         few = take(inputs, slice(0, 2), batch_size(inputs))
         args, kwargs = arguments(map_tensors(Tensor.clone, few))
-        with self.borrow() as own, torch.no_grad():
+        with self.borrow() as own, torch.no_grad(), as_called():
             versions = [b._version for b in own.buffers() if not b.is_inference()]
             found = output_tensor(own(*args, **kwargs))
             if versions != [b._version for b in own.buffers() if not b.is_inference()]:
                 return
         args, kwargs = arguments(map_tensors(Tensor.clone, few))
-        with without_fast_path(self.module), torch.no_grad():
+        with without_fast_path(self.module), torch.no_grad(), as_called():
             expected = output_tensor(self.module(*args, **kwargs))
         if expected.shape != found.shape or not close(found, expected, tolerance([found.dtype])):
             raise UnsupportedModel(

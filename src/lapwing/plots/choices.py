@@ -13,6 +13,7 @@ from lapwing.evidence import Tuning
 from lapwing.evidence.curves import TemperatureCurve
 from lapwing.evidence.evidence import Comparison
 from lapwing.evidence.loop import Moment
+from lapwing.model.calls import outside_autocast
 from lapwing.plots.style import DASHED, INSIDE, LINES, MUTED, OUTSIDE, array, blank, dot, grid, lattice, one, style
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 ALIKE = 1e-3  # nats per item: settings closer than this are equally good for any purpose
 
 
+@outside_autocast
 def surface(tuning: Tuning) -> Figure:
     """Plot how much worse than the best each setting of a tuning is, over prior precision and temperature.
 
@@ -86,6 +88,7 @@ def _surface_title(tuning: Tuning, widest: float) -> str:
     return "\n".join(lines)
 
 
+@outside_autocast
 def temperature(curve: TemperatureCurve) -> Figure:
     """Plot NLL, accuracy and entropy of all data against the temperature.
 
@@ -118,6 +121,7 @@ def temperature(curve: TemperatureCurve) -> Figure:
         return figure
 
 
+@outside_autocast
 def evidence(source: Any) -> Figure:
     """Plot the log evidence of compared models, or of a training (`Trained`, or its `history`).
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing import metrics
 from lapwing.errors import BadData
+from lapwing.model.calls import outside_autocast
 from lapwing.plots.style import (
     DASHED,
     INK,
@@ -38,6 +39,7 @@ SHOWN = 600  # points of a parity plot: more hide each other
 Bounds = tuple[Tensor, Tensor, Tensor]  # mean, lower and upper
 
 
+@outside_autocast
 def reliability(curves: Mapping[str, tuple[Tensor, Tensor]], bins: int = 15) -> Figure:
     """Plot accuracy against confidence for each model, with the share of items in each bin below.
 
@@ -74,6 +76,7 @@ def _reliability_panel(axes: Axes, below: Axes, table: metrics.Reliability, name
     below.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence")
 
 
+@outside_autocast
 def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -> Figure:
     """Plot observed against nominal coverage of central intervals; below the diagonal a model is overconfident.
 
@@ -96,6 +99,7 @@ def coverage(levels: Sequence[float], observed: Mapping[str, Sequence[float]]) -
         return figure
 
 
+@outside_autocast
 def risk_coverage(curves: Mapping[str, Any], *, label: str = "error rate") -> Figure:
     """Plot the mean loss of the most certain items against the share of items that are answered.
 
@@ -140,6 +144,7 @@ def answered(uncertainty: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
     return k / len(k), ordered.cumsum(0) / k
 
 
+@outside_autocast
 def band(
     x: Tensor, prediction: Any, *, data: tuple[Tensor, Tensor] | None = None, level: float = 0.95, title: str = ""
 ) -> Figure:
@@ -189,6 +194,7 @@ def bounds(prediction: Any, level: float) -> Bounds:
     return row(mean), row(lower), row(upper)
 
 
+@outside_autocast
 def parity(predictions: Any, targets: Tensor, *, level: float = 0.95) -> Figure:
     """Plot predictions with their intervals against the targets, one panel per model.
 
@@ -232,6 +238,7 @@ def named(predictions: Any) -> Mapping[str, Any]:
     return predictions if isinstance(predictions, Mapping) else {"": predictions}
 
 
+@outside_autocast
 def residuals(predictions: Any, targets: Tensor) -> Figure:
     """Plot (target − mean) / standard deviation as a histogram beside the standard normal, one panel per model.
 

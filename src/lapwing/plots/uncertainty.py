@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing import metrics
 from lapwing.errors import BadData
+from lapwing.model.calls import outside_autocast
 from lapwing.plots.style import (
     DASHED,
     INK,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@outside_autocast
 def entropies(
     inside: Mapping[str, Tensor], outside: Mapping[str, Mapping[str, Tensor]], *, label: str = "entropy"
 ) -> Figure:
@@ -74,6 +76,7 @@ def _histogram(axes: Axes, scores: Tensor, edges: Tensor, color: str, label: str
     axes.stairs(array(share), array(edges), color=color, linewidth=1.3, label=label)
 
 
+@outside_autocast
 def separation(
     inside: Tensor, outside: Tensor, *, label: str = "entropy", names: tuple[str, str] = ("test", "outside")
 ) -> Figure:
@@ -108,6 +111,7 @@ def separation(
         return figure
 
 
+@outside_autocast
 def roc(inside: Mapping[str, Tensor] | Tensor, outside: Mapping[str, Tensor] | Tensor, *, title: str = "") -> Figure:
     """Plot the share of outside items found against the share of test items flagged by mistake, one line per score.
 
@@ -151,6 +155,7 @@ def _curve(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     return shares[0], shares[1]
 
 
+@outside_autocast
 def scores(
     areas: Mapping[str, Mapping[str, tuple[float, float, float]]], *, title: str = "", label: str = "AUROC"
 ) -> Figure:
@@ -180,6 +185,7 @@ def scores(
         return figure
 
 
+@outside_autocast
 def ecdf(curves: Mapping[str, Tensor], label: str = "entropy") -> Figure:
     """Plot the share of items with a score of at most x, one line per model (Louizos and Welling 2017, Fig. 2).
 
@@ -203,6 +209,7 @@ def ecdf(curves: Mapping[str, Tensor], label: str = "entropy") -> Figure:
         return figure
 
 
+@outside_autocast
 def uncertain_images(
     images: Tensor, scores: Tensor, captions: Sequence[str] | None = None, *, count: int = 16
 ) -> Figure:

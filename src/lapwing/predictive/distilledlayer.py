@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 
 from lapwing.errors import CorruptFile, UnsupportedModel
 from lapwing.model import batch_size, take
-from lapwing.model.calls import Inputs, arguments, close, explained, output_tensor, promote, tolerance
+from lapwing.model.calls import Inputs, arguments, as_called, close, explained, output_tensor, promote, tolerance
 from lapwing.model.copies import without_fast_path, written_by_forward
 from lapwing.model.linearization import Outputs
 from lapwing.predictive.function import GaussianFunction, contrasts
@@ -145,11 +145,11 @@ class EnergyNetwork(nn.Module):
         calls: list[Tensor | None] = []
         _OPEN.calls, _OPEN.wanted = calls, self._wanted
         try:
-            with plain:
-                f = self._outputs(output_tensor(self.body(*args, **kwargs)))
+            with plain, as_called():
+                out = output_tensor(self.body(*args, **kwargs))
         finally:
             _OPEN.calls = None
-        return f, calls
+        return self._outputs(out), calls
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """f and energies at the arguments that the network takes."""

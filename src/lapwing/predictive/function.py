@@ -556,9 +556,9 @@ class DenseSpread(Spread):
 
 
 def _product(z: Tensor, matrices: Tensor) -> Tensor:
-    """Return A_n z_s for points (S, K) and matrices (n, K, K), (S, n, K)."""
+    """Return A_n z_s for points (S, K) and matrices (n, K, K), (K, n, S)."""
     n, k, _ = matrices.shape
-    return (z @ matrices.reshape(n * k, k).mT).reshape(z.shape[0], n, k)
+    return (matrices.transpose(0, 1).reshape(k * n, k) @ z.mT).reshape(k, n, len(z))
 
 
 @dataclass(frozen=True, eq=False)
@@ -616,12 +616,15 @@ class SharedSpread(Spread):
         return ((v @ self._centered) * self.spread.square().unsqueeze(1)) @ self._centered.mT
 
     def steps(self, z: Tensor) -> Tensor:
-        return (z[:, None] * self.spread) @ self._centered.mT
+        each = self.spread.mT.unsqueeze(-1) * z.mT.unsqueeze(1)
+        return (self._centered @ each.flatten(1)).unflatten(-1, each.shape[1:])
 
     def own(self, z: Tensor) -> Tensor:
         along = self._precision[0].to(self.spread)
-        back = (z[:, None] / self.spread) @ self._dual.mT
-        return self.conditional * (back - along * (back.sum(-1, keepdim=True) / along.sum(-1, keepdim=True)))
+        each = z.mT.unsqueeze(1) / self.spread.mT.unsqueeze(-1)
+        back = (self._dual @ each.flatten(1)).unflatten(-1, each.shape[1:])
+        shared = (along / along.sum(-1, keepdim=True)).mT.unsqueeze(-1)
+        return self.conditional.mT.unsqueeze(-1) * (back - shared * back.sum(0))
 
     def take(self, items: Tensor) -> SharedSpread:
         part = replace(self, spread=self.spread[items])

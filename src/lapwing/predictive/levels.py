@@ -27,6 +27,7 @@ TRACED = 2048  # points per item, at most, where their number cannot depend on t
 MOST = 2**23  # logits of an item, over all its points
 BLOCK = 2**19  # logits under way at a time: what fits a cache
 NODES, SHIFTS = 10, 4  # of the trapezoidal rule for the logit that is integrated, a standard deviation apart
+LOWEST, FAR = -80.0, 1e6  # a logit that adds nothing, and one of which no exponential is slow; a distance beyond all
 NARROW = 0.1  # conditional variance up to which the value of a sigmoid is as good as its expectation
 
 Points = Callable[[int, int, int], Tensor]
@@ -43,10 +44,10 @@ class Drawn(Protocol):
         """Var(f_k | all differences between other logits), (n, K)."""
 
     def steps(self, z: Tensor) -> Tensor:
-        """f − m at standard normal points (S, K), (S, n, K); what all logits share is left out."""
+        """f − m at standard normal points (S, K), (K, n, S); what all logits share is left out."""
 
     def own(self, z: Tensor) -> Tensor:
-        """f_k − E[f_k | all differences between other logits] at the same points, (S, n, K)."""
+        """f_k − E[f_k | all differences between other logits] at the same points, (K, n, S)."""
 
     def take(self, items: Tensor) -> Any:
         """Return the logits of some items."""
@@ -160,40 +161,43 @@ def _average(
     """Average the softmax over each sequence of points (r, S, K), giving (r, n, K), and its entropy over all, (n,).
 
     `integrated`: each probability is integrated over its own logit instead of taken at the point. `whole`: all points
-    are taken at once.
+    are taken at once. Classes are the first dimension here, so that sums over them go along whole vectors of points.
     """
     sequences, size, _ = points.shape
-    total, entropy = mean.new_zeros(sequences, *mean.shape), mean.new_zeros(mean.shape[0])
-    for part in points.split(size if whole else SHIFTS * max(1, points_at_once(mean) // (sequences * SHIFTS)), 1):
-        z = part.flatten(0, 1)
-        f = mean + spread.steps(z)
-        highest, first = f.max(-1, keepdim=True)
-        f = f - highest
-        e = f.exp()
-        own = e.scatter(-1, first, 0.0).sum(-1, keepdim=True)  # the others of the highest, which would cancel
+    total, entropy = mean.new_zeros(*mean.mT.shape, sequences), mean.new_zeros(mean.shape[0])
+    groups = points.unflatten(1, (-1, SHIFTS)).transpose(1, 2)  # (r, SHIFTS, S / SHIFTS, K)
+    for part in groups.split(size if whole else max(1, points_at_once(mean) // (sequences * SHIFTS)), 2):
+        z = part.flatten(0, 2)
+        f = mean.mT.unsqueeze(-1) + spread.steps(z)
+        f = f - f.amax(0)
+        below = f.sign().neg()  # 0 for the highest and 1 for the others
+        e = f.clamp(min=LOWEST).exp()
+        own = (e * below).sum(0) + (len(f) - 1 - below.sum(0))  # Σ e − 1 without rounding
         p = e / (own + 1)
-        entropy = entropy + ((own + 1).log()[..., 0] - (p * f).sum(-1)).sum(0)
+        entropy = entropy + ((own + 1).log() - (p * f).sum(0)).sum(-1)
+        shape = part.shape[:3]
         if not integrated:
-            total = total + p.unflatten(0, part.shape[:2]).sum(1)
+            total = total + p.unflatten(-1, shape).sum((-2, -1))
             continue
-        others = f.scatter(-1, first, -torch.inf).logsumexp(-1, keepdim=True)  # `own` underflows where logits are wide
-        rest = (own + 1 - e).clamp(min=torch.finfo(f.dtype).tiny).log().scatter(-1, first, others)
-        odds = (f - rest - spread.own(z)).unflatten(0, (sequences, -1, SHIFTS))
-        total = total + _expected_sigmoid(odds, spread.conditional)
-    return total / size, entropy / (sequences * size)
+        second = (f + (below - 1) * FAR).amax(0)  # stands for the log-sum of all but the highest, where that underflows
+        highest = torch.where(own > len(f) * math.exp(LOWEST / 2), own.log(), second)
+        rest = (own + 1 - e).clamp(min=math.exp(LOWEST)).log()
+        odds = f - torch.lerp(highest, rest, below) - spread.own(z)
+        total = total + _expected_sigmoid(odds.unflatten(-1, shape), spread.conditional.mT)
+    return total.permute(2, 1, 0) / size, entropy / (sequences * size)
 
 
 def _expected_sigmoid(x: Tensor, variance: Tensor) -> Tensor:
-    """Return Σ_s E[sigmoid(x_s + √v t)], t ~ N(0, 1), for x (r, S, SHIFTS, n, K) and v (n, K), as (r, n, K).
+    """Return Σ_s E[sigmoid(x_s + √v t)], t ~ N(0, 1), for x (K, n, r, SHIFTS, S) and v (K, n), as (K, n, r).
 
-    This uses the trapezoidal rule. The points of every group of `SHIFTS` have their own nodes, between those of the
-    others, so that together they are as good as a finer rule.
+    This uses the trapezoidal rule. The points of every one of the `SHIFTS` groups have their own nodes, between those
+    of the others, so that together they are as good as a finer rule.
     """
     shifts = torch.arange(SHIFTS, dtype=torch.float64)[:, None] / SHIFTS
     nodes = torch.arange(NODES, dtype=torch.float64) - NODES / 2 + shifts  # (SHIFTS, NODES)
     weights = (-nodes.square() / 2).softmax(-1).to(x)
-    total, scale = x.new_zeros(x.shape[0], *variance.shape), variance.sqrt()
-    for node, weight in zip(nodes.to(x).T, weights.T, strict=True):
-        each = (x + node[:, None, None] * scale).sigmoid_().sum(1)
-        total = total + torch.einsum("h,rhnk->rnk", weight, each)
+    moves = variance.sqrt()[..., None, None, None, None] * nodes.to(x).unsqueeze(1)  # (K, n, 1, SHIFTS, 1, NODES)
+    total = x.new_zeros(x.shape[:3])
+    for move, weight in zip(moves.unbind(-1), weights.unbind(-1), strict=True):
+        total = total + (x + move).clamp_(LOWEST, -LOWEST).sigmoid_().sum(-1) @ weight
     return total

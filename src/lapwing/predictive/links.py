@@ -245,9 +245,10 @@ def monte_carlo(
             squares = squares + _pairs(log_p.detach().exp()).square().sum(0)
         count += len(f)
     assert log_sum is not None
-    log_probs = log_sum - math.log(count)
+    assert isinstance(expected, Tensor)
+    log_probs, aleatoric = log_sum - math.log(count), expected / count
     error = _error(log_probs.detach().exp(), squares, count // 2) if isinstance(squares, Tensor) else None
-    return ClassLaw(log_probs, lambda: torch.as_tensor(expected / count), error)
+    return ClassLaw(log_probs, lambda: aleatoric, error)
 
 
 def _pairs(p: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ softmax(f) is the derivative of E[M] − E[G] with respect to the scale of the G
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -29,6 +29,7 @@ APART = 0.75  # how far apart they may lie, in standard deviations of the narrow
 QUANTILES = 12.0, math.log(2), 2e-5  # −log F at the first node, at the median and at the last node
 EXCESS, CHERNOFF = 10.0, 13.0  # how far the last one lies beyond where a normal law, or a sum of exponentials, puts it
 EULER = 0.5772156649015329  # the mean of a Gumbel number
+TOGETHER = 2**12  # numbers of an item that are under way at once
 ROUNDING = 1e-4  # of the mixtures and of the integral, which is added to the stated error
 NARROW = 0.5  # standard deviation of a logit below which the integral over it is that of Gauss and Hermite
 
@@ -202,31 +203,47 @@ def _gumbel_sums(x: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
 def _by_mixture(x: Tensor, variance: Tensor, table: tuple[tuple[float, ...], ...]) -> tuple[Tensor, ...]:
     """Use Gumbel = Σ w N(m, v), which makes H = Σ w Φ(u) with u = (x − m) / √(v + variance)."""
     height, density, heat, slope, warming = (x.new_zeros(()) for _ in range(5))
-    for w, m, v in zip(*table, strict=True):
+    x, variance = x.unsqueeze(-1), variance.unsqueeze(-1)
+    for w, m, v in _terms(table, x):
         inverse = (2 * (variance + v)).rsqrt()
         u = torch.addcmul(-m * inverse, x, inverse)  # over √2
         own = torch.addcmul((inverse * (w / math.sqrt(math.pi))).log(), u, u, value=-1).exp()  # w φ / √(v + variance)
         tilt, part = own * u, 2 * v * inverse
-        height = torch.add(height, u.erf(), alpha=w / 2)
-        density = density + own
-        heat = torch.addcmul(torch.add(heat, own, alpha=m), tilt, part)
+        height = height + _added(u.erf() * (w / 2))
+        density = density + _added(own)
+        heat = heat + _added(torch.addcmul(own * m, tilt, part))
         own, tilt, u = own[:, ::2], tilt[:, ::2], u[:, ::2]
-        slope = torch.addcmul(slope, tilt, inverse, value=-2)
-        warming = torch.addcmul(warming, torch.addcmul(own, tilt, u, value=-2) * part - 2 * m * tilt, inverse)
+        slope = slope - 2 * _added(tilt * inverse)
+        turned = torch.addcmul(own, tilt, u, value=-2) * part - 2 * m * tilt
+        warming = warming + _added(turned * inverse)
     return height + 0.5, density, heat, slope, warming
 
 
 def _by_hermite(x: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
     """Use H = E[exp(−e^{−y})] with y = x − s ε over the nodes ε of the rule of Gauss and Hermite."""
-    deviation = variance.sqrt()
+    deviation = variance.sqrt().unsqueeze(-1)
     height, density, heat, slope, warming = (x.new_zeros(()) for _ in range(5))
-    for w, node in zip(*_HERMITE, strict=True):
+    x = x.unsqueeze(-1)
+    for w, node in _terms(_HERMITE, x):
         y = x - node * deviation
         e = (-y).clamp(max=30).exp()
         own = w * (-e).exp()
-        height, own = height + own, own * e
-        density, heat = density + own, torch.addcmul(heat, y, own)
+        height, own = height + _added(own), own * e
+        density, heat = density + _added(own), heat + _added(y * own)
         own, y = own[:, ::2], y[:, ::2]
         tilt = own * (e[:, ::2] - 1)
-        slope, warming = slope + tilt, torch.addcmul(warming + own, y, tilt)
+        slope, warming = slope + _added(tilt), warming + _added(torch.addcmul(own, y, tilt))
     return height, density, heat, slope, warming
+
+
+def _terms(table: tuple[tuple[float, ...], ...], x: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the columns of a table with the terms of a sum: of few classes all at once, of many one by one.
+
+    At once they are fewer operations, one by one they stay in the cache.
+    """
+    columns = torch.tensor(table, dtype=x.dtype, device=x.device)
+    yield from zip(*(column.split(max(1, TOGETHER // x[0].numel())) for column in columns))
+
+
+def _added(terms: Tensor) -> Tensor:
+    return terms.squeeze(-1) if terms.shape[-1] == 1 else terms.sum(-1)

@@ -207,6 +207,7 @@ class Predictive:
             f, left, right = self.linearized(inputs).kernel_factors(inputs, differentiable)
         return (f, left, right) if scale == 1.0 else (scale * f, scale * left, scale * right)
 
+    @outside_inference
     def novelty(self, inputs: Inputs, mean: Tensor, found: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """How much a target at these inputs would still teach, (B, *event); see `information_gain`.
 
@@ -582,6 +583,7 @@ def _require(needed: int, memory: int, what: str) -> None:
         )
 
 
+@outside_inference
 def shared_root(network: Network, plan: Plan, precision: PSD, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     """Return R (C, C) and s (B, C) with covariance R diag(s²) Rᵀ of f at every input, for a last layer on its own.
 

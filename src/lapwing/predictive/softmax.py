@@ -2,8 +2,8 @@
 
 A pair is a class with the one of the highest mean logit, the pivot. Between two classes the softmax is a sigmoid of one
 Gaussian number, whose expectation has a closed form. Where no third class matters, the pairs are all there is.
-Elsewhere a few points say which part of its pair a class loses to others. What remains is left to the law of the
-maximum (`maximum.py`), where there are many classes, and to many points (`levels.py`).
+Elsewhere a few points say which part of its pair a class loses to others, if there are few classes. What remains is
+left to the law of the maximum (`maximum.py`), and where its own error is too large to many points (`levels.py`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ SEED = 2021
 
 CLOSE = 3e-4
 """The largest stated error for which pairs of classes, or a few points, do."""
+SOUND = 2e-3
+"""The largest stated error for which the law of the maximum does for few classes; for many it is `ENOUGH`."""
 SOME = 64  # classes below which a few points, with an exact covariance, are tried
 ONE = 24  # classes up to which one item is cheaper in plain numbers
 PLAIN = 2**12  # logits up to which NumPy is cheaper
@@ -67,6 +69,8 @@ TINY = float(torch.finfo(torch.float32).tiny)
 WIDEST = 36.0  # variance of a difference of logits beyond which a few points say nothing
 
 Array = NDArray[Any]
+Way = Callable[["_Chunk", Tensor], Estimate]
+"""What finds an estimate for a chunk of items, given their places."""
 
 
 class Spread(ABC):
@@ -79,11 +83,11 @@ class Spread(ABC):
 
     @abstractmethod
     def steps(self, z: Tensor) -> Tensor:
-        """f − m at standard normal points (S, K), (S, n, K); what all logits share is left out."""
+        """f − m at standard normal points (S, K), (K, n, S); what all logits share is left out."""
 
     @abstractmethod
     def own(self, z: Tensor) -> Tensor:
-        """f_k − E[f_k | all differences between other logits] at the same points, (S, n, K)."""
+        """f_k − E[f_k | all differences between other logits] at the same points, (K, n, S)."""
 
     @abstractmethod
     def take(self, items: Tensor) -> Spread:
@@ -163,7 +167,7 @@ class _Chunk:
     def run(self, samples: int | None) -> Softmax:
         """Compute probabilities from pairs of classes where these suffice, and from more and more points elsewhere.
 
-        In between come a few points for few classes, and the law of the maximum for many.
+        In between come a few points for few classes, and the law of the maximum.
         """
         if samples is not None:
             return self._by_levels(samples)
@@ -179,17 +183,37 @@ class _Chunk:
         items = (~(error <= CLOSE)).nonzero()[:, 0]
         if not len(items):
             return Softmax(probs, entropy, error, self._logs, close=True)
-        rest = self._take(items)
-        for way, size, enough in self._ways(pairs):
-            for some in torch.arange(len(items), device=items.device).split(size):
-                at = items[some]
-                probs[at], entropy[at], error[at] = way(rest._take(some), at)
-            open_ = (~(error[items] <= enough)).nonzero()[:, 0]
-            items, rest = items[open_], rest._take(open_)
-            if not len(items):
-                return Softmax(probs, entropy, error, self._logs, close=True)
-        rest._last_resort((probs, entropy, error), items)
-        return Softmax(probs, entropy, error, self._logs)
+        for stage, (*_, enough) in enumerate(STAGES if self._few_do else ()):
+            points = lambda chunk, at, stage=stage: chunk._some_points(pairs, stage, at)  # noqa: E731
+            items = self._tried(points, (probs, entropy, error), items, self._at_once(stage), enough)
+        close = self._without_pairs((probs, entropy, error), items)
+        return Softmax(probs, entropy, error, self._logs, close)
+
+    def _tried(self, way: Way, estimate: Sequence[Tensor], items: Tensor, size: int, enough: float) -> Tensor:
+        """Write what a way finds for some items, so many at a time, and return the items whose error is too large.
+
+        A way takes a chunk of the items, and their places in this one.
+        """
+        for at in items.split(size) if len(items) else ():
+            for each, new in zip(estimate, way(self._take(at), at)):
+                each[at] = new
+        return items[~(estimate[2][items] <= enough)]
+
+    def _without_pairs(self, estimate: Sequence[Tensor], items: Tensor) -> bool:
+        """Write the law of the maximum for some items, or many points where its error is too large; False with points.
+
+        The points are taken only where their own error is smaller.
+        """
+        size = max(1, BLOCK // (STEPS * self.mean.shape[-1]))
+        enough = SOUND if self._few_do else ENOUGH
+        items = self._tried(lambda chunk, _: chunk._by_maximum(), estimate, items, size, enough)
+        if not len(items):
+            return True
+        found = self._take(items)._by_levels(None)
+        better = ~(estimate[2][items] <= found.error)
+        for each, new in zip(estimate, (found.probs, found.entropy, found.error)):
+            each[items[better]] = new[better]
+        return False
 
     @property
     def _is_plain(self) -> bool:
@@ -246,36 +270,13 @@ class _Chunk:
         first, second, third, total, mutual = (torch.from_numpy(each) for each in (probs, entropy, error, *parts))
         if not len(items):
             return Softmax(first, second, third, self._logs, True, (total, mutual))
-        places = torch.from_numpy(items)
-        self._take(places)._last_resort((first, second, third), places)
-        return Softmax(first, second, third, self._logs)
-
-    def _last_resort(self, estimate: Sequence[Tensor], items: Tensor) -> None:
-        """Write what levels of points give for this chunk into an estimate of more items, at `items`, where better."""
-        probs, entropy, error = estimate
-        found = self._by_levels(None)
-        better = ~(error[items] <= found.error)
-        some = items[better]
-        probs[some], entropy[some], error[some] = found.probs[better], found.entropy[better], found.error[better]
-
-    def _ways(self, pairs: Pairs) -> list[tuple[Callable[[_Chunk, Tensor], Estimate], int, float]]:
-        """Return what to try on items before levels of points, on how many at a time, and up to which error it does.
-
-        A way takes a chunk of the items, and their places among the pairs.
-        """
-        if not self._few_do:
-            size = max(1, BLOCK // (STEPS * self.mean.shape[-1]))
-            return [(lambda chunk, _: chunk._by_maximum(), size, ENOUGH)]
-
-        def points(stage: int) -> Callable[[_Chunk, Tensor], Estimate]:
-            return lambda chunk, items: chunk._some_points(pairs, stage, items)
-
-        return [(points(stage), self._at_once(stage), enough) for stage, (*_, enough) in enumerate(STAGES)]
+        close = self._without_pairs((first, second, third), torch.from_numpy(items))
+        return Softmax(first, second, third, self._logs, close)
 
     def _by_maximum(self, steps: int = STEPS) -> Estimate:
-        """Return what the law of the maximum gives, with finer steps for those items that need them."""
+        """Return what the law of the maximum gives, with finer steps for those items of many classes that need them."""
         found = by_maximum(self.mean, self.spread.variance, self.spread.times, steps)
-        if torch.compiler.is_compiling() or steps == FINE:
+        if torch.compiler.is_compiling() or steps == FINE or self._few_do:
             return found
         for one in found[2].isinf().nonzero():  # few, and each has many nodes
             for each, new in zip(found, self._take(one)._by_maximum(FINE)):
@@ -308,8 +309,8 @@ class _Chunk:
         probs, entropy, error = by_traced_levels(self.mean, self.spread, self._sequences, samples)
         pairs = Pairs.of(self.mean, self.spread.apart)
         stages = reversed(range(len(STAGES))) if self._few_do else ()
-        ways = [(*self._some_points(pairs, stage), STAGES[stage][2]) for stage in stages]
-        ways += [] if self._few_do else [(*self._by_maximum(), ENOUGH)]
+        ways = [(*self._by_maximum(), SOUND if self._few_do else ENOUGH)]
+        ways += [(*self._some_points(pairs, stage), STAGES[stage][2]) for stage in stages]
         alone = *pairs.alone(), torch.minimum(pairs.least(), pairs.bound()), CLOSE
         for p, h, e, enough in [*ways, alone] if samples is None else ():
             near = e <= enough
@@ -334,8 +335,9 @@ class _Chunk:
         if len(small):
             points = fixed_points(CHEAP // REPLICATES, probs.shape[-1], self.seed, probs.dtype).to(probs.device)
             spread, mean = self.spread.take(small), self.mean[small]
-            each = [(mean + spread.steps(z)).log_softmax(-1).logsumexp(0) for z in points.split(points_at_once(mean))]
-            far = torch.stack(each).logsumexp(0) - math.log(len(points))
+            parts = [mean.mT.unsqueeze(-1) + spread.steps(z) for z in points.split(points_at_once(mean))]
+            each = [f.log_softmax(0).logsumexp(-1) for f in parts]
+            far = torch.stack(each).logsumexp(0).mT - math.log(len(points))
             logs[small] = torch.where(probs[small] < math.sqrt(torch.finfo(probs.dtype).tiny), far, logs[small])
         return logs
 
@@ -678,8 +680,7 @@ def matched_points(dim: int, times: int, seed: int, dtype: torch.dtype) -> Tenso
 def prepare(classes: int, samples: int | None, dtype: torch.dtype) -> None:
     """Make the points that a traced form will hold: tracing itself can make none."""
     prepare_pairs(classes, [size for size, *_ in STAGES] if classes < SOME else (), SEED, dtype)
-    if classes >= SOME:
-        prepare_maximum(classes)
+    prepare_maximum(classes)
     for level, (size, sequences) in enumerate(traced_levels(samples, classes)):
         for seed in range(SEED + 97 * level, SEED + 97 * level + sequences):
             kept_points(size, classes, seed, dtype)

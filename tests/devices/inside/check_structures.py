@@ -90,3 +90,52 @@ def test_mlp_with_data_on_the_device(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in STRUCTURES if name not in ("kfra", "prior with a mean")])
 def test_cnn(name: str, move: bool, tmp_path: Path) -> None:
     compare(cnn, name, tmp_path, move=move)
+
+
+class Placeless(nn.Module):
+    """A network that makes a tensor where the default device says, as users do who have set one."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * torch.ones(3, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("name", ["auto", "diag", "kron mc", "full", "lowrank", "matrixfree", "last layer"])
+def test_a_default_device_changes_nothing(name: str, tmp_path: Path) -> None:
+    model, x = mlp()
+    y = torch.arange(len(x)) % 3
+    if name != "matrixfree":  # whose solves run in a thread of autograd, which knows no default device
+        model = Placeless(model)
+
+    def results(model: nn.Module, place: torch.device) -> dict[str, Any]:
+        train, held_out = (x[:14].to(place), y[:14].to(place)), (x[14:].to(place), y[14:].to(place))
+        return workout.run(workout.steps(model, train, held_out, "classification", tmp_path, **STRUCTURES[name]))
+
+    expected = results(model, torch.device("cpu"))
+    there = copy.deepcopy(model).to(HERE)
+    with torch.device(HERE):
+        found = results(there, HERE)
+    workout.assert_same(found, expected, drawn=True)
+    assert {type(value) for value in found.values()} == {type(value) for value in expected.values()}
+
+
+def test_pictures_and_metrics_under_a_default_device() -> None:
+    model, x = mlp()
+    y = torch.arange(len(x)) % 3
+    la = lapwing.fit(model.to(HERE), (x, y), "classification", structure="diag")
+    apart = la.predict(x)
+    expected = lapwing.evaluate({"Laplace": la}, (x, y)).table()
+    with torch.device(HERE):
+        report = lapwing.evaluate({"Laplace": la}, (x.to(HERE), y.to(HERE)))
+        assert [line.split()[:4] for line in report.table().splitlines()] == [
+            line.split()[:4] for line in expected.splitlines()
+        ]
+        assert report.figures()
+        p = la.predict(x.to(HERE))
+        assert torch.equal(p.epistemic.cpu(), apart.epistemic.cpu())
+        assert lapwing.metrics.rejection(p, y).risk.shape[0] > 0
+        lapwing.plots.ecdf({"Laplace": p.entropy})
+        lapwing.plots.roc(p.entropy, p.entropy + 1)
