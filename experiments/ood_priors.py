@@ -31,7 +31,7 @@ from experiments import _networks as networks
 from lapwing import metrics
 from lapwing.errors import BadData
 
-ABOUT = {"paper": "000, section 5 (outlook)", "minutes": 3, "quick": 1.1}
+ABOUT = {"paper": "000, section 5 (outlook)", "minutes": 7.3, "quick": 1.1}
 PRIORS = ("isotropic", "empirical covariance", "Gaussian process")
 COLORS = {"isotropic": "#2b6cb0", "empirical covariance": "#c05621", "Gaussian process": "#2f855a", "network": "black"}
 OTHERS = {"lenet": ("kmnist", "notmnist"), "resnet20": ("svhn",)}

@@ -53,7 +53,7 @@ class UnsupportedOperation(LapwingError):
     Examples:
         >>> la.predictor("probs")  # this posterior is over all layers, not the last one
         Traceback (most recent call last):
-        lapwing.errors.UnsupportedOperation: a predictor needs a posterior over a linear last layer, ...
+        lapwing.errors.UnsupportedOperation: a predictor needs a posterior over one linear layer (select=...
     """
 
 

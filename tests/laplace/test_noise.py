@@ -97,6 +97,22 @@ def test_every_tuning_learns_an_estimated_noise():
     torch.testing.assert_close(kept.likelihood.sigma(y), before)
 
 
+@pytest.mark.parametrize("select", ["all", "last_layer"])
+@pytest.mark.parametrize("rule", ["widest", "lowest"])
+def test_tuning_does_not_depend_on_batches_and_their_order(rule, select):
+    """The levels of noise to try follow from all held-out data, not from a first item that happens to fit."""
+    model, x, y = problem(2, n=120)
+    la = lapwing.fit(model, (x[:60], y[:60]), "regression", structure="full", select=select)
+    order = (model(x[60:]) - y[60:]).square().sum(1).argsort()
+    x, y = x[60:][order], y[60:][order]
+    singles = [(x[k : k + 1], y[k : k + 1]) for k in range(60)]
+    expected = la.tune((x, y), rule=rule)
+    for data in (singles, singles[::-1]):
+        tuned = la.tune(data, rule=rule)
+        assert tuned.tuning.score == pytest.approx(expected.tuning.score, abs=1e-4)
+        torch.testing.assert_close(tuned.likelihood.noise, expected.likelihood.noise, rtol=0.02, atol=0)
+
+
 def test_summary_shows_the_noise():
     model, x, y = problem()
     la = lapwing.fit(model, (x, y), "regression", structure="full")

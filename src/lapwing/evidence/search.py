@@ -94,10 +94,10 @@ def tune_validation(
     learned = check_learned(learn, grid, belief.likelihood)
     T, scaling = float(belief.temperature.T), belief.logit_temperature
     now = Setting(groups.precisions(belief), T, logit_temperature=scaling)
-    usual = GRID
+    usual, limits = GRID, None
     if "dispersion" in learned and "dispersion" not in (grid or {}):
-        shown, batches = dispersion_grid(batches, belief.likelihood)
-        usual = {**GRID, "dispersion": shown}
+        limits, batches = dispersion_limits(batches, belief.likelihood)
+        usual = {**GRID, "dispersion": [phi**belief.likelihood.dispersion_unit for phi in limits]}
     candidates = Candidates.of(learned, grid or {}, now, belief.likelihood, optional, usual)
     # some nodes lie below every setting, and they must be solved too
     candidates = replace(candidates, least=belief.curvature.matrix.least_shift() * 10 ** (PADDING / PER_DECADE))
@@ -115,6 +115,9 @@ def tune_validation(
                 "matrix-free curvature are too inexact to solve with: start from a larger prior, la.replace(prior=...)"
             )
         sweep = kept if prepare is None else prepare(kept, now)
+    if limits is not None:
+        best = belief.likelihood.best_dispersion(sweep.f, sweep.y)
+        candidates = replace(candidates, dispersions=dispersions_around(best, limits))
     found = search(sweep, candidates, rule=rule, steps=steps)
     return Tuning.of(
         method,
@@ -630,15 +633,23 @@ def tells_apart(sweep: Sweep) -> bool:
     return most > APART * alone
 
 
-def dispersion_grid(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[list[float], Iterable[Batch]]:
-    """Return dispersions, as users write them, around the best of the first batch, and all batches."""
+def dispersion_limits(batches: Iterable[Batch], likelihood: Likelihood) -> tuple[tuple[float, float], Iterable[Batch]]:
+    """Return the smallest and largest dispersion that may be tried, and all batches.
+
+    They lie around the one in force and the best of the first batch, which may be a single item.
+    """
     rest = iter(batches)
     first = next(rest, None)
     if first is None:
         raise BadData("the validation data hold no batch")
-    fitted = likelihood.best_dispersion(first[0], first[1])
-    tried = [(fitted * 2 ** (k / 2)) ** likelihood.dispersion_unit for k in range(-10, 5)]
-    return tried, itertools.chain([first], rest)
+    known = likelihood.dispersion.item(), likelihood.best_dispersion(first[0], first[1])
+    return (min(known) * 2.0**-5, max(known) * 2.0**6), itertools.chain([first], rest)
+
+
+def dispersions_around(best: float, limits: tuple[float, float]) -> tuple[float, ...]:
+    """Return dispersions to try around the best one of the network alone, inside the limits."""
+    best = min(max(best, limits[0] * 2.0**5), limits[1] * 2.0**-2)
+    return tuple(best * 2 ** (k / 2) for k in range(-10, 5))
 
 
 def box_of(

@@ -30,6 +30,7 @@ from lapwing.model.tape import Pass, Plan, Record, Source, Step, make_plan, para
 PROBED = 4  # samples on which the way from the layer to the outputs is looked at
 SIZES = (1.0, -1.0, 100.0, -100.0)  # sizes of shifts of the layer's outputs, which must arrive multiplied by M
 MOST = 2**22  # largest number of entries of M
+WORK = 2**30  # largest number of entries of the directions that are pulled back to find M
 _FOUND: WeakKeyDictionary[Network, Features | None] = WeakKeyDictionary()
 _HERE = threading.local()
 
@@ -238,10 +239,11 @@ def _derivative(f: Tensor, z: Tensor) -> Tensor | None:
 
     Whether positions (tokens) depend on each other is left to `_shifts_arrive`.
     """
-    if z.ndim < 2 or f.shape[:-1] != z.shape[:-1] or f.shape[-1] * z.shape[-1] > MOST:
+    size = f.shape[-1]
+    if z.ndim < 2 or f.shape[:-1] != z.shape[:-1] or size * z.shape[-1] > MOST or size * f.numel() > WORK:
         return None
     rows = []
-    for k in range(f.shape[-1]):
+    for k in range(size):
         v = torch.zeros_like(f)
         v[..., k] = 1
         (g,) = pull(f, [z], v)
