@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import lapwing
 
-ABOUT = {"paper": "", "minutes": 5.6, "quick": 0.2, "page": "../botorch.md"}
+ABOUT = {"paper": "", "minutes": 3, "quick": 0.2, "page": "../botorch.md"}
 
 NOISE, START = 0.05, 10
 METHODS = ("random", "gp", "last layer", "all weights")
