@@ -147,11 +147,11 @@ class NotConverged(LapwingError, ArithmeticError):
     """An iterative method stopped before it reached its tolerance.
 
     Examples:
-        >>> structure = lapwing.MatrixFree(rank=1, iterations=1, tolerance=1e-12)
-        >>> la = lapwing.fit(model, train_loader, "classification", structure=structure, prior=1e-6)
+        >>> structure = lapwing.MatrixFree(rank=1, iterations=1, tolerance=1e-4)
+        >>> la = lapwing.fit(model, train_loader, "classification", structure=structure)
         >>> la.posterior.precision.solve(la.posterior.mean)
         Traceback (most recent call last):
-        lapwing.errors.NotConverged: conjugate gradients left 1 of 1 columns above the relative residual 1e-12 ...
+        lapwing.errors.NotConverged: conjugate gradients left 1 of 1 columns above the relative residual 0.0001 ...
     """
 
 

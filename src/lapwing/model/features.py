@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -63,8 +64,9 @@ class Caught(nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear, memo: dict[int, Any]) -> Caught:
-        """Return a copy of a layer, with every attribute that the network may read."""
+        """Return a copy of a layer, with every attribute that the network may read, and without hooks on gradients."""
         found = copy.deepcopy(layer, memo)
+        found._backward_hooks, found._backward_pre_hooks = OrderedDict(), OrderedDict()
         found.__class__ = cls
         return cast(Caught, found)
 
